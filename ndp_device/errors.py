@@ -1,0 +1,58 @@
+"""Every error this package raises on purpose, in one tree. Knows no other file.
+
+    NdpError
+    ├── ConfigError            a setting is impossible; says which, what came, what is allowed
+    ├── ReplicaError           a replica or checkpoint file is damaged, foreign or incomplete; names the file
+    ├── ProtocolError          the rules of the wire were broken
+    │   ├── LocalProtocolError     … by us
+    │   └── RemoteProtocolError    … by the peer
+    ├── DeviceError            the device answered with a typed error (code, retryable)
+    ├── DeviceUnavailable      no valid answer within the deadline
+    └── TraceError             a trace is damaged or belongs to another model
+
+Messages are one sentence: what was wanted, what came, what to change.
+"""
+
+from __future__ import annotations
+
+
+class NdpError(Exception):
+    """Root of the tree; command lines print it as one line and exit 2."""
+
+
+class ConfigError(NdpError):
+    """A setting is unknown, out of range, or not supported together with another."""
+
+
+class ReplicaError(NdpError):
+    """A replica or checkpoint file cannot be trusted; the message names it."""
+
+
+class TraceError(NdpError):
+    """A trace file cannot be trusted or belongs to another model."""
+
+
+class ProtocolError(NdpError):
+    """The rules of the protocol were broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We broke the rules: a bug on this side."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the rules: what it sent is not to be used."""
+
+
+class DeviceError(NdpError):
+    """The device refused a request with a typed code."""
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.retryable = retryable
+
+
+class DeviceUnavailable(NdpError):
+    """No valid answer came from the device within the deadline."""

@@ -1,0 +1,35 @@
+"""The one signature behind which every kernel stands: pairs of one layer in, gate-weighted partial sum out.
+
+Knows what a kernel must do, not how. reference.py is the obviously right one, native.py the fast one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.replicas.replica import Expert
+
+
+class Kernel(Protocol):
+    """T rows, P (row, expert) pairs, N distinct experts of one layer, H hidden size."""
+
+    name: str
+
+    def prepare(self, expert: Expert) -> Any:
+        """Convert an expert once, at load, into whatever this kernel streams."""
+        ...
+
+    def execute(
+        self,
+        x: NDArray[np.float32],  # [T, H]
+        prepared: Sequence[Any],  # [N], from prepare()
+        pair_rows: NDArray[np.int32],  # [P], row of x
+        pair_experts: NDArray[np.int32],  # [P], index into prepared
+        gates: NDArray[np.float32],  # [P], router weight
+    ) -> NDArray[np.float32]:  # [T, H]
+        """sum over pairs p of row t: gates[p] * W2 (silu(W1 x) * (W3 x)); rows without a pair are exactly 0."""
+        ...
