@@ -36,13 +36,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_experts", "top_k", "hidden_size", "intermediate_size"):
             if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"model {self.name!r}: {field} must be at least 1, got {getattr(self, field)}"
-                )
+                raise ConfigError(f"model {self.name!r}: {field} must be at least 1, got {getattr(self, field)}")
         if self.top_k > self.num_experts:
-            raise ConfigError(
-                f"model {self.name!r}: top_k {self.top_k} must not exceed num_experts {self.num_experts}"
-            )
+            raise ConfigError(f"model {self.name!r}: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
 
     @property
     def weights_per_expert(self) -> int:
@@ -53,9 +49,7 @@ class ModelShape:
     def from_checkpoint(cls, model_dir: Path) -> ModelShape:
         """Read config.json. Raises ConfigError for a dense model or an architecture whose experts we cannot map."""
         config = read_config(model_dir)
-        num_experts = (
-            config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-        )
+        num_experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
         if not num_experts:
             raise ConfigError(
                 f"{model_dir.name} is a dense model (no experts in its config.json); "
@@ -82,9 +76,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(
-            f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint"
-        ) from None
+        raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -96,9 +88,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted by name. Raises ReplicaError when there is none."""
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
-        raise ReplicaError(
-            f"no .safetensors file in {model_dir}: the device reads safetensors checkpoints only"
-        )
+        raise ReplicaError(f"no .safetensors file in {model_dir}: the device reads safetensors checkpoints only")
     return files
 
 
@@ -129,9 +119,7 @@ def model_digest(model_dir: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     config = read_config(model_dir)
-    relevant = {
-        key: config[key] for key in sorted(config) if isinstance(config[key], int | float | str | bool)
-    }
+    relevant = {key: config[key] for key in sorted(config) if isinstance(config[key], int | float | str | bool)}
     for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
         relevant.pop(volatile, None)
     digest.update(json.dumps(relevant, sort_keys=True).encode())

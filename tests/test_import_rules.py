@@ -37,9 +37,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/replicas/", ("ndp_device.protocol", "ndp_device.timing"), ()),
     ("", ("pickle", "cloudpickle", "dill"), ()),
 ]
-FORBIDDEN_TEXT = re.compile(
-    r"recv_pyobj|send_pyobj|torch\.load\(|shell=True|tcp://\*|tcp://0\.0\.0\.0|\beval\("
-)
+FORBIDDEN_TEXT = re.compile(r"recv_pyobj|send_pyobj|torch\.load\(|shell=True|tcp://\*|tcp://0\.0\.0\.0|\beval\(")
 
 
 def imported_modules(path: Path) -> set[str]:
