@@ -1,0 +1,104 @@
+"""Policies by name: what each one scores, what they refuse, and that all of them end in plans that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.plan import Budget, Plan
+from vllm_ndp.planning.policies import BIT_RULES, POLICIES, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.stats import RoutingStats
+
+PRIOR = ImportanceScore.from_weights(np.arange(1, 17, dtype=float).reshape(2, 8))
+
+
+def prompt(seed: int, tokens: int = 20) -> RoutingStats:
+    generator = np.random.default_rng(seed)
+    ids = generator.random((tokens, 2, 8)).argsort(axis=2)[:, :, :2]
+    return RoutingStats.from_choices(ids, generator.random((tokens, 2, 2)), 8)
+
+
+@pytest.mark.parametrize("bits", BIT_RULES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_makes_the_same_plan_twice_and_it_fits(name, bits):
+    policy = load_policy(name, PolicySettings(prior=PRIOR, bits=bits))
+    budget, loss = Budget(3, 1.5), LossTable.nominal(2, 8)
+
+    def plans() -> list[Plan]:
+        scores = [policy.score(prompt(seed)) for seed in range(3)]
+        placement = policy.place(scores, None, budget)
+        return [Plan(0, placement, policy.assign(score, placement, loss, budget)) for score in scores]
+
+    first, second = plans(), plans()
+    for one, other in zip(first, second, strict=True):
+        assert one.fits(budget) == (bits != "full")
+        assert one.bits.bits.tobytes() == other.bits.bits.tobytes()
+
+
+def test_prefill_scores_the_prompt_and_static_ignores_it():
+    settings = PolicySettings(prior=PRIOR)
+    assert (load_policy("prefill").score(prompt(0)).values == importance(prompt(0)).values).all()
+    assert load_policy("static", settings).score(prompt(0)) is PRIOR
+
+
+def test_a_short_prompt_stays_near_the_prior_and_a_long_one_leaves_it():
+    policy = load_policy("prefill_prior", PolicySettings(prior=PRIOR, prior_tokens=16))
+    distance = [np.abs(policy.score(prompt(0, tokens)).values - PRIOR.values).sum() for tokens in (1, 200)]
+    pure = [np.abs(importance(prompt(0, tokens)).values - PRIOR.values).sum() for tokens in (1, 200)]
+    assert distance[0] == pytest.approx(pure[0] / 17)
+    assert distance[1] == pytest.approx(pure[1] * 200 / 216)
+
+
+def test_random_depends_on_seed_and_prompt_only():
+    scores = [
+        load_policy("random", PolicySettings(seed=seed)).score(prompt(which)).values.tobytes()
+        for seed, which in ((0, 0), (0, 0), (1, 0), (0, 1))
+    ]
+    assert scores[0] == scores[1]
+    assert len(set(scores)) == 3
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_known_one():
+    with pytest.raises(ConfigError, match="did you mean 'prefill_prior'"):
+        load_policy("prefil_prior")
+    with pytest.raises(ConfigError, match="did you mean 'importance'"):
+        PolicySettings(bits="importence")
+    with pytest.raises(ConfigError, match="did you mean 'fairness'"):
+        PolicySettings(batch_rule="fair")
+
+
+@pytest.mark.parametrize("name", ["static", "prefill_prior"])
+def test_a_policy_that_needs_a_prior_says_so(name):
+    with pytest.raises(ConfigError, match="needs a popularity prior"):
+        load_policy(name)
+
+
+def test_a_prior_of_another_model_is_refused():
+    policy = load_policy("prefill_prior", PolicySettings(prior=ImportanceScore(np.full((3, 8), 0.125))))
+    with pytest.raises(ConfigError, match="recorded on this model"):
+        policy.score(prompt(0))
+
+
+def test_a_prior_is_read_from_counts_and_a_broken_file_is_refused_by_name(tmp_path):
+    np.save(tmp_path / "prior.npy", np.array([[3, 1], [0, 0]]))
+    assert read_prior(tmp_path / "prior.npy").values.tolist() == [[0.75, 0.25], [0.5, 0.5]]
+    (tmp_path / "broken.npy").write_bytes(b"not an array")
+    with pytest.raises(ConfigError, match=r"broken\.npy"):
+        read_prior(tmp_path / "broken.npy")
+    with pytest.raises(ConfigError, match=r"missing\.npy"):
+        read_prior(tmp_path / "missing.npy")
+
+
+def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    (tmp_path / "their_policies.py").write_text(
+        "from vllm_ndp.planning.policies import prefill\ndef make(settings):\n    return prefill(settings)\n"
+    )
+    metadata = tmp_path / "their_policies-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-policies\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_ndp.policies]\ntheirs = their_policies:make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (load_policy("theirs").score(prompt(0)).values == importance(prompt(0)).values).all()

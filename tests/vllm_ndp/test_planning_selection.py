@@ -1,0 +1,154 @@
+"""Hot sets and bits: the selector against exhaustive search, and what every plan must conserve."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
+from vllm_ndp.planning.plan import Budget, Placement, Plan
+
+
+def random_model(seed: int, layers: int, experts: int) -> tuple[ImportanceScore, LossTable]:
+    generator = np.random.default_rng(seed)
+    loss = np.sort(generator.exponential(size=(layers, experts, 4)), axis=2)[:, :, ::-1]
+    return ImportanceScore.from_weights(generator.random((layers, experts)), 64), LossTable(loss)
+
+
+def exhaustive_best(score: np.ndarray, loss: np.ndarray, total_bits: int, gain: str) -> float:
+    """The least loss over every assignment whose bits fall with importance and add up to total_bits."""
+    order = np.argsort(-score, kind="stable")
+    weight = score[order] if gain == "importance" else np.ones(len(order))
+    return min(
+        sum(w * loss[e, b - 1] for w, e, b in zip(weight, order, bits, strict=True))
+        for bits in itertools.product((4, 3, 2, 1), repeat=len(order))
+        if sum(bits) == total_bits and list(bits) == sorted(bits, reverse=True)
+    )
+
+
+@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize("cold", range(1, 7))
+def test_the_selector_equals_exhaustive_search_for_every_budget(cold: int, gain: str):
+    for increments in range(3 * cold + 1):
+        for seed in range(5):
+            score, loss = random_model(1000 * increments + seed, 1, cold)
+            budget = Budget(0, 1 + increments / cold)
+            bits = select_bitwidths(score, Placement(np.zeros((1, cold), bool)), loss, budget, gain).bits[0]
+            assert bits.sum() == cold + increments
+            weight = score.values[0] if gain == "importance" else np.ones(cold)
+            ours = float((weight * loss.mse[0, np.arange(cold), bits - 1]).sum())
+            best = exhaustive_best(score.values[0], loss.mse[0], cold + increments, gain)
+            assert ours == pytest.approx(best, rel=1e-12)
+
+
+def test_cold_bits_never_rise_as_importance_falls():
+    score, loss = random_model(3, 4, 16)
+    placement = top_experts(score.values, 4)
+    bits = select_bitwidths(score, placement, loss, Budget(4, 2.25)).bits
+    for layer in range(4):
+        cold = np.flatnonzero(~placement.hot[layer])
+        by_importance = cold[np.argsort(-score.values[layer, cold], kind="stable")]
+        assert (np.diff(bits[layer, by_importance].astype(int)) <= 0).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0), st.sampled_from([*GAINS, "uniform"]))
+def test_a_plan_fits_its_budget_and_is_the_same_to_the_bit_the_second_time(layers, experts, data, average, rule):
+    num_hot = data.draw(st.integers(0, experts))
+    score, loss = random_model(data.draw(st.integers(0, 10**6)), layers, experts)
+    budget = Budget(num_hot, average)
+
+    def plan() -> Plan:
+        placement = by_sum([score], num_hot)
+        if rule == "uniform":
+            return Plan(1, placement, uniform_bitwidths(placement, budget))
+        return Plan(1, placement, select_bitwidths(score, placement, loss, budget, rule))
+
+    first, second = plan(), plan()
+    assert first.fits(budget)
+    assert ((first.bits.bits == 0) == first.placement.hot).all()
+    assert (first.placement.num_hot == num_hot).all()
+    cold = first.bits.bits[first.bits.bits > 0]
+    assert cold.sum() > average * cold.size - 1 - 1e-6
+    assert first.bits.bits.tobytes() == second.bits.bits.tobytes()
+    assert first.placement.hot.tobytes() == second.placement.hot.tobytes()
+
+
+def test_unweighted_gains_of_a_nominal_table_end_in_uniform_bits():
+    """Loss falls 4.4x a bit, so 1 -> 2 gains more than 2 -> 4 can: as published, nobody stays at 1 bit."""
+    score, _ = random_model(0, 2, 8)
+    cold = Placement(np.zeros((2, 8), bool))
+    loss = LossTable.nominal(2, 8)
+    assert (select_bitwidths(score, cold, loss, Budget(0, 2.0), "mse").bits == 2).all()
+    skewed = ImportanceScore.from_weights(np.tile(10.0 ** -np.arange(8), (2, 1)))
+    assert select_bitwidths(skewed, cold, loss, Budget(0, 2.0), "importance").bits[0, 0] == 4
+
+
+def test_512_experts_are_planned_within_the_budget():
+    score, loss = random_model(5, 2, 512)
+    placement = by_sum([score], 64)
+    bits = select_bitwidths(score, placement, loss, Budget(64, 2.5))
+    assert bits.bits[bits.bits > 0].sum() == 2.5 * 448 * 2
+
+
+def test_uniform_bits_give_what_is_left_over_to_the_lower_ids():
+    placement = Placement(np.array([[False, True, False, False, False]]))
+    assert uniform_bitwidths(placement, Budget(1, 2.5)).bits.tolist() == [[3, 0, 3, 2, 2]]
+    assert full_precision(placement).bits.tolist() == [[16, 0, 16, 16, 16]]
+
+
+def test_equal_importance_goes_to_the_lower_id():
+    assert top_experts(np.full((1, 4), 0.25), 2).hot.tolist() == [[True, True, False, False]]
+    assert by_fairness([ImportanceScore(np.full((1, 4), 0.25))], 2).hot.tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("rule", BATCH_RULES)
+def test_with_one_request_every_batch_rule_is_the_papers_top_k(rule):
+    score, _ = random_model(7, 3, 8)
+    for num_hot in range(9):
+        expected = np.sort(score.values, axis=1)[:, 8 - num_hot :].sum()
+        hot = BATCH_RULES[rule]([score], num_hot).hot
+        assert (hot.sum(axis=1) == num_hot).all()
+        assert score.values[hot].sum() == pytest.approx(expected)
+
+
+def test_batch_rules_differ_where_requests_disagree():
+    """Two requests agree mildly on expert 0 (.4 + .4); the long third one lives on expert 2."""
+    crowd = ImportanceScore(np.array([[0.4, 0.6, 0.0, 0.0]]), 10)
+    other = ImportanceScore(np.array([[0.4, 0.0, 0.0, 0.6]]), 10)
+    long = ImportanceScore(np.array([[0.0, 0.0, 0.7, 0.3]]), 1000)
+    scores = [crowd, other, long]
+    assert np.flatnonzero(by_sum(scores, 1).hot[0]).tolist() == [3]  # .8, .6, .7, .9
+    assert np.flatnonzero(by_max(scores, 1).hot[0]).tolist() == [2]
+    assert np.flatnonzero(by_tokens(scores, 1).hot[0]).tolist() == [2]
+    covered = [score.values[by_fairness(scores, 2).hot].sum() for score in scores]
+    assert min(covered) >= 0.3
+
+
+@pytest.mark.parametrize("rule", BATCH_RULES)
+@pytest.mark.parametrize("num_hot", [-1, 9])
+def test_more_hot_experts_than_the_model_has_are_refused(rule, num_hot):
+    score, _ = random_model(0, 2, 8)
+    with pytest.raises(ConfigError, match=r"0\.\.8"):
+        BATCH_RULES[rule]([score], num_hot)
+
+
+def test_a_loss_table_that_rises_with_bits_is_refused_by_name_and_from_measured_mends_it():
+    rising = np.ones((1, 2, 4))
+    rising[0, 1, 2] = 1.5
+    with pytest.raises(ConfigError, match="layer 0 expert 1 loses more at 3 bits"):
+        LossTable(rising)
+    assert LossTable.from_measured(rising).mse[0, 1].tolist() == [1, 1, 1, 1]
+
+
+def test_scores_of_another_model_are_refused():
+    score, loss = random_model(0, 2, 8)
+    with pytest.raises(ConfigError, match="one model"):
+        select_bitwidths(score, Placement(np.zeros((2, 7), bool)), loss, Budget(0, 2))

@@ -1,0 +1,75 @@
+"""How much each expert matters for decode, judged from routing statistics.
+
+    S[l, e] = alpha * Norm(counts[l])[e] + (1 - alpha) * Norm(scores[l])[e]
+
+The paper (arXiv 2512.04476) gives the formula and alpha = 0.5 but not Norm; we divide by the layer's sum.
+Does not know placements, bits or policies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.stats import RoutingStats, frozen_array
+
+PAPER_ALPHA = 0.5
+
+
+@dataclass(frozen=True)
+class ImportanceScore:
+    """Non-negative, each layer sums to 1; num_tokens says how many tokens it was judged from (0 = a prior)."""
+
+    values: NDArray[np.float64]  # [L, E]
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", frozen_array(self.values, np.float64))
+        if self.values.ndim != 2 or self.values.size == 0:
+            raise ValueError(f"an importance score must be [L, E], got {list(self.values.shape)}")
+        if not (self.values >= 0).all():  # also catches NaN
+            raise ValueError("importance must be >= 0 and not NaN")
+        sums = self.values.sum(axis=1)
+        if not np.allclose(sums, 1.0, rtol=0, atol=1e-9):
+            raise ValueError(f"each layer's importance must sum to 1, got {sums.tolist()}")
+        if self.num_tokens < 0:
+            raise ValueError(f"num_tokens must be >= 0, got {self.num_tokens}")
+
+    @classmethod
+    def from_weights(cls, weights: NDArray[np.floating | np.integer], num_tokens: int = 0) -> ImportanceScore:
+        """Normalise any non-negative [L, E] array (a popularity count, for one); an all-zero layer becomes uniform."""
+        if np.ndim(weights) != 2 or not np.isfinite(weights).all() or (np.asarray(weights) < 0).any():
+            raise ConfigError(
+                f"expert weights must be a finite, non-negative [layers, experts] array, got shape {np.shape(weights)}"
+            )
+        return cls(_normalised(np.asarray(weights, np.float64)), num_tokens)
+
+    def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
+        """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
+        if self.values.shape != prior.values.shape:
+            raise ConfigError(
+                f"the prior is for a model of [layers, experts] {list(prior.values.shape)}, "
+                f"this one has {list(self.values.shape)}: give a prior recorded on this model"
+            )
+        total = self.num_tokens + prior_tokens
+        if total == 0:
+            return prior
+        mixed = (self.num_tokens * self.values + prior_tokens * prior.values) / total
+        return ImportanceScore(_normalised(mixed), self.num_tokens)
+
+
+def importance(stats: RoutingStats, alpha: float = PAPER_ALPHA) -> ImportanceScore:
+    """The paper's score; alpha weighs how often an expert was chosen against how strongly."""
+    if not 0.0 <= alpha <= 1.0:
+        raise ConfigError(f"alpha must lie in 0..1, got {alpha}")
+    mixed = alpha * _normalised(stats.counts.astype(np.float64)) + (1 - alpha) * _normalised(stats.scores)
+    return ImportanceScore(_normalised(mixed), stats.num_tokens)
+
+
+def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rows divided by their sum; a row without any weight knows nothing, so it becomes uniform."""
+    sums = weights.sum(axis=1, keepdims=True)
+    return np.where(sums > 0, weights / np.where(sums > 0, sums, 1.0), 1.0 / weights.shape[1])

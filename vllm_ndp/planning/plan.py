@@ -1,0 +1,138 @@
+"""Where every expert lives and how many bits it keeps. Values only, each checked once, where it is made.
+
+    Budget (what we may spend) -> Placement (who is hot) + BitwidthPlan (bits of the cold) -> Plan (both, with an epoch)
+
+Does not know how a plan is found (placement.py, bitwidths.py, policies.py) nor how it is installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import FULL_PRECISION_BITS
+from vllm_ndp.planning.stats import frozen_array
+
+WIDTHS = (1, 2, 3, 4)
+_ALLOWED_BITS = np.array([0, *WIDTHS, FULL_PRECISION_BITS], np.uint8)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """num_hot experts per layer stay on the GPU; the cold ones keep avg_bits bits on average over the model."""
+
+    num_hot: int
+    avg_bits: float
+
+    def __post_init__(self) -> None:
+        if self.num_hot < 0:
+            raise ConfigError(f"num_hot must be at least 0, got {self.num_hot}")
+        if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
+            raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
+
+    def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Bits above 1 that each layer may spend, from its number of cold experts [L].
+
+        A layer's share num_cold * (avg_bits - 1) need not be an integer, so the model's running total is rounded
+        down and each layer gets what the total grew by: never over the budget, under it by less than one bit in all.
+        """
+        shares = np.asarray(num_cold, np.float64) * (self.avg_bits - 1.0)
+        totals = np.floor(np.cumsum(shares) + 1e-9).astype(np.int64)  # 1e-9: 2.9999999 of a bit is 3
+        return np.diff(totals, prepend=0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which experts are hot: in GPU memory, in full precision."""
+
+    hot: NDArray[np.bool_]  # [L, E]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hot", frozen_array(self.hot, np.bool_))
+        if self.hot.ndim != 2 or self.hot.size == 0:
+            raise ValueError(f"a placement must be [L, E], got {list(self.hot.shape)}")
+
+    @property
+    def num_hot(self) -> NDArray[np.int64]:
+        """Hot experts of each layer, [L]."""
+        num_hot: NDArray[np.int64] = self.hot.sum(axis=1, dtype=np.int64)
+        return num_hot
+
+    @property
+    def num_cold(self) -> NDArray[np.int64]:
+        """Cold experts of each layer, [L]."""
+        num_cold: NDArray[np.int64] = self.hot.shape[1] - self.num_hot
+        return num_cold
+
+    def moves_from(self, previous: Placement | None) -> NDArray[np.bool_]:
+        """[L, E], the experts that must migrate into GPU memory to get here."""
+        return self.hot.copy() if previous is None else self.hot & ~previous.hot
+
+
+@dataclass(frozen=True)
+class BitwidthPlan:
+    """Bits of each cold expert, 0 exactly where hot; 16 means the checkpoint's own weights."""
+
+    bits: NDArray[np.uint8]  # [L, E]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", frozen_array(self.bits, np.uint8))
+        if self.bits.ndim != 2 or self.bits.size == 0:
+            raise ValueError(f"a bitwidth plan must be [L, E], got {list(self.bits.shape)}")
+        if not np.isin(self.bits, _ALLOWED_BITS).all():
+            raise ValueError(f"bits must be one of {_ALLOWED_BITS.tolist()}, got {np.unique(self.bits).tolist()}")
+
+    @property
+    def average(self) -> float:
+        """Average bits over the cold experts, NaN when every expert is hot."""
+        cold = self.bits[self.bits > 0]
+        return float(cold.mean()) if cold.size else math.nan
+
+    def width_mask(self) -> NDArray[np.uint8]:
+        """[L, E]: bit b-1 is set where the expert has width b (1..4), bit 4 where it has full precision."""
+        return _MASK_OF_BITS[self.bits]
+
+
+_MASK_OF_BITS = np.zeros(FULL_PRECISION_BITS + 1, np.uint8)
+_MASK_OF_BITS[list(WIDTHS)] = [1 << (width - 1) for width in WIDTHS]
+_MASK_OF_BITS[FULL_PRECISION_BITS] = 1 << len(WIDTHS)
+
+
+def union_of_widths(plans: Iterable[BitwidthPlan], shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """[L, E] mask of every width that any of the plans uses: what the device must be able to serve."""
+    mask = np.zeros(shape, np.uint8)
+    for plan in plans:
+        mask |= plan.width_mask()
+    return mask
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request's view of the model: the shared placement and its own bits, under the epoch that activates both."""
+
+    epoch: int
+    placement: Placement
+    bits: BitwidthPlan
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {self.epoch}")
+        if self.placement.hot.shape != self.bits.bits.shape:
+            raise ValueError(
+                f"placement and bits must have one shape, got {list(self.placement.hot.shape)} "
+                f"and {list(self.bits.bits.shape)}"
+            )
+        if ((self.bits.bits == 0) != self.placement.hot).any():
+            raise ValueError("bits must be 0 exactly where an expert is hot")
+
+    def fits(self, budget: Budget) -> bool:
+        """At most num_hot hot experts in every layer, and no more quantized bits than the average allows."""
+        cold = self.bits.bits[self.bits.bits > 0].astype(np.int64)
+        allowed = int(self.placement.num_cold.sum() + budget.increments(self.placement.num_cold).sum())
+        quantized = bool((cold <= WIDTHS[-1]).all())
+        return bool((self.placement.num_hot <= budget.num_hot).all()) and quantized and int(cold.sum()) <= allowed

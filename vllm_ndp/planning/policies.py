@@ -1,0 +1,164 @@
+"""A policy turns routing statistics into a plan: score each request, place the hot set, assign each request's bits.
+
+Same in, same out. Policies of other packages register a factory under the entry point group `vllm_ndp.policies`:
+    my_policy = "my_package:make"        # make(settings: PolicySettings) -> Policy
+Does not know vLLM, devices or files other than a prior's array.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
+from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance
+from vllm_ndp.planning.placement import BATCH_RULES
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
+from vllm_ndp.planning.stats import RoutingStats
+
+ENTRY_POINT_GROUP = "vllm_ndp.policies"
+BIT_RULES = (*GAINS, "uniform", "full")
+
+
+class Policy(Protocol):
+    """What the plugin and the replay engine ask of a policy."""
+
+    @property
+    def name(self) -> str: ...
+
+    def score(self, stats: RoutingStats) -> ImportanceScore:
+        """Once per request, when its prefill ends."""
+        ...
+
+    def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
+        """Once per end of a prefill, from the scores of every running request (at least one)."""
+        ...
+
+    def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
+        """One request's bits under the common placement."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Everything a policy of ours can be told; a policy ignores what it has no use for."""
+
+    alpha: float = PAPER_ALPHA
+    bits: str = "importance"
+    batch_rule: str = "sum"
+    seed: int = 0
+    prior: ImportanceScore | None = field(default=None, repr=False)
+    prior_tokens: float = 32.0
+    """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log.md, "prior"."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.alpha <= 1.0:
+            raise ConfigError(f"alpha must lie in 0..1, got {self.alpha}")
+        if self.prior_tokens < 0:
+            raise ConfigError(f"prior_tokens must be at least 0, got {self.prior_tokens}")
+        _known("bits", self.bits, BIT_RULES)
+        _known("batch_rule", self.batch_rule, BATCH_RULES)
+
+
+@dataclass(frozen=True)
+class ScoredPolicy:
+    """A policy that is a way of scoring plus the common rules for hot sets and bits."""
+
+    name: str
+    scorer: Callable[[RoutingStats], ImportanceScore]
+    settings: PolicySettings
+
+    def score(self, stats: RoutingStats) -> ImportanceScore:
+        return self.scorer(stats)
+
+    def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
+        return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)
+
+    def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
+        if self.settings.bits == "full":
+            return full_precision(placement)
+        if self.settings.bits == "uniform":
+            return uniform_bitwidths(placement, budget)
+        return select_bitwidths(score, placement, loss, budget, self.settings.bits)
+
+
+def prefill(settings: PolicySettings) -> Policy:
+    """The paper's: what the prompt used is what its decode will use."""
+    return ScoredPolicy("prefill", lambda stats: importance(stats, settings.alpha), settings)
+
+
+def static(settings: PolicySettings) -> Policy:
+    """Popularity measured beforehand, the same for every request."""
+    prior = _needed_prior("static", settings)
+    return ScoredPolicy("static", lambda stats: prior, settings)
+
+
+def prefill_prior(settings: PolicySettings) -> Policy:
+    """Prefill shrunk to a popularity prior: a short prompt says little about hundreds of experts."""
+    prior = _needed_prior("prefill_prior", settings)
+    return ScoredPolicy(
+        "prefill_prior",
+        lambda stats: importance(stats, settings.alpha).shrunk_to(prior, settings.prior_tokens),
+        settings,
+    )
+
+
+def random(settings: PolicySettings) -> Policy:
+    """The null: importance drawn by lot, another lot for every prompt, the same lot for the same prompt and seed."""
+
+    def lot(stats: RoutingStats) -> ImportanceScore:
+        generator = np.random.default_rng([settings.seed, zlib.crc32(stats.counts.tobytes())])
+        return ImportanceScore.from_weights(generator.random(stats.counts.shape), stats.num_tokens)
+
+    return ScoredPolicy("random", lot, settings)
+
+
+PolicyFactory = Callable[[PolicySettings], Policy]
+POLICIES: dict[str, PolicyFactory] = {
+    "prefill": prefill,
+    "prefill_prior": prefill_prior,
+    "static": static,
+    "random": random,
+}
+
+
+def load_policy(name: str, settings: PolicySettings | None = None) -> Policy:
+    """A policy of ours or of another package, by name."""
+    foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    _known("policy", name, (*POLICIES, *foreign))
+    factory: PolicyFactory = POLICIES[name] if name in POLICIES else foreign[name].load()
+    return factory(settings or PolicySettings())
+
+
+def read_prior(path: Path) -> ImportanceScore:
+    """A popularity prior from a .npy file of counts, scores or shares [layers, experts]."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the prior {path} must be a .npy array [layers, experts]: {error}") from None
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+        raise ConfigError(f"the prior {path} must be one .npy array of numbers [layers, experts]")
+    return ImportanceScore.from_weights(array)
+
+
+def _needed_prior(name: str, settings: PolicySettings) -> ImportanceScore:
+    if settings.prior is None:
+        raise ConfigError(
+            f"policy {name!r} needs a popularity prior: give one recorded on this model, or use policy 'prefill'"
+        )
+    return settings.prior
+
+
+def _known(what: str, value: str, allowed: Collection[str]) -> None:
+    if value in allowed:
+        return
+    nearest = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.0)[0]
+    raise ConfigError(f"{what} must be one of {sorted(allowed)}, got {value!r}: did you mean {nearest!r}?")

@@ -1,0 +1,88 @@
+"""What the router did: how often each expert was chosen, and with how much router weight.
+
+Knows counts and sums of one prompt (or of many, merged). Does not know tokens, requests or what the numbers are for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def frozen_array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
+    """A private, read-only, contiguous copy: what a frozen value may hold."""
+    array = np.array(values, dtype=dtype, order="C", copy=True)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """Choices of num_tokens tokens, each choosing top_k experts in each of L layers."""
+
+    counts: NDArray[np.int64]  # [L, E], times chosen
+    scores: NDArray[np.float64]  # [L, E], sum of router weights over those choices
+    num_tokens: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", frozen_array(self.counts, np.int64))
+        object.__setattr__(self, "scores", frozen_array(self.scores, np.float64))
+        if self.counts.ndim != 2 or self.counts.shape != self.scores.shape:
+            raise ValueError(
+                f"counts and scores must both be [L, E], got {list(self.counts.shape)} and {list(self.scores.shape)}"
+            )
+        if self.num_tokens < 0 or not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"num_tokens must be >= 0 and top_k in 1..{self.num_experts}, "
+                f"got num_tokens {self.num_tokens} and top_k {self.top_k}"
+            )
+        if (self.counts < 0).any() or (self.counts > self.num_tokens).any():
+            raise ValueError(f"a token chooses an expert at most once: counts must lie in 0..{self.num_tokens}")
+        per_layer = self.counts.sum(axis=1)
+        if not (per_layer == self.num_tokens * self.top_k).all():
+            raise ValueError(
+                f"each layer must hold num_tokens * top_k = {self.num_tokens * self.top_k} choices, "
+                f"got {per_layer.tolist()}"
+            )
+        if not np.isfinite(self.scores).all() or (self.scores < 0).any():
+            raise ValueError("accumulated router weights must be finite and >= 0")
+        if (self.scores[self.counts == 0] != 0).any():
+            raise ValueError("an expert that was never chosen must have router weight 0")
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.counts.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.counts.shape[1])
+
+    @classmethod
+    def from_choices(cls, ids: NDArray[Any], weights: NDArray[Any], num_experts: int) -> RoutingStats:
+        """ids and weights are [T, L, k]; weights in any float dtype, added up in float64."""
+        if ids.ndim != 3 or ids.shape != weights.shape:
+            raise ValueError(f"ids and weights must both be [T, L, k], got {list(ids.shape)} and {list(weights.shape)}")
+        num_tokens, num_layers, top_k = ids.shape
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_experts:
+            raise ValueError(f"expert ids must lie in 0..{num_experts - 1}, got {int(ids.min())}..{int(ids.max())}")
+        cells = (ids.astype(np.int64) + np.arange(num_layers)[:, None] * num_experts).ravel()
+        size = num_layers * num_experts
+        counts = np.bincount(cells, minlength=size)
+        scores = np.bincount(cells, weights.astype(np.float64).ravel(), size).astype(np.float64)
+        shape = (num_layers, num_experts)
+        return cls(counts.reshape(shape), scores.reshape(shape), num_tokens, top_k)
+
+    def merge(self, other: RoutingStats) -> RoutingStats:
+        """The statistics of both sets of tokens together."""
+        if self.counts.shape != other.counts.shape or self.top_k != other.top_k:
+            raise ValueError(
+                f"only statistics of the same model merge: [L, E] {list(self.counts.shape)} top-{self.top_k} "
+                f"against {list(other.counts.shape)} top-{other.top_k}"
+            )
+        return RoutingStats(
+            self.counts + other.counts, self.scores + other.scores, self.num_tokens + other.num_tokens, self.top_k
+        )
