@@ -1,0 +1,209 @@
+"""How long the device would have taken for one command: (hardware, works in order, submit times) fix every number.
+
+    launch -> link in -> queue -> [ DRAM read || arrays ] -> link out -> completion
+
+Commands are served one after the other in order of arrival. Inside one, weights stream from DRAM through double
+buffers into the arrays, expert after expert, gate and up before down; both link directions run beside the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ndp_device.timing import arrays
+from ndp_device.timing.dram import channel_lines, stream
+from ndp_device.timing.link import hop_in, hop_out, wire_bytes
+from ndp_device.timing.spec import Hardware
+from ndp_device.timing.units import PS_PER_S, ceil_div
+from ndp_device.timing.work import FULL_PRECISION_BITS, ExpertWork, Timing, Work
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One weight stream with nothing between its bytes: gate and up of an expert, or its down projection."""
+
+    num_bytes: int
+    lines: int
+    compute_ps: int
+    dequant_ps: int
+    vector_ps: int  # after the phase, before the next may compute
+    fp16_macs: int  # useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies
+
+    @property
+    def array_ps(self) -> int:
+        return max(self.compute_ps, self.dequant_ps)
+
+    def share_ps(self, whole_ps: int, num_bytes: int) -> int:
+        """The part of a duration of the whole phase that num_bytes of it take."""
+        return ceil_div(whole_ps * num_bytes, self.num_bytes) if self.num_bytes else 0
+
+
+@dataclass
+class _Pipeline:
+    """DRAM and arrays of one command as they advance; times are absolute."""
+
+    hardware: Hardware
+    stream_start_ps: int  # of the DRAM stream now running
+    stream_lines: int = 0  # read since then
+    dram_free_ps: int = 0
+    array_free_ps: int = 0
+    dram_ps: int = 0  # time the DRAM was reading
+    refresh_stall_ps: int = 0
+    row_activations: int = 0
+
+    def read_end_ps(self, lines: int) -> int:
+        """When `lines` more lines of the running stream are complete."""
+        return (
+            self.stream_start_ps + stream(self.hardware.dram, self.stream_lines + lines, self.stream_start_ps).total_ps
+        )
+
+    def run(self, phase: _Phase) -> None:
+        array = self.hardware.array
+        end = self.read_end_ps(phase.lines)
+        self.dram_ps += end - self.dram_free_ps
+        if not array.double_buffered:
+            array_end = end + phase.array_ps + phase.vector_ps
+            self._restart_dram(phase, array_end)
+            self.array_free_ps = array_end
+            return
+        tile = min(array.tile_bytes * array.units, phase.num_bytes)
+        buffer = min(array.scratchpad_bytes // 2 * array.units, phase.num_bytes)
+        first_tile = self.dram_free_ps + phase.share_ps(end - self.dram_free_ps, tile)
+        # a buffer full of weights at most may lie ahead of the arrays
+        beyond = phase.share_ps(end - self.dram_free_ps, phase.num_bytes - buffer)
+        unhindered = end
+        end = max(end, self.array_free_ps + beyond)
+        array_end = max(
+            max(self.array_free_ps, first_tile) + phase.array_ps, end + phase.share_ps(phase.array_ps, tile)
+        )
+        free = max(end, array_end - phase.share_ps(phase.array_ps, buffer))
+        if free > unhindered:
+            self._restart_dram(phase, free)
+        else:
+            self.stream_lines += phase.lines
+            self.dram_free_ps = free
+        self.array_free_ps = array_end + phase.vector_ps
+
+    def _restart_dram(self, phase: _Phase, at_ps: int) -> None:
+        self._account(self.stream_lines + phase.lines)
+        self.stream_start_ps, self.stream_lines, self.dram_free_ps = at_ps, 0, at_ps
+
+    def _account(self, lines: int) -> None:
+        done = stream(self.hardware.dram, lines, self.stream_start_ps)
+        self.refresh_stall_ps += done.refresh_stall_ps
+        self.row_activations += done.activations
+
+    def finish(self) -> int:
+        self._account(self.stream_lines)
+        self.stream_lines = 0
+        return max(self.array_free_ps, self.dram_free_ps)
+
+
+class DeviceModel:
+    """Simulated state of one device: when each resource is free again. Nothing else, and no clock."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._link_in_free_ps = 0
+        self._device_free_ps = 0
+        self._link_out_free_ps = 0
+
+    def execute(self, work: Work, submit_ps: int) -> Timing:
+        """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
+        hardware, link = self.hardware, self.hardware.link
+        inbound = hop_in(link, work.bytes_in)
+        ready = submit_ps + inbound.launch_ps
+        wire_start = max(ready, self._link_in_free_ps)
+        self._link_in_free_ps = wire_start + inbound.serial_ps
+        arrived = wire_start + inbound.wire_ps + hardware.array.command_ps
+
+        start = max(arrived, self._device_free_ps)
+        phases = [phase for expert in work.experts for phase in self._phases(work, expert)]
+        pipeline = _Pipeline(hardware, start, dram_free_ps=start, array_free_ps=start)
+        for phase in phases:
+            pipeline.run(phase)
+        end = pipeline.finish()
+        self._device_free_ps = end
+
+        outbound = hop_out(link, work.bytes_out)
+        out_start = max(end + outbound.launch_ps, self._link_out_free_ps)
+        self._link_out_free_ps = out_start + outbound.serial_ps
+        done = out_start + outbound.wire_ps + outbound.completion_ps
+
+        compute = sum(phase.compute_ps for phase in phases)
+        dequant = sum(phase.dequant_ps for phase in phases)
+        vector = sum(phase.vector_ps for phase in phases)
+        weight_bytes = sum(phase.num_bytes for phase in phases)
+        queue = (wire_start - ready) + (start - arrived) + (out_start - end - outbound.launch_ps)
+        launch = inbound.launch_ps + hardware.array.command_ps + outbound.launch_ps
+        shares = {
+            "link": launch + inbound.wire_ps + outbound.wire_ps + outbound.completion_ps,
+            "queue": queue,
+            "dram": pipeline.dram_ps,
+            "compute": max(compute, dequant) + vector,
+        }
+        span = end - start
+        return Timing(
+            submit_ps=submit_ps,
+            start_ps=start,
+            done_ps=done,
+            launch_ps=launch,
+            link_in_ps=inbound.wire_ps,
+            queue_ps=queue,
+            dram_ps=pipeline.dram_ps,
+            compute_ps=compute,
+            dequant_ps=dequant,
+            vector_ps=vector,
+            overlap_saved_ps=pipeline.dram_ps + compute + dequant + vector - span,
+            link_out_ps=outbound.wire_ps,
+            completion_ps=outbound.completion_ps,
+            total_ps=done - submit_ps,
+            bound=max(shares, key=lambda name: shares[name]),
+            weight_bytes=weight_bytes,
+            bytes_in=work.bytes_in,
+            bytes_out=work.bytes_out,
+            row_activations=pipeline.row_activations,
+            refresh_stall_ps=pipeline.refresh_stall_ps,
+            array_utilisation=_ratio(
+                sum(phase.fp16_macs for phase in phases) * PS_PER_S, hardware.array.macs_per_s * span
+            ),
+            dram_efficiency=_ratio(weight_bytes * PS_PER_S, hardware.dram.peak_bytes_per_s * pipeline.dram_ps),
+            energy_pj=self._energy_pj(work, weight_bytes, pipeline.row_activations),
+            pe_mode=hardware.array.pe_mode,
+            config_hash=hardware.config_hash,
+        )
+
+    def _phases(self, work: Work, expert: ExpertWork) -> tuple[_Phase, _Phase]:
+        array, dram = self.hardware.array, self.hardware.dram
+        hidden, intermediate = work.hidden_size, work.intermediate_size
+        num_bytes = expert.dram_bytes * arrays.weight_passes(array, hidden, intermediate, expert.tokens)
+        down_bytes = num_bytes // 3
+        lines = channel_lines(dram, num_bytes)
+        down_lines = channel_lines(dram, down_bytes)
+        gate_up = arrays.matrix_time(array, hidden, 2 * intermediate, expert.tokens, expert.bits)
+        down = arrays.matrix_time(array, intermediate, hidden, expert.tokens, expert.bits)
+        width = arrays.multiplier_bits(array.pe_mode, expert.bits)
+        macs = hidden * intermediate * expert.tokens * width // FULL_PRECISION_BITS
+        swiglu = arrays.swiglu_ps(array, intermediate, expert.tokens)
+        return (
+            _Phase(
+                num_bytes - down_bytes, lines - down_lines, gate_up.compute_ps, gate_up.dequant_ps, swiglu, 2 * macs
+            ),
+            _Phase(down_bytes, down_lines, down.compute_ps, down.dequant_ps, 0, macs),
+        )
+
+    def _energy_pj(self, work: Work, weight_bytes: int, activations: int) -> int:
+        """DRAM reads and row openings, link bits, and each weight written to and read from the scratchpad once."""
+        energy, link = self.hardware.energy, self.hardware.link
+        accesses = ceil_div(weight_bytes, 32)
+        link_bits = 8 * (wire_bytes(link, work.bytes_in) + wire_bytes(link, work.bytes_out))
+        femtojoule = (
+            accesses * (energy.dram_line32_fj + 2 * energy.scratchpad_access_fj)
+            + activations * energy.activate_fj
+            + link_bits * energy.link_bit_fj
+        )
+        return femtojoule // 1000
+
+
+def _ratio(numerator: int, denominator: int) -> float:
+    return numerator / denominator if denominator else 0.0

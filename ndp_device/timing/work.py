@@ -1,0 +1,95 @@
+"""What the device is asked to do, in sizes, and what that took, in integer picoseconds. Values only.
+
+Knows no hardware and no clock: `model.py` turns a Work into a Timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ndp_device.errors import ConfigError
+
+FULL_PRECISION_BITS = 16
+LEGAL_BITS = (1, 2, 3, 4, 8, FULL_PRECISION_BITS)
+BOUNDS = ("link", "dram", "compute", "queue")
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """One expert of one Execute: how many rows it serves and how many bytes its weights cost the DRAM."""
+
+    layer: int
+    expert: int
+    bits: int
+    tokens: int
+    dram_bytes: int  # packed weights with scales and offsets
+
+    def __post_init__(self) -> None:
+        if self.bits not in LEGAL_BITS:
+            raise ConfigError(f"bits of an expert must be one of {list(LEGAL_BITS)}, got {self.bits}")
+        for field in ("layer", "expert", "tokens", "dram_bytes"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of one Execute: H x I experts, T activation rows in, T partial sums out."""
+
+    hidden_size: int
+    intermediate_size: int
+    group_size: int
+    tokens: int
+    bytes_in: int
+    bytes_out: int
+    experts: tuple[ExpertWork, ...]
+
+    def __post_init__(self) -> None:
+        for field in ("hidden_size", "intermediate_size", "group_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} of a work must be at least 1, got {getattr(self, field)}")
+        for field in ("tokens", "bytes_in", "bytes_out"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} of a work must not be negative, got {getattr(self, field)}")
+
+    @property
+    def dram_bytes(self) -> int:
+        return sum(expert.dram_bytes for expert in self.experts)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One command on the device. Every *_ps is simulated.
+
+    total_ps = launch + link_in + queue + (dram + compute + dequant + vector - overlap_saved) + link_out + completion
+    """
+
+    submit_ps: int  # the host hands the command over
+    start_ps: int  # the device begins to read weights
+    done_ps: int  # the host holds the result
+    launch_ps: int
+    link_in_ps: int
+    queue_ps: int
+    dram_ps: int
+    compute_ps: int
+    dequant_ps: int
+    vector_ps: int
+    overlap_saved_ps: int
+    link_out_ps: int
+    completion_ps: int
+    total_ps: int
+    bound: str  # one of BOUNDS: the largest share of total_ps
+    weight_bytes: int  # read from DRAM, re-reads included
+    bytes_in: int
+    bytes_out: int
+    row_activations: int  # on all channels
+    refresh_stall_ps: int  # part of dram_ps the most loaded channel spent refreshing
+    array_utilisation: float  # useful multiply-accumulates / what the arrays could do while the device was busy
+    dram_efficiency: float  # weight bytes / (dram_ps x peak)
+    energy_pj: int  # indicative: DRAM, link and scratchpad events only
+    pe_mode: str
+    config_hash: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
