@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from ndp_device.model_shape import FULL_PRECISION_BITS
 
+REPLICA_BITS = (1, 2, 3, 4)
+"""The widths an expert can be quantized to; a loss table has one column for each."""
+
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
@@ -30,9 +33,31 @@ class QuantizedMatrix:
     group_size: int
     perm: NDArray[np.int32] | None = None
 
+    def __post_init__(self) -> None:
+        if self.bits not in REPLICA_BITS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
+            raise ValueError(
+                f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8], "
+                f"got {self.planes.dtype}{list(self.planes.shape)}"
+            )
+        if self.planes.ndim != 3 or self.group_size < 1:
+            raise ValueError(f"planes must be [bits, N, C // 8] in groups of 1 or more, got {list(self.planes.shape)}")
+        rows, columns = self.shape
+        groups = (rows, -(-columns // self.group_size))
+        for name, values in (("scale", self.scale), ("offset", self.offset)):
+            if values.dtype != np.float16 or values.shape != groups:
+                raise ValueError(f"{name} must be float16 {list(groups)}, got {values.dtype}{list(values.shape)}")
+        if self.perm is not None and (self.perm.dtype != np.int32 or not _is_permutation(self.perm, columns)):
+            raise ValueError(f"perm must be int32 and hold each of 0..{columns - 1} once")
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.planes.shape[1], self.planes.shape[2] * 8
+
+    @property
+    def nbytes(self) -> int:
+        """What a read of this matrix moves: its planes, scales, offsets and permutation."""
+        perm_bytes = 0 if self.perm is None else self.perm.nbytes
+        return self.planes.nbytes + self.scale.nbytes + self.offset.nbytes + perm_bytes
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,17 @@ class QuantizedExpert:
     bits: int
     w13: QuantizedMatrix
     w2: QuantizedMatrix
+
+    def __post_init__(self) -> None:
+        (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
+        if rows != 2 * intermediate or out != hidden:
+            raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
+        if (self.w13.bits, self.w2.bits) != (self.bits, self.bits):
+            raise ValueError(f"w13 and w2 must both have {self.bits} bits, got {self.w13.bits} and {self.w2.bits}")
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
 
 
 @dataclass(frozen=True)
@@ -60,5 +96,21 @@ class FullExpert:
     w2: NDArray[Any]
     bits: int = FULL_PRECISION_BITS
 
+    def __post_init__(self) -> None:
+        intermediate, hidden = self.w1.shape
+        if self.w3.shape != (intermediate, hidden) or self.w2.shape != (hidden, intermediate):
+            raise ValueError(
+                f"w1, w3, w2 must be [I, H], [I, H], [H, I], "
+                f"got {list(self.w1.shape)}, {list(self.w3.shape)}, {list(self.w2.shape)}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.w1.nbytes + self.w3.nbytes + self.w2.nbytes
+
 
 Expert = QuantizedExpert | FullExpert
+
+
+def _is_permutation(perm: NDArray[np.int32], columns: int) -> bool:
+    return perm.shape == (columns,) and bool((np.sort(perm) == np.arange(columns)).all())

@@ -1,0 +1,88 @@
+"""The kernel everything else is tested against: numpy, slow and obviously right. Knows no file and no clock.
+
+Experts are dequantized to float32 when prepared (32 / bits times their packed size), so this is for small models and
+tests. Every (row, expert) pair is computed alone, with three matrix-vector products in float32: what a row gets does
+not depend on which other rows share its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.replicas.packing import unpack
+from ndp_device.replicas.replica import Expert, FullExpert, QuantizedMatrix
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ReferenceExpert:
+    """A SwiGLU expert as float32: w13 [2I, H] (gate rows first, then up), w2 [H, I]."""
+
+    w13: Float32
+    w2: Float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+    def __call__(self, x: Float32) -> Float32:
+        """W2 (silu(W1 x) * (W3 x)) for one row x [H]."""
+        gate, up = np.split(self.w13 @ x, 2)
+        y: Float32 = self.w2 @ (silu(gate) * up)
+        return y
+
+
+class ReferenceKernel:
+    """See Kernel."""
+
+    name = "reference"
+
+    def prepare(self, expert: Expert) -> ReferenceExpert:
+        if isinstance(expert, FullExpert):
+            w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
+            return ReferenceExpert(np.concatenate([w1, w3]), w2)
+        return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2))
+
+    def execute(
+        self,
+        x: Float32,
+        prepared: Sequence[ReferenceExpert],
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        gates: Float32,
+    ) -> Float32:
+        y = np.zeros_like(x, dtype=np.float32)
+        for row, expert, gate in zip(pair_rows, pair_experts, gates, strict=True):
+            y[row] += gate * prepared[expert](x[row])
+        return y
+
+
+def dequantize(matrix: QuantizedMatrix) -> Float32:
+    """The matrix as float32 [N, C], its columns back in the order of the input they multiply."""
+    groups = np.arange(matrix.shape[1]) // matrix.group_size
+    scale, offset = matrix.scale.astype(np.float32)[:, groups], matrix.offset.astype(np.float32)[:, groups]
+    weights: Float32 = scale * unpack(matrix.planes) + offset
+    if matrix.perm is None:
+        return weights
+    in_order = np.empty_like(weights)
+    in_order[:, matrix.perm] = weights
+    return in_order
+
+
+def silu(x: Float32) -> Float32:
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives x / inf = -0, the right limit
+        y: Float32 = x / (1 + np.exp(-x))
+        return y
+
+
+def to_float32(values: NDArray[Any], dtype: str) -> Float32:
+    """Checkpoint values as float32: exact for float32, float16 and bfloat16 (which numpy holds as uint16)."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,0 +1,268 @@
+"""Replicas on disk: one safetensors file per layer and a manifest that vouches for them. See docs/replica-format.md.
+
+    DIR/manifest.json                what the replicas are of, how they were made, a digest per layer file
+    DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
+
+Knows files and digests, not kernels or solvers. A writer puts each file beside its name, syncs it and renames it, so a
+name holds a whole file or nothing; the manifest grows by one entry per layer, so what is missing can be told by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.model_shape import ModelShape
+from ndp_device.replicas.mapped import MappedFile
+from ndp_device.replicas.replica import REPLICA_BITS, QuantizedExpert, QuantizedMatrix
+
+FORMAT = "ndp-moe-replicas"
+VERSION = 1
+MANIFEST = "manifest.json"
+
+Container = Literal["nested", "independent"]
+"""nested: one set of planes whose first k are the k-bit replica; independent: planes of their own for every width."""
+
+
+class LayerFile(msgspec.Struct, frozen=True):
+    """What the manifest promises about one layer's file."""
+
+    num_bytes: int
+    blake2b: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Provenance of a replica directory. `layers` maps a layer's index (as text) to its file, once that is written."""
+
+    model: ModelShape
+    model_digest: str
+    container: Container
+    bits: tuple[int, ...]
+    group_size: int
+    source: Literal["calibrated", "data-free"]
+    solver: dict[str, str | int | float | list[float]]
+    calibration: dict[str, str | int | float]
+    format: str = FORMAT
+    version: int = VERSION
+    layers: dict[str, LayerFile] = {}
+
+    def __post_init__(self) -> None:
+        if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_BITS)):
+            raise ValueError(f"bits must be a rising selection of {list(REPLICA_BITS)}, got {list(self.bits)}")
+        if self.group_size < 8 or self.group_size % 8:
+            raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
+
+
+@dataclass(frozen=True)
+class LayerReplicas:
+    """Every expert of one layer at every width, with what is known about its quality.
+
+    loss, relative_loss  float64 [E, 4], column b - 1 for b bits, NaN for a width that was not made
+    calibration_tokens   int64 [E], the routed tokens its Hessian was summed from (0 = data-free)
+    own_weight           float64 [E], the expert's own share in its Hessian; the rest is the layer's
+    """
+
+    experts: tuple[dict[int, QuantizedExpert], ...]
+    loss: NDArray[np.float64]
+    relative_loss: NDArray[np.float64]
+    calibration_tokens: NDArray[np.int64]
+    own_weight: NDArray[np.float64] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        table = (len(self.experts), len(REPLICA_BITS))
+        if self.loss.shape != table or self.relative_loss.shape != table:
+            raise ValueError(f"loss tables must be {list(table)}, got {self.loss.shape} and {self.relative_loss.shape}")
+        for expert, replicas in enumerate(self.experts):
+            finite = all(
+                np.isfinite(matrix.scale).all() and np.isfinite(matrix.offset).all()
+                for replica in replicas.values()
+                for matrix in (replica.w13, replica.w2)
+            )
+            if not finite:
+                raise ValueError(f"expert {expert} has a scale or offset that float16 cannot hold")
+
+
+def layer_file_name(layer: int) -> str:
+    return f"experts-{layer:05d}.safetensors"
+
+
+class ReplicaFiles:
+    """A complete, checked replica directory; `expert(layer, expert, bits)` is a view of the mapped file."""
+
+    def __init__(self, directory: Path, *, model_digest: str | None = None, check_contents: bool = True) -> None:
+        """Raises ReplicaError for another model's replicas and for files that are missing, damaged or cut short.
+
+        check_contents hashes every file (about 1 s per GB), not only sizes and headers.
+        """
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        if model_digest is not None and self.manifest.model_digest != model_digest:
+            raise ReplicaError(
+                f"{directory} holds replicas of {self.manifest.model.name} ({self.manifest.model_digest}), not of the "
+                f"model being served ({model_digest}): run vllm-ndp quantize for this model"
+            )
+        missing = [n for n in range(self.manifest.model.num_layers) if str(n) not in self.manifest.layers]
+        if missing:
+            raise ReplicaError(
+                f"{directory} is unfinished: {layer_file_name(missing[0])} and {len(missing) - 1} more layers are not "
+                "written yet; run the same vllm-ndp quantize again to finish it"
+            )
+        self._files = [
+            check_layer_file(directory, layer, self.manifest, check_contents=check_contents)
+            for layer in range(self.manifest.model.num_layers)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.manifest.layers.values())
+
+    def expert(self, layer: int, expert: int, bits: int) -> QuantizedExpert:
+        if bits not in self.manifest.bits or not 0 <= expert < self.manifest.model.num_experts:
+            raise ReplicaError(
+                f"{self.directory} has no {bits}-bit replica of expert {expert}: it holds "
+                f"{self.manifest.model.num_experts} experts at {list(self.manifest.bits)} bits"
+            )
+        file = self._files[layer]
+        try:
+            return QuantizedExpert(
+                bits, self._matrix(file, expert, "w13", bits), self._matrix(file, expert, "w2", bits)
+            )
+        except ValueError as error:
+            raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
+
+    def layer_losses(self, layer: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(loss, relative loss), each float64 [E, 4]."""
+        file = self._files[layer]
+        table = (self.manifest.model.num_experts, len(REPLICA_BITS))
+        loss, relative = file.tensor("loss"), file.tensor("relative_loss")
+        if loss.shape != table or relative.shape != table:
+            raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
+        return loss.astype(np.float64), relative.astype(np.float64)
+
+    def _matrix(self, file: MappedFile, expert: int, name: str, bits: int) -> QuantizedMatrix:
+        nested = self.manifest.container == "nested"
+        prefix = f"{expert}.{name}" if nested else f"{expert}.{bits}.{name}"
+        planes, scale, offset = (file.tensor(f"{prefix}.{part}") for part in ("planes", "scale", "offset"))
+        if nested:
+            track = self.manifest.bits.index(bits)
+            planes, scale, offset = planes[:bits], scale[track], offset[track]
+        perm = file.tensor(f"{prefix}.perm") if f"{prefix}.perm" in file else None
+        return QuantizedMatrix(bits, planes, scale, offset, self.manifest.group_size, perm)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise ReplicaError(f"{directory} holds no replicas ({MANIFEST} is missing): run vllm-ndp quantize") from None
+    except (OSError, msgspec.DecodeError, NdpError) as error:
+        raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
+    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+        raise ReplicaError(
+            f"{path} has format {manifest.format!r} version {manifest.version}, wanted {FORMAT!r} version {VERSION}: "
+            "run vllm-ndp quantize again"
+        )
+    return manifest
+
+
+def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:
+    """The layer's file, mapped, after comparing it with what the manifest promises."""
+    promised, path = manifest.layers[str(layer)], directory / layer_file_name(layer)
+    file = MappedFile(path)
+    size = path.stat().st_size
+    if size != promised.num_bytes:
+        raise ReplicaError(
+            f"{path} is truncated or half-written: {size} bytes instead of {promised.num_bytes}; "
+            "run vllm-ndp quantize again"
+        )
+    if check_contents and _digest(path) != promised.blake2b:
+        raise ReplicaError(f"{path} is damaged: its digest is not the manifest's; run vllm-ndp quantize again")
+    return file
+
+
+def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: Manifest) -> Manifest:
+    """Write one layer's file and the manifest that now includes it; returns that manifest."""
+    tensors: dict[str, NDArray[Any]] = {
+        "loss": replicas.loss,
+        "relative_loss": replicas.relative_loss,
+        "calibration_tokens": replicas.calibration_tokens,
+        "own_weight": replicas.own_weight,
+    }
+    for expert, by_bits in enumerate(replicas.experts):
+        if tuple(by_bits) != manifest.bits:
+            raise ValueError(f"expert {expert} must come at {list(manifest.bits)} bits, got {list(by_bits)}")
+        for name in ("w13", "w2"):
+            matrices = [getattr(replica, name) for replica in by_bits.values()]
+            if manifest.container == "nested":
+                tensors |= _nested_tensors(f"{expert}.{name}", matrices)
+            else:
+                for matrix in matrices:
+                    tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
+    contents = safetensors.numpy.save(tensors, {"format": FORMAT, "version": str(VERSION), "layer": str(layer)})
+    _write_whole(directory / layer_file_name(layer), contents)
+    entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
+    manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {str(layer): entry})
+    write_manifest(directory, manifest)
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    _write_whole(directory / MANIFEST, text + b"\n")
+
+
+def _tensors(prefix: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
+    tensors: dict[str, NDArray[Any]] = {
+        f"{prefix}.planes": np.ascontiguousarray(matrix.planes),
+        f"{prefix}.scale": np.ascontiguousarray(matrix.scale),
+        f"{prefix}.offset": np.ascontiguousarray(matrix.offset),
+    }
+    return tensors if matrix.perm is None else tensors | {f"{prefix}.perm": matrix.perm}
+
+
+def _nested_tensors(prefix: str, matrices: list[QuantizedMatrix]) -> dict[str, NDArray[Any]]:
+    """Planes and permutation of the widest matrix, of which every narrower one must be a prefix; scales of all."""
+    widest = matrices[-1]
+    for matrix in matrices:
+        same_perm = matrix.perm is widest.perm or np.array_equal(matrix.perm, widest.perm)  # type: ignore[arg-type]
+        if not same_perm or not np.array_equal(matrix.planes, widest.planes[: matrix.bits]):
+            raise ValueError(f"{prefix}: {matrix.bits} bits are not a prefix of {widest.bits}; they cannot be nested")
+    return _tensors(prefix, widest) | {
+        f"{prefix}.scale": np.stack([matrix.scale for matrix in matrices]),
+        f"{prefix}.offset": np.stack([matrix.offset for matrix in matrices]),
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write_whole(path: Path, contents: bytes) -> None:
+    """All of the contents under this name, or nothing new under it, whenever the machine stops."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a directory you may write to") from None

@@ -1,0 +1,69 @@
+"""One safetensors file as a read-only memory map. Knows the file format, not what the tensors mean. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ReplicaError
+from ndp_device.model_shape import safetensors_header
+
+# safetensors dtype -> (our name, numpy dtype that holds its bytes); numpy has no bfloat16
+_DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
+    "F64": ("float64", np.dtype("<f8")),
+    "F32": ("float32", np.dtype("<f4")),
+    "F16": ("float16", np.dtype("<f2")),
+    "BF16": ("bfloat16", np.dtype("<u2")),
+    "I64": ("int64", np.dtype("<i8")),
+    "I32": ("int32", np.dtype("<i4")),
+    "U8": ("uint8", np.dtype("u1")),
+}
+
+
+class MappedFile:
+    """`tensor(name)` is a view of the mapped bytes; nothing is read before its values are used."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_symlink() or not path.is_file():
+            raise ReplicaError(f"{path} must be a plain file, not missing, a directory or a symbolic link")
+        self.path = path
+        self._header, self._start = safetensors_header(path)
+        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._header)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._header
+
+    def dtype(self, name: str) -> str:
+        """float64 | float32 | float16 | bfloat16 | int64 | int32 | uint8"""
+        return self._entry(name)[0]
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """The tensor's values; bfloat16 as uint16. Raises ReplicaError naming the file when its bytes are not there."""
+        _, storage, shape, first, last = self._entry(name)
+        return self._bytes[first:last].view(storage).reshape(shape)
+
+    def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:
+        entry = self._header.get(name)
+        if entry is None:
+            raise ReplicaError(f"{self.path.name} holds no tensor {name}: it is incomplete or of another model")
+        try:
+            dtype, storage = _DTYPES[entry["dtype"]]
+            shape = tuple(int(size) for size in entry["shape"])
+            first, last = (self._start + int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ReplicaError(f"{self.path.name}: its header does not describe {name} as a tensor we read") from None
+        wanted = storage.itemsize * int(np.prod(shape, dtype=np.int64))
+        if min(shape, default=0) < 0 or first < self._start or last - first != wanted or last > self._bytes.size:
+            raise ReplicaError(
+                f"{self.path.name} is damaged or truncated: {name} {list(shape)} lies at {first}..{last}, "
+                f"the file has {self._bytes.size} bytes"
+            )
+        return dtype, storage, shape, first, last

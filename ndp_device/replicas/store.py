@@ -1,0 +1,79 @@
+"""(layer, expert, bits) -> expert prepared for one kernel. Knows the two places experts come from, not who asks.
+
+Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. An expert is prepared the
+first time it is asked for and kept: call get() for all of them at start-up to have it done before the first token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.kernels.kernel import Kernel
+from ndp_device.model_shape import FULL_PRECISION_BITS, model_digest
+from ndp_device.replicas.checkpoint import CheckpointExperts
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas.replica import Expert
+
+
+class ExpertStore:
+    """The experts a device can serve."""
+
+    def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: Kernel) -> None:
+        if model_dir is None and replicas_dir is None:
+            raise ConfigError("a device needs experts: give a checkpoint directory, a replica directory, or both")
+        digest = None if model_dir is None else model_digest(model_dir)
+        self._checkpoint = None if model_dir is None else CheckpointExperts(model_dir)
+        self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest)
+        self._kernel = kernel
+        self._bytes: dict[tuple[int, int, int], int] = {}
+        self._prepared: dict[tuple[int, int, int], Any] = {}
+        if self._checkpoint is not None and digest is not None:
+            self.shape, self.model_digest = self._checkpoint.shape, digest
+        elif self._replicas is not None:
+            self.shape, self.model_digest = self._replicas.manifest.model, self._replicas.manifest.model_digest
+        self._bits = frozenset(self._replicas.manifest.bits if self._replicas else ()) | (
+            {FULL_PRECISION_BITS} if self._checkpoint else frozenset()
+        )
+
+    @property
+    def replica_source(self) -> str:
+        """ "calibrated", "data-free", or "none" where only full-precision experts are served."""
+        return "none" if self._replicas is None else self._replicas.manifest.source
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
+        return 0 if self._replicas is None else self._replicas.num_bytes
+
+    def available(self, layer: int, expert: int) -> frozenset[int]:
+        """The widths this expert can be had at; empty for an expert the model does not have."""
+        exists = 0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts
+        return self._bits if exists else frozenset()
+
+    def get(self, layer: int, expert: int, bits: int) -> Any:
+        """The expert as the kernel's prepare() made it."""
+        key = (layer, expert, bits)
+        if key not in self._prepared:
+            self._prepared[key] = self._kernel.prepare(self.expert(layer, expert, bits))
+        return self._prepared[key]
+
+    def expert(self, layer: int, expert: int, bits: int) -> Expert:
+        """The expert as it lies on disk."""
+        if bits in self.available(layer, expert):
+            if bits == FULL_PRECISION_BITS and self._checkpoint is not None:
+                return self._checkpoint.expert(layer, expert)
+            if self._replicas is not None:
+                return self._replicas.expert(layer, expert, bits)
+        raise ReplicaError(
+            f"expert {expert} of layer {layer} cannot be had at {bits} bits: this device serves "
+            f"{self.shape.num_layers} layers of {self.shape.num_experts} experts at {sorted(self._bits)} bits"
+        )
+
+    def expert_bytes(self, layer: int, expert: int, bits: int) -> int:
+        """Bytes that one read of this expert moves: planes, scales, offsets and permutation, or the full weights."""
+        key = (layer, expert, bits)
+        if key not in self._bytes:
+            self._bytes[key] = self.expert(layer, expert, bits).nbytes
+        return self._bytes[key]
