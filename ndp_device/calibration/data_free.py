@@ -59,7 +59,7 @@ def _uniform_codes(weights: Float32, bits: int) -> NDArray[np.uint8]:
     low, high = weights.min(axis=1, keepdims=True), weights.max(axis=1, keepdims=True)
     middle, span = (high + low) / 2, np.maximum(high - low, np.finfo(np.float32).tiny) * _CLIP
     steps = (1 << bits) - 1
-    codes = np.clip(np.rint(((weights - middle) / span + 0.5) * steps), 0, steps)
+    codes: Float32 = np.clip(np.rint(((weights - middle) / span + 0.5) * steps), 0, steps)
     return codes.astype(np.uint8, copy=False)
 
 

@@ -9,6 +9,7 @@ name holds a whole file or nothing; the manifest grows by one entry per layer, s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -208,7 +209,8 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
             else:
                 for matrix in matrices:
                     tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
-    contents = safetensors.numpy.save(tensors, {"format": FORMAT, "version": str(VERSION), "layer": str(layer)})
+    # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
+    contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
     _write_whole(directory / layer_file_name(layer), contents)
     entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
     manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {str(layer): entry})
@@ -264,5 +266,6 @@ def _write_whole(path: Path, contents: bytes) -> None:
         finally:
             os.close(directory)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a directory you may write to") from None

@@ -43,6 +43,11 @@ class ExpertStore:
         return "none" if self._replicas is None else self._replicas.manifest.source
 
     @property
+    def group_size(self) -> int:
+        """Weights that share one scale; 1 where no replicas are served."""
+        return 1 if self._replicas is None else self._replicas.manifest.group_size
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
         return 0 if self._replicas is None else self._replicas.num_bytes

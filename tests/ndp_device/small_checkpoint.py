@@ -1,0 +1,66 @@
+"""A Mixtral checkpoint of a few kilobytes for tests: config.json and one safetensors file, written byte by byte."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 3, 16, 24
+_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write_small_checkpoint(directory: Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """Random experts and norms; `config` replaces entries of config.json."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["MixtralForCausalLM"],
+                "num_hidden_layers": LAYERS,
+                "num_local_experts": EXPERTS,
+                "num_experts_per_tok": 2,
+                "hidden_size": HIDDEN,
+                "intermediate_size": INTERMEDIATE,
+                "dtype": dtype,
+            }
+            | config
+        )
+    )
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, NDArray[Any]] = {}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = rng.uniform(0.5, 1.5, HIDDEN)
+        for expert in range(EXPERTS):
+            for name, shape in (
+                ("w1", (INTERMEDIATE, HIDDEN)),
+                ("w3", (INTERMEDIATE, HIDDEN)),
+                ("w2", (HIDDEN, INTERMEDIATE)),
+            ):
+                tensors[f"{prefix}.block_sparse_moe.experts.{expert}.{name}.weight"] = rng.normal(size=shape)
+    write_safetensors(directory / "model.safetensors", tensors, dtype)
+    return directory
+
+
+def write_safetensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
+    header: dict[str, Any] = {}
+    body = b""
+    for name, values in tensors.items():
+        data = as_stored(values, dtype).tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": values.shape, "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def as_stored(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Values in a checkpoint's dtype; bfloat16 by cutting float32 in half, as uint16."""
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)

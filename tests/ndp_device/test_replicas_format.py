@@ -1,0 +1,251 @@
+"""Replica directories: what was written is read, and what cannot be trusted is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
+
+from ndp_device.calibration.build import build_data_free, default_cache_dir, default_group_size
+from ndp_device.calibration.loss_table import expert_losses, load_loss_table
+from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.kernels import load_kernel
+from ndp_device.model_shape import ModelShape, model_digest
+from ndp_device.replicas.checkpoint import CheckpointExperts
+from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer
+from ndp_device.replicas.packing import unpack
+from ndp_device.replicas.store import ExpertStore
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
+
+
+@pytest.fixture(scope="module")
+def built(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("replicas") / "small"
+    build_data_free(model_dir, out, group_size=8, show_progress=False)
+    return out
+
+
+@pytest.fixture
+def replicas(built: Path, tmp_path: Path) -> Path:
+    """A copy a test may damage."""
+    return shutil.copytree(built, tmp_path / "replicas")
+
+
+def test_every_width_is_a_prefix_of_the_widest(built: Path) -> None:
+    files = ReplicaFiles(built)
+    widest = files.expert(1, 2, 4)
+    for bits in (1, 2, 3):
+        for name in ("w13", "w2"):
+            narrow, wide = getattr(files.expert(1, 2, bits), name), getattr(widest, name)
+            np.testing.assert_array_equal(unpack(narrow.planes), unpack(wide.planes) >> (4 - bits))
+            assert np.shares_memory(narrow.planes, wide.planes)
+            assert narrow.planes.ctypes.data == wide.planes.ctypes.data
+            assert narrow.planes.flags.c_contiguous
+
+
+def test_a_wider_replica_is_never_further_from_the_weights(built: Path) -> None:
+    loss, relative = load_loss_table(built)
+    assert loss.shape == relative.shape == (LAYERS, EXPERTS, 4)
+    assert (loss > 0).all()
+    assert (np.diff(loss, axis=-1) < 0).all()
+    assert relative[..., 3].max() < 0.05 < relative[..., 0].min() < 1
+
+
+def test_the_stored_loss_is_what_the_stored_replicas_lose(model_dir: Path, built: Path) -> None:
+    files, checkpoint = ReplicaFiles(built), CheckpointExperts(model_dir)
+    norm_weight, _ = checkpoint.norm_weight(1)
+    inputs = np.random.default_rng([1, 2]).standard_normal((64, HIDDEN), dtype=np.float32) * norm_weight
+    by_bits = {bits: files.expert(1, 2, bits) for bits in (1, 2, 3, 4)}
+    loss, relative = expert_losses(inputs, checkpoint.expert(1, 2), by_bits)
+    np.testing.assert_array_equal(loss, files.layer_losses(1)[0][2])
+    np.testing.assert_array_equal(relative, files.layer_losses(1)[1][2])
+
+
+def test_building_again_writes_the_same_bytes(model_dir: Path, built: Path, tmp_path: Path) -> None:
+    build_data_free(model_dir, tmp_path / "again", group_size=8, show_progress=False)
+    for file in built.iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_an_interrupted_build_goes_on_with_the_layers_that_are_missing(
+    model_dir: Path, built: Path, replicas: Path
+) -> None:
+    manifest = json.loads((replicas / "manifest.json").read_text())
+    del manifest["layers"]["1"]
+    (replicas / "manifest.json").write_text(json.dumps(manifest))
+    kept = (replicas / "experts-00000.safetensors").stat().st_mtime_ns
+    with pytest.raises(ReplicaError, match=r"unfinished: experts-00001\.safetensors"):
+        ReplicaFiles(replicas)
+    build_data_free(model_dir, replicas, group_size=8, show_progress=False)
+    assert (replicas / "experts-00000.safetensors").stat().st_mtime_ns == kept
+    assert (replicas / "manifest.json").read_bytes() == (built / "manifest.json").read_bytes()
+    ReplicaFiles(replicas)
+
+
+def test_a_build_repairs_a_damaged_layer(model_dir: Path, built: Path, replicas: Path) -> None:
+    _flip_last_byte(replicas / "experts-00001.safetensors")
+    build_data_free(model_dir, replicas, group_size=8, show_progress=False)
+    name = "experts-00001.safetensors"
+    assert (replicas / name).read_bytes() == (built / name).read_bytes()
+
+
+def test_a_build_with_other_settings_leaves_what_is_there_alone(model_dir: Path, built: Path) -> None:
+    before = {file.name: file.read_bytes() for file in built.iterdir()}
+    with pytest.raises(ConfigError, match="other settings"):
+        build_data_free(model_dir, built, group_size=16, show_progress=False)
+    assert {file.name: file.read_bytes() for file in built.iterdir()} == before
+
+
+def test_a_build_of_some_widths_offers_those_only(model_dir: Path, tmp_path: Path) -> None:
+    build_data_free(model_dir, tmp_path / "out", bits=(3, 2), group_size=8, show_progress=False)
+    store = ExpertStore(None, tmp_path / "out", kernel=load_kernel("reference"))
+    assert store.available(0, 0) == {2, 3}
+    loss, _ = load_loss_table(tmp_path / "out")
+    assert np.isnan(loss[..., [0, 3]]).all()
+    assert np.isfinite(loss[..., [1, 2]]).all()
+    with pytest.raises(ReplicaError, match="cannot be had at 4 bits"):
+        store.get(0, 0, 4)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 100, -1])
+def test_a_truncated_file_is_refused_by_name(replicas: Path, kept_bytes: int) -> None:
+    path = replicas / "experts-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(ReplicaError, match=r"experts-00001\.safetensors"):
+        ReplicaFiles(replicas)
+
+
+def test_one_flipped_bit_is_refused_by_name(replicas: Path) -> None:
+    _flip_last_byte(replicas / "experts-00000.safetensors")
+    with pytest.raises(ReplicaError, match=r"experts-00000\.safetensors is damaged"):
+        ReplicaFiles(replicas)
+
+
+def test_a_missing_file_and_a_linked_file_are_refused_by_name(replicas: Path) -> None:
+    path = replicas / "experts-00000.safetensors"
+    path.rename(replicas / "elsewhere")
+    with pytest.raises(ReplicaError, match=r"experts-00000\.safetensors must be a plain file"):
+        ReplicaFiles(replicas)
+    path.symlink_to(replicas / "elsewhere")
+    with pytest.raises(ReplicaError, match=r"experts-00000\.safetensors must be a plain file"):
+        ReplicaFiles(replicas)
+
+
+def test_replicas_of_another_model_are_refused(replicas: Path, tmp_path: Path) -> None:
+    other = write_small_checkpoint(tmp_path / "other", seed=1)
+    assert model_digest(other) != read_manifest(replicas).model_digest
+    with pytest.raises(ReplicaError, match="not of the model being served"):
+        ExpertStore(other, replicas, kernel=load_kernel("reference"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        ({"format": "gguf"}, "format 'gguf'"),
+        ({"version": 99}, "version 99"),
+        ({"bits": [2, 1]}, "rising selection"),
+        ({"bits": [5]}, "rising selection"),
+        ({"group_size": 12}, "multiple of 8"),
+        ({"container": "zip"}, "container"),
+        ({"model": {"name": "small"}}, "missing required field"),
+        (None, "not a replica manifest"),
+    ],
+)
+def test_a_manifest_we_cannot_follow_is_refused(replicas: Path, edit: dict[str, object] | None, complaint: str) -> None:
+    path = replicas / "manifest.json"
+    path.write_text("{" if edit is None else json.dumps(json.loads(path.read_text()) | edit))
+    with pytest.raises(ReplicaError, match=complaint):
+        ReplicaFiles(replicas)
+
+
+def test_an_empty_directory_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ReplicaError, match="run vllm-ndp quantize"):
+        ReplicaFiles(tmp_path)
+
+
+def test_widths_that_are_no_prefixes_of_each_other_cannot_be_written_as_nested(built: Path, tmp_path: Path) -> None:
+    files = ReplicaFiles(built)
+    mixed = {bits: files.expert(0, 0 if bits == 4 else 1, bits) for bits in (1, 2, 3, 4)}
+    table = np.ones((1, 4))
+    layer = LayerReplicas((mixed,), table, table, np.zeros(1, dtype=np.int64), np.zeros(1))
+    with pytest.raises(ValueError, match="cannot be nested"):
+        write_layer(tmp_path, 0, layer, files.manifest)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_costs_one_sentence(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose a directory you may write to") as caught:
+        build_data_free(model_dir, tmp_path / "file" / "out", show_progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "ndp"))
+    assert default_cache_dir("abc") == tmp_path / "ndp" / "replicas" / "abc"
+    monkeypatch.delenv("NDP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache_dir("abc") == tmp_path / "xdg" / "vllm-ndp" / "replicas" / "abc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir("abc") == tmp_path / ".cache" / "vllm-ndp" / "replicas" / "abc"
+
+
+def test_groups_are_64_wide_up_to_matrices_of_1023_columns_and_128_from_1024() -> None:
+    assert default_group_size(ModelShape("m", 1, 2, 1, 1023, 4096)) == 64
+    assert default_group_size(ModelShape("m", 1, 2, 1, 1024, 4096)) == 128
+
+
+def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: Path) -> None:
+    """At k bits one weight costs k bits of planes and 4 bytes of scale and offset per group of 8."""
+    store = ExpertStore(model_dir, built, kernel=load_kernel("reference"))
+    weights = 3 * HIDDEN * INTERMEDIATE
+    assert store.available(1, 2) == {1, 2, 3, 4, 16}
+    assert store.available(LAYERS, 0) == store.available(0, EXPERTS) == store.available(-1, 0) == set()
+    for bits in (1, 2, 3, 4):
+        assert store.expert_bytes(1, 2, bits) == weights * bits // 8 + weights // 8 * 4
+    assert store.expert_bytes(1, 2, 16) == weights * 4
+    assert (store.shape.num_layers, store.replica_source) == (LAYERS, "data-free")
+    assert store.model_digest == model_digest(model_dir)
+    assert store.resident_bytes == sum(file.stat().st_size for file in built.glob("*.safetensors"))
+    assert store.get(1, 2, 3) is store.get(1, 2, 3)
+    with pytest.raises(ReplicaError, match="expert 0 of layer 7"):
+        store.get(7, 0, 2)
+
+
+def test_each_source_can_be_served_alone(model_dir: Path, built: Path) -> None:
+    kernel = load_kernel("reference")
+    full_only, replicas_only = ExpertStore(model_dir, None, kernel=kernel), ExpertStore(None, built, kernel=kernel)
+    assert (full_only.available(0, 0), full_only.replica_source, full_only.resident_bytes) == ({16}, "none", 0)
+    assert replicas_only.available(0, 0) == {1, 2, 3, 4}
+    assert replicas_only.shape == full_only.shape
+    assert replicas_only.model_digest == full_only.model_digest
+    with pytest.raises(ConfigError, match="needs experts"):
+        ExpertStore(None, None, kernel=kernel)
+
+
+def test_a_checkpoint_with_an_expert_missing_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
+    more = write_small_checkpoint(tmp_path / "more", num_local_experts=EXPERTS + 1)
+    with pytest.raises(NdpError, match=rf"experts\.{EXPERTS}\.w1"):
+        CheckpointExperts(more).expert(0, EXPERTS)
+    wide = write_small_checkpoint(tmp_path / "wide", hidden_size=HIDDEN * 2)
+    with pytest.raises(ReplicaError, match="must be"):
+        CheckpointExperts(wide)
+    cut = shutil.copytree(model_dir, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-HIDDEN])
+    with pytest.raises(ReplicaError, match="truncated"):
+        CheckpointExperts(tmp_path / "cut").expert(LAYERS - 1, EXPERTS - 1)
+
+
+def _flip_last_byte(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[-1] ^= 1
+    path.write_bytes(contents)
