@@ -1,0 +1,32 @@
+"""What one device process is asked to be. Frozen; checks itself. Knows no file content and no socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndp_device.errors import ConfigError
+
+KERNELS = ("auto", "reference", "native")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """`model_dir` serves full-precision experts, `replicas_dir` the 1 to 4 bit ones; at least one is needed."""
+
+    address: str
+    model_dir: Path | None = None
+    replicas_dir: Path | None = None
+    hardware: str = "h100-ndp512"
+    pe_mode: str | None = None  # None = what the hardware preset says
+    hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
+    kernel: str = "auto"
+    parent_pid: int | None = None  # end when this process is no longer our parent
+
+    def __post_init__(self) -> None:
+        if self.model_dir is None and self.replicas_dir is None:
+            raise ConfigError("a device needs experts: give --model, --replicas, or both")
+        if self.kernel not in KERNELS:
+            raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        if self.parent_pid is not None and self.parent_pid < 1:
+            raise ConfigError(f"a parent's pid must be positive, got {self.parent_pid}")

@@ -1,0 +1,138 @@
+"""Faults on purpose, in the real server process: what leaves for a reply is damaged, late, twice or missing.
+
+Only tests use this, through the hidden option `serve --failpoint KIND=PROBABILITY[:MILLISECONDS]`. The faults are
+drawn from a seeded generator, so a run can be repeated. Knows frames, not sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ndp_device.errors import ConfigError
+from ndp_device.transport import Frames
+
+KINDS = (
+    "drop",
+    "delay",
+    "hang",
+    "dup",
+    "stale",
+    "bit_flip",
+    "header_flip",
+    "truncate",
+    "extra_frame",
+    "garbage",
+    "wrong_id",
+    "wrong_epoch",
+    "wrong_incarnation",
+    "wrong_shape",
+    "wrong_dtype",
+    "nan",
+    "other_major",
+    "exit",
+)
+_DEFAULT_MS = {"delay": 20, "hang": 10_000}
+
+
+@dataclass(frozen=True)
+class Failpoint:
+    kind: str
+    probability: float
+    milliseconds: int
+
+    @classmethod
+    def parse(cls, text: str) -> Failpoint:
+        kind, _, rest = text.partition("=")
+        probability, _, milliseconds = rest.partition(":")
+        try:
+            point = cls(kind, float(probability), int(milliseconds or _DEFAULT_MS.get(kind, 0)))
+        except ValueError:
+            raise ConfigError(f"a failpoint must look like delay=0.1:20, got {text!r}") from None
+        if kind not in KINDS or not 0 <= point.probability <= 1:
+            raise ConfigError(f"a failpoint must be one of {', '.join(KINDS)} with 0..1, got {text!r}")
+        return point
+
+
+class Failpoints:
+    """At most one fault per reply."""
+
+    def __init__(self, points: list[Failpoint], seed: int) -> None:
+        self._points = points
+        self._random = random.Random(seed)
+        self._previous: Frames | None = None
+
+    def __call__(self, reply: Frames) -> Iterator[Frames]:
+        draw = self._random.random()
+        for point in self._points:
+            if draw < point.probability:
+                yield from self._fail(point, reply)
+                return
+            draw -= point.probability
+        self._previous = reply
+        yield reply
+
+    def _fail(self, point: Failpoint, reply: Frames) -> Iterator[Frames]:
+        header, body = bytes(reply[0]), bytes(reply[1])
+        match point.kind:
+            case "drop":
+                return
+            case "delay" | "hang":
+                time.sleep(point.milliseconds / 1e3)
+                yield reply
+            case "dup":
+                yield reply
+                yield reply
+            case "stale":
+                yield self._previous or reply
+                yield reply
+            case "bit_flip":
+                yield (header, self._flip(body)) if body else (self._flip(header), body)
+            case "header_flip":
+                yield self._flip(header), body
+            case "truncate":
+                yield (header, body[: len(body) // 2]) if body else (header[: len(header) // 2], body)
+            case "extra_frame":
+                yield header, body, b"more"
+            case "garbage":
+                yield self._random.randbytes(self._random.randrange(1, 200)), body
+            case "exit":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case _:
+                yield self._rewrite(point.kind, header, body)
+
+    def _flip(self, frame: bytes) -> bytes:
+        damaged = bytearray(frame)
+        damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
+        return bytes(damaged)
+
+    def _rewrite(self, kind: str, header: bytes, body: bytes) -> Frames:
+        """A lie with a correct checksum."""
+        fields: dict[str, Any] = msgspec.msgpack.decode(header)
+        match kind:
+            case "wrong_id":
+                fields["id"] += self._random.choice((-1, 1))
+            case "wrong_epoch":
+                fields["epoch"] = fields.get("epoch", 0) + 1
+            case "wrong_incarnation":
+                fields["incarnation"] = "0" * 32
+            case "other_major":
+                fields["ndp"] += 1 << 8
+            case "nan" if fields["tensors"]:
+                body = bytes(4) + b"\x00\x00\xc0\x7f" + body[8:]  # the second float32 becomes a quiet NaN
+            case "wrong_shape" if fields["tensors"]:
+                name, dtype, shape, offset = fields["tensors"][0]
+                fields["tensors"] = [[name, dtype, shape[::-1] + [1] * (shape[0] == shape[-1]), offset]]
+            case "wrong_dtype" if fields["tensors"]:
+                name, _, shape, offset = fields["tensors"][0]
+                fields["tensors"] = [[name, "int32", shape, offset]]
+        sealed = msgspec.msgpack.encode(fields)[:-4]
+        return sealed + zlib.crc32(body, zlib.crc32(sealed)).to_bytes(4, "little"), body

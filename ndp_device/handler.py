@@ -1,0 +1,256 @@
+"""Request -> reply: the experts that are asked for, computed, and how long the modelled hardware would have taken.
+
+Knows sessions, store, kernel and timing. Knows no socket and no clock: what a request waited is told to it.
+Each client has its own simulated device time, because the clocks that clients submit with have nothing in common.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.config import DeviceConfig
+from ndp_device.errors import DeviceError, NdpError, RemoteProtocolError, ReplicaError
+from ndp_device.kernels import load_kernel
+from ndp_device.kernels.kernel import Kernel
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.protocol.session import ServedPlan, Session
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import Hardware, load_hardware
+from ndp_device.timing.work import ExpertWork, Work
+
+MAX_SESSIONS = 64
+"""The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
+
+_FOREIGN_MODULES = ("torch", "transformers", "vllm")
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Client:
+    session: Session
+    model: DeviceModel
+
+
+class Handler:
+    """Everything a device does, without its socket."""
+
+    def __init__(self, store: ExpertStore, kernel: Kernel, hardware: Hardware, *, may_shut_down: bool = True) -> None:
+        self._store, self._kernel, self._hardware = store, kernel, hardware
+        self._may_shut_down = may_shut_down
+        self._clients: OrderedDict[bytes, _Client] = OrderedDict()
+        self.incarnation = uuid.uuid4().hex
+        self.stopping = False
+        self.queue_depth = 0  # kept by the server
+        self.num_executed = 0
+        self.num_refused = 0
+
+    @classmethod
+    def from_config(cls, config: DeviceConfig) -> Handler:
+        kernel = load_kernel(config.kernel)
+        overrides = dict(config.hardware_overrides)
+        if config.pe_mode is not None:
+            overrides["pe_mode"] = config.pe_mode
+        hardware = load_hardware(config.hardware, **overrides)
+        store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
+        return cls(store, kernel, hardware, may_shut_down=config.address.startswith("ipc://"))
+
+    def reply(self, client: bytes, frames: Sequence[codec.Buffer], waited_us: int = 0) -> tuple[bytes, bytearray]:
+        """Exactly one answer, whatever the frames hold. `waited_us`: how long the request lay here unread."""
+        request_id = codec.peek_id(frames[0]) if frames else 0
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError(f"a message has two frames, got {len(frames)}")
+            request, tensors = codec.decode_request(frames[0], frames[1])
+            message, answer = self._answer(client, request, tensors, waited_us)
+            return codec.encode(message, answer)
+        except DeviceError as error:
+            refusal = self._refusal(request_id, error.code, error.message, retryable=error.retryable)
+        except codec.VersionMismatch as error:
+            refusal = self._refusal(request_id, "version", str(error))
+        except RemoteProtocolError as error:
+            refusal = self._refusal(request_id, "bad_request", str(error), retryable=True)
+        except MemoryError:
+            refusal = self._refusal(request_id, "out_of_memory", "not enough memory for this request", retryable=True)
+        except NdpError as error:
+            refusal = self._refusal(request_id, "internal", str(error))
+        except Exception:
+            _log.exception("request %d failed", request_id)
+            refusal = self._refusal(request_id, "internal", "the device failed on this request; its log says why")
+        return codec.encode(refusal)
+
+    def refuse(self, frames: Sequence[codec.Buffer], code: str, message: str) -> tuple[bytes, bytearray]:
+        """Answer without looking at the request."""
+        return codec.encode(self._refusal(codec.peek_id(frames[0]) if frames else 0, code, message, retryable=True))
+
+    def _refusal(self, request_id: int, code: str, message: str, *, retryable: bool = False) -> msg.Refusal:
+        self.num_refused += 1
+        return msg.Refusal(
+            request_id, incarnation=self.incarnation, code=code, message=message[:1024], retryable=retryable
+        )
+
+    def _answer(
+        self, name: bytes, request: msg.Request, tensors: codec.Tensors, waited_us: int
+    ) -> tuple[msg.AnyReply, codec.Tensors | None]:
+        client = self._client(name)
+        session = client.session
+        match request:
+            case msg.Execute():
+                return self._execute(client, request, tensors, waited_us)
+            case msg.Ping():
+                return (
+                    msg.Pong(
+                        request.id,
+                        incarnation=self.incarnation,
+                        queue_depth=self.queue_depth,
+                        num_executed=self.num_executed,
+                    ),
+                    None,
+                )
+            case msg.Describe():
+                return self._describe(request), None
+            case msg.Hello():
+                session.greet(request)
+                client.model = DeviceModel(self._hardware)
+                _log.info("%s connected", request.client)
+                return self._welcome(request), None
+            case msg.InstallPlan():
+                session.check_install(request, tensors["replicas"])
+                missing = self._prepare(tensors["replicas"])
+                session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
+                installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
+                return installed, {"missing": missing}
+            case msg.ActivatePlan():
+                session.activate(request)
+                return msg.PlanActivated(request.id, incarnation=self.incarnation, epoch=request.epoch), None
+            case msg.Shutdown():
+                session.require_greeting()
+                if not self._may_shut_down:
+                    raise DeviceError("forbidden", "a device may be shut down over its ipc address only")
+                self.stopping = True
+                return msg.Goodbye(request.id, incarnation=self.incarnation), None
+
+    def _client(self, name: bytes) -> _Client:
+        client = self._clients.get(name)
+        if client is None:
+            while len(self._clients) >= MAX_SESSIONS:
+                self._clients.popitem(last=False)
+            shape = self._store.shape
+            session = Session(self._store.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
+            client = self._clients[name] = _Client(session, DeviceModel(self._hardware))
+        self._clients.move_to_end(name)
+        return client
+
+    def _prepare(self, replicas: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served."""
+        missing = np.zeros_like(replicas)
+        reasons: list[str] = []
+        for layer, expert in np.argwhere(replicas):
+            available = self._store.available(int(layer), int(expert))
+            for flag, bits in enumerate(msg.PLAN_BITS):
+                if not replicas[layer, expert] >> flag & 1:
+                    continue
+                try:
+                    if bits not in available:
+                        raise ReplicaError(f"expert {expert} of layer {layer} is not here at {bits} bits")
+                    self._store.get(int(layer), int(expert), bits)
+                except ReplicaError as error:
+                    reasons.append(str(error))
+                    missing[layer, expert] |= 1 << flag
+        if reasons:
+            _log.warning("%d replicas of a plan cannot be served, the first because: %s", len(reasons), reasons[0])
+        return missing
+
+    def _execute(
+        self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
+    ) -> tuple[msg.Result, codec.Tensors]:
+        x, rows, experts, bits, gates = tensors.values()
+        client.session.check_execute(request, x.shape, rows, experts, bits, gates)
+        if waited_us > request.ttl_us:
+            raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
+        distinct: dict[tuple[int, int], int] = {}
+        index = [distinct.setdefault(pair, len(distinct)) for pair in zip(experts.tolist(), bits.tolist(), strict=True)]
+        prepared = [self._store.get(request.layer, expert, width) for expert, width in distinct]
+        pair_experts = np.array(index, np.int32)
+        y = self._kernel.execute(_as_float32(x), prepared, rows, pair_experts, gates)
+        counts = np.bincount(pair_experts, minlength=len(distinct)).tolist()
+        work = self._work(request.layer, x, len(rows), distinct, counts)
+        timing = client.model.execute(work, request.submit_ps)
+        self.num_executed += 1
+        result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
+        return result, {"y": y}
+
+    def _work(
+        self, layer: int, x: NDArray[Any], pairs: int, distinct: dict[tuple[int, int], int], counts: list[int]
+    ) -> Work:
+        shape = self._store.shape
+        bytes_in, bytes_out = msg.execute_bytes(len(x), pairs, shape.hidden_size, x.itemsize)
+        return Work(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            group_size=self._store.group_size,
+            tokens=len(x),
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            experts=tuple(
+                ExpertWork(layer, expert, width, count, self._store.expert_bytes(layer, expert, width))
+                for (expert, width), count in zip(distinct, counts, strict=True)
+            ),
+        )
+
+    def _welcome(self, request: msg.Hello) -> msg.Welcome:
+        shape = self._store.shape
+        return msg.Welcome(
+            request.id,
+            incarnation=self.incarnation,
+            version=msg.VERSION,
+            model_digest=self._store.model_digest,
+            replicas=self._store.replica_source,
+            hardware=self._hardware.preset,
+            config_hash=self._hardware.config_hash,
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            hidden_size=shape.hidden_size,
+        )
+
+    def _describe(self, request: msg.Describe) -> msg.Description:
+        shape = self._store.shape
+        return msg.Description(
+            request.id,
+            incarnation=self.incarnation,
+            protocol=f"{msg.MAJOR}.{msg.MINOR}",
+            pid=os.getpid(),
+            model=shape.name,
+            model_digest=self._store.model_digest,
+            replicas=self._store.replica_source,
+            hardware=self._hardware.preset,
+            config_hash=self._hardware.config_hash,
+            pe_mode=self._hardware.array.pe_mode,
+            kernel=self._kernel.name,
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            hidden_size=shape.hidden_size,
+            resident_bytes=self._store.resident_bytes,
+            num_executed=self.num_executed,
+            num_refused=self.num_refused,
+            num_sessions=len(self._clients),
+            foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
+        )
+
+
+def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:
+    """bfloat16 arrives as uint16: the upper half of a float32."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32, copy=False)

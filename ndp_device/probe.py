@@ -1,0 +1,105 @@
+"""Ask a running device one thing at a time and wait for the answer: for people, scripts and start-up checks.
+
+The serving host uses vllm_ndp/device_client.py instead, which never waits longer than its deadline and reconnects.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import numpy as np
+
+from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import Frames, ZmqTransport
+
+
+class Probe:
+    """A connection that says Hello only when asked to."""
+
+    def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._transport = ZmqTransport(address)
+        self._last_id = 0
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._transport.close()
+
+    def next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def ask(self, request: msg.Message, tensors: codec.Tensors | None = None) -> tuple[msg.AnyReply, codec.Tensors]:
+        """The answer to `request`. Raises DeviceError for a refusal, DeviceUnavailable when none comes in time."""
+        deadline = time.monotonic() + self._timeout_s
+        frames = codec.encode(request, tensors)
+        while not self._transport.send(frames):
+            self._wait(deadline, 0.02)
+        while True:
+            reply = self._wait(deadline, deadline - time.monotonic())
+            if reply is None:
+                continue
+            if len(reply) != 2:
+                raise RemoteProtocolError(f"a message has two frames, the device sent {len(reply)}")
+            message, answer = codec.decode_reply(reply[0], reply[1])
+            if isinstance(message, msg.Refusal):
+                raise DeviceError(message.code, message.message, retryable=message.retryable)
+            if message.id == request.id:
+                return message, answer
+
+    def hello(self) -> msg.Welcome:
+        reply, _ = self.ask(msg.Hello(self.next_id(), versions=(msg.VERSION, msg.VERSION), client="ndp-device"))
+        if not isinstance(reply, msg.Welcome):
+            raise RemoteProtocolError(f"Hello must be answered by Welcome, got {type(reply).__name__}")
+        return reply
+
+    def _wait(self, deadline: float, timeout_s: float) -> Frames | None:
+        if time.monotonic() >= deadline:
+            raise DeviceUnavailable(f"no device answered at {self._address} within {self._timeout_s:g} s")
+        return self._transport.receive(max(timeout_s, 0.0))
+
+
+def verify_device(address: str, *, timeout_s: float = 60.0) -> dict[str, object]:
+    """Ask every layer of a device for every width it has, twice: answers must be finite and the same both times."""
+    with Probe(address, timeout_s=timeout_s) as probe:
+        welcome = probe.hello()
+        shape = (welcome.num_layers, welcome.num_experts)
+        every_width = np.full(shape, (1 << len(msg.PLAN_BITS)) - 1, np.uint8)
+        _, tensors = probe.ask(msg.InstallPlan(probe.next_id(), epoch=1, expected_epoch=0), {"replicas": every_width})
+        probe.ask(msg.ActivatePlan(probe.next_id(), epoch=1))
+        served = every_width & ~tensors["missing"]
+        pairs_checked = 0
+        for layer in range(shape[0]):
+            pairs = [
+                (expert, bits)
+                for expert in range(shape[1])
+                for flag, bits in enumerate(msg.PLAN_BITS)
+                if served[layer, expert] >> flag & 1
+            ]
+            first, second = (_execute(probe, welcome.hidden_size, layer, pairs) for _ in range(2))
+            if not np.isfinite(first).all() or not np.array_equal(first, second):
+                raise RemoteProtocolError(f"layer {layer}: the device's answers are not finite or not repeatable")
+            pairs_checked += len(pairs)
+        widths = [bits for flag, bits in enumerate(msg.PLAN_BITS) if (served >> flag & 1).any()]
+        return {"ok": True, "model_digest": welcome.model_digest, "experts_checked": pairs_checked, "bits": widths}
+
+
+def _execute(probe: Probe, hidden_size: int, layer: int, pairs: list[tuple[int, int]]) -> np.ndarray:
+    """One row per pair, the same seeded input each time."""
+    x = np.random.default_rng(layer).standard_normal((len(pairs), hidden_size), np.float32)
+    request = msg.Execute(probe.next_id(), epoch=1, layer=layer, step=0, submit_ps=0, ttl_us=60_000_000)
+    tensors: codec.Tensors = {
+        "x": x,
+        "pair_rows": np.arange(len(pairs), dtype=np.int32),
+        "pair_experts": np.array([expert for expert, _ in pairs], np.int32),
+        "pair_bits": np.array([bits for _, bits in pairs], np.uint8),
+        "gates": np.ones(len(pairs), np.float32),
+    }
+    return probe.ask(request, tensors)[1]["y"]

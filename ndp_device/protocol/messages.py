@@ -1,0 +1,203 @@
+"""Every message of the protocol, typed. Frame 0 is one of these as a MessagePack map, frame 1 the tensors' bytes.
+
+    host                      device
+    Hello         ->          Welcome           versions, model digest, incarnation; must come first
+    InstallPlan   ->          PlanInstalled     which (expert, bits) will be asked for; which of them are missing
+    ActivatePlan  ->          PlanActivated     the epoch every Execute must carry from now on
+    Execute       ->          Result            pairs of one layer in, gate-weighted partial sum and simulated time out
+    Ping          ->          Pong              answered by the loop that computes
+    Describe      ->          Description       for people and scripts; legal before Hello
+    Shutdown      ->          Goodbye
+
+Any request may be answered by Refusal instead. Every reply carries the id of its request and the incarnation of the
+process that wrote it. `crc` is the last field of every map and covers every byte before it and the whole of frame 1.
+Knows no bytes (codec.py), no order (session.py), no socket (transport.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.timing.work import Timing
+
+MAJOR, MINOR = 1, 0
+VERSION = MAJOR << 8 | MINOR
+"""Peers of one major version must interoperate; a reader skips map fields that it does not know."""
+
+MAX_HEADER_BYTES = 4096
+MAX_BODY_BYTES = 64 << 20
+MAX_TOKENS = 8192
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this in frame 1: one cache line, the widest vector register."""
+
+PAIR_BYTES = 4 + 4 + 1 + 4
+"""What one (row, expert) pair costs in frame 1: row int32, expert int32, bits uint8, gate float32."""
+
+PLAN_BITS = (1, 2, 3, 4, FULL_PRECISION_BITS)
+"""Bit i of a plan's mask stands for the i-th of these widths."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: int) -> tuple[int, int]:
+    """(bytes in, bytes out) that one Execute moves over the simulated link: activations in the model's dtype both
+    ways, and the pair list inwards. Padding, checks and our float32 replies belong to the emulation, not to it."""
+    activations = tokens * hidden_size * activation_bytes
+    return activations + pairs * PAIR_BYTES, activations
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Where one tensor lies in frame 1."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    offset: Count
+
+
+class _Identified(msgspec.Struct, frozen=True, tag_field="type"):
+    id: Count
+
+
+class Message(_Identified, frozen=True, kw_only=True):
+    """`ndp` is magic and version in one; `tensors` and `crc` are filled in by the codec."""
+
+    ndp: int = VERSION
+    tensors: tuple[TensorSpec, ...] = ()
+    crc: bytes = b"\0\0\0\0"
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    versions: tuple[Count, Count]  # lowest and highest the host can speak
+    client: ShortText  # who asks, for the log
+    model_digest: ShortText = ""  # "" = any model will do
+
+
+class InstallPlan(Message, frozen=True, tag="install_plan"):
+    """Tensor `replicas` uint8 [L, E]: the widths the plan will use, bit i = PLAN_BITS[i]."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    expected_epoch: Count  # compare-and-set: the epoch now active, 0 = none
+
+
+class ActivatePlan(Message, frozen=True, tag="activate_plan"):
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class Execute(Message, frozen=True, tag="execute"):
+    """Tensors x [T, H], pair_rows int32 [P], pair_experts int32 [P], pair_bits uint8 [P], gates float32 [P].
+
+    A pure function of the model and of this message, so asking twice is safe.
+    """
+
+    epoch: Count
+    layer: Count
+    step: Count
+    submit_ps: Count  # simulated time at which the host hands the work over
+    ttl_us: Count  # nobody waits for the answer after this long; relative, because clocks differ between hosts
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    pass
+
+
+class Describe(Message, frozen=True, tag="describe"):
+    pass
+
+
+class Shutdown(Message, frozen=True, tag="shutdown"):
+    pass
+
+
+class Reply(Message, frozen=True):
+    incarnation: ShortText
+
+
+class Welcome(Reply, frozen=True, tag="welcome"):
+    version: Count
+    model_digest: ShortText
+    replicas: ShortText  # where they come from
+    hardware: ShortText
+    config_hash: ShortText  # of every hardware value: equal hashes give equal simulated times
+    num_layers: Count
+    num_experts: Count
+    hidden_size: Count
+    max_tokens: Count = MAX_TOKENS
+    max_body_bytes: Count = MAX_BODY_BYTES
+
+
+class PlanInstalled(Reply, frozen=True, tag="plan_installed"):
+    """Tensor `missing` uint8 [L, E]: the part of `replicas` that this device cannot serve."""
+
+    epoch: Count
+
+
+class PlanActivated(Reply, frozen=True, tag="plan_activated"):
+    epoch: Count
+
+
+class Result(Reply, frozen=True, tag="result"):
+    """Tensor y float32 [T, H]: the gate-weighted sum over the pairs of each row, exactly 0 for a row without pairs."""
+
+    epoch: Count
+    timing: Timing
+
+
+class Pong(Reply, frozen=True, tag="pong"):
+    queue_depth: Count
+    num_executed: Count
+
+
+class Description(Reply, frozen=True, tag="description"):
+    protocol: ShortText
+    pid: Count
+    model: ShortText
+    model_digest: ShortText
+    replicas: ShortText
+    hardware: ShortText
+    config_hash: ShortText
+    pe_mode: ShortText
+    kernel: ShortText
+    num_layers: Count
+    num_experts: Count
+    hidden_size: Count
+    resident_bytes: Count
+    num_executed: Count
+    num_refused: Count
+    num_sessions: Count
+    foreign_modules: tuple[ShortText, ...]  # of torch, vllm, transformers: none may be loaded in a serving device
+
+
+class Goodbye(Reply, frozen=True, tag="goodbye"):
+    pass
+
+
+class Refusal(Reply, frozen=True, tag="refusal"):
+    """A typed error: `code` for programs (docs/protocol.md lists them), `message` one sentence for people."""
+
+    code: ShortText
+    message: Annotated[str, msgspec.Meta(max_length=1024)]
+    retryable: bool = False
+
+
+Request = Hello | InstallPlan | ActivatePlan | Execute | Ping | Describe | Shutdown
+AnyReply = Welcome | PlanInstalled | PlanActivated | Result | Pong | Description | Goodbye | Refusal
+
+FLOATS = ("float32", "bfloat16", "float16")
+TENSORS: dict[type[Message], dict[str, tuple[tuple[str, ...], int]]] = {
+    InstallPlan: {"replicas": (("uint8",), 2)},
+    PlanInstalled: {"missing": (("uint8",), 2)},
+    Execute: {
+        "x": (FLOATS, 2),
+        "pair_rows": (("int32",), 1),
+        "pair_experts": (("int32",), 1),
+        "pair_bits": (("uint8",), 1),
+        "gates": (("float32",), 1),
+    },
+    Result: {"y": (("float32",), 2)},
+}
+"""What each message must carry in frame 1, in this order: name -> (allowed dtypes, number of dimensions)."""

@@ -1,0 +1,144 @@
+"""What one client may ask for now: Hello first, a plan before Execute, one epoch at a time. Pure, no socket, no clock.
+
+The device keeps one Session per client. A request that is out of order raises DeviceError, whose code goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import DeviceError
+from ndp_device.protocol.messages import (
+    MAX_TOKENS,
+    PLAN_BITS,
+    VERSION,
+    ActivatePlan,
+    Execute,
+    Hello,
+    InstallPlan,
+)
+
+_FLAG_OF_BITS = np.zeros(256, np.uint8)
+_FLAG_OF_BITS[list(PLAN_BITS)] = 1 << np.arange(len(PLAN_BITS))
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """One epoch and what may be asked under it: flags uint8 [L, E], bit i = PLAN_BITS[i]."""
+
+    epoch: int
+    flags: NDArray[np.uint8]
+
+
+@dataclass
+class Session:
+    """One client of a device that holds a model of L layers, E experts, H hidden size."""
+
+    model_digest: str
+    num_layers: int
+    num_experts: int
+    hidden_size: int
+    greeted: bool = False
+    active: ServedPlan | None = None
+    installed: dict[int, ServedPlan] = field(default_factory=dict)  # at most one that is not active
+
+    @property
+    def active_epoch(self) -> int:
+        return self.active.epoch if self.active else 0
+
+    def greet(self, hello: Hello) -> None:
+        lowest, highest = hello.versions
+        if not lowest <= VERSION <= highest and VERSION >> 8 not in (lowest >> 8, highest >> 8):
+            raise DeviceError("version", f"this device speaks {_version(VERSION)}, the host {_version(highest)}")
+        if hello.model_digest not in ("", self.model_digest):
+            raise DeviceError(
+                "digest",
+                f"the host serves model {hello.model_digest}, this device holds {self.model_digest}: "
+                "start the device with the same --model",
+            )
+        self.greeted = True
+        self.active = None
+        self.installed.clear()
+
+    def require_greeting(self) -> None:
+        if not self.greeted:
+            raise DeviceError("no_session", "say Hello first", retryable=True)
+
+    def check_install(self, request: InstallPlan, replicas: NDArray[np.uint8]) -> None:
+        self.require_greeting()
+        if replicas.shape != (self.num_layers, self.num_experts):
+            raise DeviceError(
+                "bad_request",
+                f"a plan for this model is [{self.num_layers}, {self.num_experts}], got {list(replicas.shape)}",
+            )
+        if (replicas >> len(PLAN_BITS)).any():
+            raise DeviceError("bad_request", f"a plan may use bits {list(PLAN_BITS)} only, got flags {replicas.max()}")
+        if request.expected_epoch != self.active_epoch or request.epoch <= self.active_epoch:
+            raise DeviceError(
+                "stale_epoch",
+                f"epoch {self.active_epoch} is active, the host expected {request.expected_epoch} "
+                f"and wants to install {request.epoch}",
+                retryable=True,
+            )
+
+    def install(self, plan: ServedPlan) -> None:
+        """The latest installed plan replaces one that was never activated."""
+        self.installed = {plan.epoch: plan}
+
+    def activate(self, request: ActivatePlan) -> None:
+        self.require_greeting()
+        if request.epoch == self.active_epoch:
+            return  # asked twice
+        plan = self.installed.pop(request.epoch, None)
+        if plan is None:
+            raise DeviceError("stale_epoch", f"epoch {request.epoch} is not installed", retryable=True)
+        self.active = plan
+
+    def check_execute(
+        self,
+        request: Execute,
+        x_shape: tuple[int, ...],
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        pair_bits: NDArray[np.uint8],
+        gates: NDArray[np.float32],
+    ) -> None:
+        """Everything the kernel may then rely on: indices in range, one length, every replica promised."""
+        self.require_greeting()
+        if self.active is None or request.epoch != self.active.epoch:
+            raise DeviceError(
+                "stale_epoch", f"epoch {self.active_epoch} is active, got {request.epoch}", retryable=True
+            )
+        rows, hidden_size = x_shape
+        if hidden_size != self.hidden_size or rows > MAX_TOKENS:
+            raise DeviceError(
+                "bad_request", f"x must be [at most {MAX_TOKENS}, {self.hidden_size}], got {list(x_shape)}"
+            )
+        if request.layer >= self.num_layers:
+            raise DeviceError("bad_request", f"layer must be below {self.num_layers}, got {request.layer}")
+        lengths = {len(pair_rows), len(pair_experts), len(pair_bits), len(gates)}
+        if len(lengths) != 1:
+            raise DeviceError("bad_request", f"the pair tensors must have one length, got {sorted(lengths)}")
+        if not len(pair_rows):
+            return
+        if pair_rows.min() < 0 or pair_rows.max() >= rows:
+            raise DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {pair_rows.max()}")
+        if pair_experts.min() < 0 or pair_experts.max() >= self.num_experts:
+            raise DeviceError(
+                "bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {pair_experts.max()}"
+            )
+        served = self.active.flags[request.layer, pair_experts] & _FLAG_OF_BITS[pair_bits]
+        if not served.all():
+            pair = int(np.flatnonzero(served == 0)[0])
+            raise DeviceError(
+                "not_loaded",
+                f"expert {pair_experts[pair]} of layer {request.layer} at {pair_bits[pair]} bits "
+                f"is not in the plan of epoch {request.epoch}",
+            )
+
+
+def _version(version: int) -> str:
+    return f"protocol {version >> 8}.{version & 255}"

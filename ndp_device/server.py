@@ -1,0 +1,91 @@
+"""Receive, hand over, reply: one loop, one thread, exactly one reply per request. Knows no message but the queue.
+
+The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+from ndp_device.errors import NdpError
+from ndp_device.handler import Handler
+from ndp_device.transport import Frames, ZmqServer
+
+MAX_QUEUE = 64
+"""Requests that may wait while one is computed; the next one is told `busy`."""
+
+_IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger(__name__)
+
+Outgoing = Callable[[Frames], Iterable[Frames]]
+"""What really leaves for one reply. The identity, but for the failpoints of tests."""
+
+
+class Server:
+    """Serves until it is told to stop, by SIGTERM, SIGINT, Shutdown or the end of its parent."""
+
+    def __init__(
+        self,
+        transport: ZmqServer,
+        handler: Handler,
+        *,
+        parent_pid: int | None = None,
+        outgoing: Outgoing = lambda reply: (reply,),
+    ) -> None:
+        self._transport, self._handler = transport, handler
+        self._parent_pid = parent_pid
+        self._outgoing = outgoing
+        self._queue: deque[tuple[bytes, Frames, int]] = deque()
+        self._stopping = False
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        if self._parent_pid is not None:
+            self._follow(self._parent_pid)
+        while not (self._stopping or self._handler.stopping or self._orphaned()):
+            self._collect(0 if self._queue else _IDLE_MS)
+            if self._queue:
+                self._serve(*self._queue.popleft())
+        _log.info("stopped after %d Execute requests", self._handler.num_executed)
+
+    def _collect(self, timeout_ms: int) -> None:
+        """Everything that has arrived, stamped with the time this loop first saw it."""
+        while received := self._transport.receive(timeout_ms):
+            client, frames = received
+            if len(self._queue) < MAX_QUEUE:
+                self._queue.append((client, frames, time.monotonic_ns()))
+            else:
+                refusal = self._handler.refuse(frames, "busy", f"{MAX_QUEUE} requests are waiting already")
+                self._transport.send(client, refusal)
+            timeout_ms = 0
+
+    def _serve(self, client: bytes, frames: Frames, seen_ns: int) -> None:
+        self._handler.queue_depth = len(self._queue)
+        reply = self._handler.reply(client, frames, (time.monotonic_ns() - seen_ns) // 1000)
+        for outgoing in self._outgoing(reply):
+            self._transport.send(client, outgoing)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
+    def _orphaned(self) -> bool:
+        return self._parent_pid is not None and os.getppid() != self._parent_pid
+
+    def _follow(self, parent_pid: int) -> None:
+        """Ask the kernel for a signal when the parent ends.
+
+        Linux sends it when the *thread* that started us ends, so it only makes us look who our parent is. It also
+        ends a computation that hangs; there is nothing to clean up that the kernel does not.
+        """
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(0) if self._orphaned() else None)
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0):
+            raise NdpError(f"cannot follow parent {parent_pid}: {os.strerror(ctypes.get_errno())}")
