@@ -1,0 +1,229 @@
+"""Recording: what goes in comes out, crashes lose the tail only, damage is refused by the name of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import TraceError
+from vllm_ndp.traces.format import DECODE, PREFILL, Provenance, read_manifest
+from vllm_ndp.traces.recorder import TraceWriter
+from vllm_ndp.traces.trace import Trace
+
+L, E, K = 3, 8, 2
+PROVENANCE = Provenance(model="tiny", num_layers=L, num_experts=E, top_k=K, model_digest="aa", source="recorded")
+
+
+def choices(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    ids = generator.random((rows, L, E)).argsort(axis=2)[:, :, :K]
+    return ids, generator.random((rows, L, K), dtype=np.float32)
+
+
+def record(directory: Path, steps: int = 4, **settings) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two requests with prompts of 5; step 0 is their prefill, then each decodes one token a step."""
+    written = []
+    with TraceWriter(directory, PROVENANCE, **settings) as writer:
+        for request in (0, 1):
+            writer.add_request(request, f"req-{request}", prompt_len=5, arrival_s=0.5 * request, label="prose")
+        for step in range(steps):
+            rows = 10 if step == 0 else 2
+            ids, weights = choices(rows, step)
+            requests = np.repeat([0, 1], rows // 2)
+            positions = np.tile(np.arange(5), 2) if step == 0 else np.full(2, 4 + step)
+            phases = np.full(rows, PREFILL if step == 0 else DECODE)
+            writer.append_step(step, requests, positions, phases, ids, weights)
+            writer.append_event(step, epoch=1, simulated_start_ps=step * 10, simulated_step_ps=10, measured_step_s=0.1)
+            written.append((ids.copy(), weights.copy()))
+            ids[:] = 0  # the caller may use its arrays again
+        writer.append_plan(1, 1, np.eye(L, E, dtype=bool), {0: np.full((L, E), 2, np.uint8)})
+    return written
+
+
+def test_what_was_recorded_is_loaded_bit_for_bit(tmp_path):
+    written = record(tmp_path / "trace")
+    trace = Trace.load(tmp_path / "trace", model_digest="aa")
+    assert trace.complete
+    assert (trace.ids == np.concatenate([ids for ids, _ in written])).all()
+    assert (trace.weights == np.concatenate([weights for _, weights in written])).all()
+    assert trace.step.tolist() == [0] * 10 + [1, 1, 2, 2, 3, 3]
+    assert trace.request_ids == ["req-0", "req-1"]
+    assert trace.arrival_s.tolist() == [0.0, 0.5]
+    assert trace.events["simulated_start_ps"].tolist() == [0, 10, 20, 30]
+    assert trace.plans["cells"].shape == (2, L, E)
+    assert trace.plans["request"].tolist() == [-1, 0]
+    assert trace.provenance == PROVENANCE
+
+
+def test_sequences_split_prompt_and_decode_of_each_request(tmp_path):
+    record(tmp_path / "trace")
+    trace = Trace.load(tmp_path / "trace")
+    first, second = trace.sequences
+    assert (len(first.prompt_ids), len(first.decode_ids)) == (5, 3)
+    assert (second.decode_ids == trace.ids[[11, 13, 15]]).all()
+    assert (trace.stats(first).counts.sum(axis=1) == 5 * K).all()
+
+
+def test_a_position_that_ran_twice_counts_once_and_the_last_run_wins(tmp_path):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        writer.add_request(0, "preempted", prompt_len=4)
+        for step in (0, 1):
+            ids, weights = choices(4, step)
+            writer.append_step(step, np.zeros(4), np.arange(4), np.zeros(4), ids, weights)
+    (sequence,) = Trace.load(tmp_path / "trace").sequences
+    assert (sequence.prompt_ids == choices(4, 1)[0]).all()
+
+
+def test_a_saved_trace_is_the_loaded_one(tmp_path):
+    record(tmp_path / "a")
+    trace = Trace.load(tmp_path / "a")
+    trace.save(tmp_path / "b")
+    again = Trace.load(tmp_path / "b")
+    assert (again.ids == trace.ids).all()
+    assert (again.plans["cells"] == trace.plans["cells"]).all()
+    assert again.labels == trace.labels
+
+
+def test_more_rows_than_a_buffer_holds_all_arrive_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_ndp.traces.recorder._BUFFER_TOKEN_LAYERS", 16 * L)
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        writer.add_request(0, "long", prompt_len=500)
+        for step in range(100):
+            ids, weights = choices(5, step)
+            writer.append_step(step, np.zeros(5), 5 * step + np.arange(5), np.zeros(5), ids, weights)
+        ids, weights = choices(40, 100)  # one step larger than the whole buffer
+        writer.append_step(100, np.zeros(40), 500 + np.arange(40), np.ones(40), ids, weights)
+    trace = Trace.load(tmp_path / "trace")
+    assert trace.position.tolist() == list(range(540))
+    assert len(list((tmp_path / "trace").glob("routing-*.parquet"))) > 1
+
+
+def test_a_killed_recording_keeps_what_was_flushed(tmp_path):
+    script = """
+import sys, time, numpy as np
+from pathlib import Path
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.recorder import TraceWriter
+writer = TraceWriter(Path(sys.argv[1]), Provenance(model="m", num_layers=3, num_experts=8, top_k=2), flush_seconds=0.05)
+writer.add_request(0, "r", prompt_len=1)
+for step in range(10**6):
+    writer.append_step(step, [0], [step], [1], np.zeros((1, 3, 2), int), np.ones((1, 3, 2)))
+    time.sleep(0.001)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "trace")])
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "trace" / "routing-00001.parquet").exists():
+            assert time.monotonic() < deadline, "the recorder never flushed"
+            time.sleep(0.05)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    trace = Trace.load(tmp_path / "trace")
+    assert not trace.complete
+    assert trace.position.tolist() == list(range(len(trace.position)))
+    assert len(trace.position) > 1
+
+
+def test_a_trace_is_not_recorded_over_another(tmp_path):
+    record(tmp_path / "trace")
+    with pytest.raises(TraceError, match="not empty"):
+        TraceWriter(tmp_path / "trace", PROVENANCE)
+
+
+def test_a_disk_that_fails_is_told_to_the_caller_and_close(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = TraceWriter(tmp_path / "trace", PROVENANCE, flush_seconds=0.01)
+    monkeypatch.setattr("vllm_ndp.traces.recorder.write_chunk", full)
+    writer.add_request(0, "r", prompt_len=1)
+    with pytest.raises(TraceError, match="No space left"):
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "says"),
+    [
+        (np.zeros((1, L, 3), int), np.zeros((1, L, 3)), "must be"),
+        (np.full((1, L, K), E), np.zeros((1, L, K)), r"0\.\.7"),
+        (np.zeros((2, L, K), int), np.zeros((2, L, K)), "one entry for each of the 2 rows"),
+    ],
+)
+def test_rows_of_another_model_are_refused(tmp_path, ids, weights, says):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer, pytest.raises(TraceError, match=says):
+        writer.append_step(0, [0], [0], [0], ids, weights)
+
+
+def test_a_closed_trace_takes_nothing_more(tmp_path):
+    writer = TraceWriter(tmp_path / "trace", PROVENANCE)
+    writer.close()
+    with pytest.raises(TraceError, match="closed"):
+        writer.add_request(0, "late", prompt_len=1)
+
+
+def damage_truncate(trace: Path) -> None:
+    path = trace / "routing-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def damage_flip(trace: Path) -> None:
+    path = trace / "routing-00000.parquet"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3] ^= 0xFF
+    path.write_bytes(raw)
+
+
+def damage_missing(trace: Path) -> None:
+    (trace / "routing-00000.parquet").unlink()
+
+
+def damage_manifest(trace: Path) -> None:
+    (trace / "manifest.json").write_text('{"format": "vllm-ndp-trace"')
+
+
+def damage_version(trace: Path) -> None:
+    manifest = json.loads((trace / "manifest.json").read_text())
+    (trace / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+
+
+def damage_swap(trace: Path) -> None:
+    (trace / "requests-00000.parquet").replace(trace / "routing-00000.parquet")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_truncate, r"routing-00000\.parquet is damaged"),
+        (damage_flip, r"routing-00000\.parquet"),
+        (damage_missing, r"routing-00000\.parquet is missing"),
+        (damage_manifest, r"manifest\.json is damaged"),
+        (damage_version, "version 99"),
+        (damage_swap, "does not have the columns|is missing"),
+    ],
+)
+def test_a_damaged_trace_is_refused_by_name_in_one_sentence(tmp_path, damage, says):
+    record(tmp_path / "trace")
+    damage(tmp_path / "trace")
+    with pytest.raises(TraceError, match=says) as caught:
+        Trace.load(tmp_path / "trace")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path):
+    record(tmp_path / "trace")
+    with pytest.raises(TraceError, match="digest aa, this model has bb"):
+        Trace.load(tmp_path / "trace", model_digest="bb")
+
+
+def test_a_directory_without_manifest_is_not_a_trace(tmp_path):
+    with pytest.raises(TraceError, match="is not a trace"):
+        read_manifest(tmp_path)

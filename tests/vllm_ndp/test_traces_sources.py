@@ -1,0 +1,194 @@
+"""Synthetic traces carry the signal they were told to; foreign recordings are read as what they are."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ndp_device.errors import ConfigError, TraceError
+from vllm_ndp.planning.importance import importance
+from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.traces.importers import ImportSettings, import_trace
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+L, E, K = 3, 16, 2
+
+
+def coverage(trace: Trace, which: str) -> float:
+    """Mean share of decode choices in the top half by the request's own prompt, or by everybody's."""
+    merged = trace.stats(trace.sequences[0])
+    for sequence in trace.sequences[1:]:
+        merged = merged.merge(trace.stats(sequence))
+    shares = []
+    for sequence in trace.sequences:
+        stats = trace.stats(sequence) if which == "prefill" else merged
+        hot = top_experts(importance(stats).values, E // 2).hot
+        decode = trace.stats(sequence, "decode").counts
+        shares.append(decode[hot].sum() / decode.sum())
+    return float(np.mean(shares))
+
+
+def synthetic(**settings) -> Trace:
+    return synthetic_trace(SyntheticSettings(num_layers=L, num_experts=E, top_k=K, num_requests=24, **settings))
+
+
+def test_without_signal_the_prompt_knows_no_more_than_popularity():
+    null = synthetic(signal=0.0, prompt_len=64)
+    assert coverage(null, "prefill") <= coverage(null, "static")
+
+
+def test_with_signal_the_prompt_beats_popularity():
+    trace = synthetic(signal=1.5)
+    assert coverage(trace, "prefill") > coverage(trace, "static") + 0.1
+
+
+def test_drift_makes_the_prompt_worse_at_predicting_decode():
+    still, drifting = synthetic(signal=1.5, drift=0.0), synthetic(signal=1.5, drift=1.0)
+    assert coverage(drifting, "prefill") < coverage(still, "prefill") - 0.05
+
+
+def test_smaller_concentration_is_more_skew():
+    def largest(trace: Trace) -> float:
+        counts = np.bincount(trace.ids.reshape(-1), minlength=E)
+        return float(counts.max() / counts.sum())
+
+    assert largest(synthetic(concentration=0.5, signal=0.0)) > largest(synthetic(concentration=50.0, signal=0.0))
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_one_does_not():
+    assert (synthetic(seed=3).ids == synthetic(seed=3).ids).all()
+    assert (synthetic(seed=3).ids != synthetic(seed=4).ids).any()
+
+
+def test_router_weights_are_normalised_and_fall_with_rank():
+    trace = synthetic()
+    assert np.allclose(trace.weights.sum(axis=2), 1, atol=1e-6)
+    assert (np.diff(trace.weights, axis=2) <= 0).all()
+
+
+def test_public_scale_shapes_can_be_synthesised():
+    settings = SyntheticSettings.of_shape("qwen3-next", num_requests=1, prompt_len=4, decode_len=4)
+    trace = synthetic_trace(settings)
+    assert trace.ids.shape == (8, 48, 10)
+    assert trace.ids.dtype == np.uint16
+
+
+def test_an_impossible_synthetic_trace_is_refused():
+    with pytest.raises(ConfigError, match="top_k 20"):
+        SyntheticSettings(num_layers=1, num_experts=16, top_k=20)
+
+
+def routed(tokens: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((tokens, L, E)).argsort(axis=2)[:, :, :K]
+
+
+def as_npy(array: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    np.save(buffer, array.astype(np.int16))
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.mark.parametrize("encode", [lambda a: a.tolist(), as_npy], ids=["lists", "base64"])
+def test_vllm_responses_become_one_sequence_per_choice(tmp_path, encode):
+    prompt, first, second = routed(5), routed(3, 1), routed(2, 2)
+    response = {
+        "id": "cmpl-1",
+        "prompt_routed_experts": encode(prompt),
+        "choices": [{"routed_experts": encode(first)}, {"routed_experts": encode(second)}],
+    }
+    (tmp_path / "responses.jsonl").write_text(json.dumps(response) + "\n\n")
+    trace = import_trace(tmp_path / "responses.jsonl", "vllm", ImportSettings(num_experts=E))
+    assert trace.prompt_len.tolist() == [5, 5]
+    assert (trace.sequences[1].decode_ids == second).all()
+    assert trace.provenance.weights == "uniform"
+    assert (trace.weights == 0.5).all()
+
+
+def test_vllm_responses_without_routing_say_which_flag_is_missing(tmp_path):
+    (tmp_path / "r.jsonl").write_text(json.dumps({"prompt_routed_experts": None, "choices": []}))
+    with pytest.raises(TraceError, match="--enable-return-routed-experts"):
+        import_trace(tmp_path / "r.jsonl", "vllm")
+
+
+def test_sglang_rows_are_gathered_by_request_and_ordered_by_position(tmp_path):
+    a, b = routed(4), routed(3, 1)
+    rows = np.concatenate([a[:3], b[:2], a[3:], b[2:]])  # two prefills, then one decode step of both
+    np.savez(
+        tmp_path / "dump.npz",
+        topk_ids_of_layer=np.moveaxis(rows, 1, 0),
+        forward_mode=np.array([1, 1, 1, 1, 1, 2, 2]),
+        positions=np.array([0, 1, 2, 0, 1, 3, 2]),
+        rid=np.array(["a", "a", "a", "b", "b", "a", "b"]),
+    )
+    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
+    assert (trace.sequences[0].prompt_ids == a[:3]).all()
+    assert (trace.sequences[1].decode_ids == b[2:]).all()
+
+
+def test_megatron_records_are_stacked_by_layer_and_cut_into_sequences(tmp_path):
+    ids = routed(20)
+    with (tmp_path / "router_trace_rank0.jsonl").open("w") as file:
+        for step in range(2):
+            part = ids[10 * step : 10 * step + 10]
+            for layer in range(L):
+                record = {"step": step, "layer": 2 * layer + 1, "rank": 0, "num_tokens": 10, "topk": K}
+                file.write(json.dumps({**record, "top_indices": part[:, layer].tolist()}) + "\n")
+    trace = import_trace(tmp_path, "megatron", ImportSettings(num_experts=E, sequence_len=8, prompt_len=4))
+    assert trace.prompt_len.tolist() == [4, 4]
+    assert (trace.ids == ids[:16]).all()
+
+
+def test_flame_layers_are_stacked_with_their_scores(tmp_path):
+    ids = routed(20)
+    for layer in range(L):
+        columns = {
+            "scores": pa.array(np.full((20, K), 0.25, np.float16).tolist(), pa.list_(pa.float16(), K)),
+            "indices": pa.array(ids[:, layer].tolist(), pa.list_(pa.int16(), K)),
+        }
+        pq.write_table(pa.table(columns), tmp_path / f"layer_{layer + 9:02d}.parquet")
+    trace = import_trace(tmp_path, "flame", ImportSettings(num_experts=E, sequence_len=10, prompt_len=5))
+    assert (trace.ids == ids).all()
+    assert (trace.weights == 0.25).all()
+
+
+def test_our_npz_keeps_domains_and_prompt_lengths(tmp_path):
+    ids = np.stack([routed(6, seed) for seed in range(2)])
+    np.savez(
+        tmp_path / "t.npz",
+        experts=ids,
+        weights=np.full(ids.shape, 0.5, np.float16),
+        prompt_len=np.array([2, 4]),
+        domain=np.array([1, 0]),
+        domains=np.array(["c", "prose"]),
+    )
+    trace = import_trace(tmp_path / "t.npz", "npz", ImportSettings(num_experts=E))
+    assert trace.labels == ["prose", "c"]
+    assert [len(s.prompt_ids) for s in trace.sequences] == [2, 4]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "npz", "megatron"])
+def test_a_file_of_another_kind_is_refused_in_one_sentence(tmp_path, kind):
+    path = tmp_path / "router_trace_rank0.jsonl"
+    path.write_text("not what it should be\n")
+    with pytest.raises(TraceError, match="router_trace_rank0") as caught:
+        import_trace(path, kind)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_format_is_answered_with_the_nearest():
+    with pytest.raises(TraceError, match="did you mean 'sglang'"):
+        import_trace(Path("x"), "sglan")
+
+
+def test_too_few_tokens_for_one_sequence_say_how_many_are_needed(tmp_path):
+    np.savez(tmp_path / "d.npz", topk_ids_of_layer=np.moveaxis(routed(5), 1, 0), forward_mode=np.ones(5))
+    with pytest.raises(TraceError, match="takes 512 tokens, the recording has only 5"):
+        import_trace(tmp_path / "d.npz", "sglang", ImportSettings(num_experts=E))

@@ -1,0 +1,223 @@
+"""The trace on disk: a directory of Parquet chunks and a manifest. docs/trace-format.md says it in prose.
+
+    manifest.json            who recorded what on which model (Provenance), and, once closed, how many chunks there are
+    routing-00000.parquet    one row per token and forward pass: who, where, which phase, expert ids and router weights
+    requests-00000.parquet   one row per request, written when it arrives
+    steps-00000.parquet      one row per step of a live run: epoch and simulated time
+    plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
+
+A chunk appears under its name only when it is complete (written aside, synced, renamed), so a crash loses the rows that
+were still in memory and nothing else. Knows names, columns and provenance. Does not know threads or numpy views.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ndp_device.errors import TraceError
+
+FORMAT = "vllm-ndp-trace"
+VERSION = 1
+MANIFEST = "manifest.json"
+TABLES = ("requests", "plans", "steps", "routing")
+"""In the order they are flushed: a routing row never outlives the request it belongs to."""
+
+PREFILL, DECODE, CACHED = 0, 1, 2
+PHASES = ("prefill", "decode", "cached")
+"""cached: the row did not run, its routing was read back from the prefix cache; it counts for statistics only."""
+
+ALL_REQUESTS = -1
+
+
+class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a live run's simulated times were computed from, so that replay can compute them again to the picosecond."""
+
+    preset: str
+    overrides: dict[str, str | int | bool]
+    host_dims: dict[str, int]
+    """Fields of replay.host_timing.HostDims."""
+    hot_experts: int
+    expert_bytes: dict[int, int]
+    """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
+    group_size: int
+    activation_bytes: int
+    """Bytes of one activation element on the wire."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trace comes from. Empty strings mean: not known to whoever made it."""
+
+    model: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    model_digest: str = ""
+    tokenizer_digest: str = ""
+    source: str = ""
+    """recorded | synthetic | import:<format>"""
+    weights: str = "router"
+    """router: what the router gave | uniform: 1/k, because the source holds ids only"""
+    hardware: str = ""
+    hardware_hash: str = ""
+    policy: str = ""
+    settings: dict[str, Any] = {}
+    live: LiveSetup | None = None
+    """None where nothing was simulated: imported, synthetic, or recorded without placement."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_experts, self.top_k) < 1 or self.top_k > self.num_experts:
+            raise TraceError(
+                f"a trace needs num_layers >= 1 and 1 <= top_k <= num_experts, got num_layers {self.num_layers}, "
+                f"top_k {self.top_k}, num_experts {self.num_experts}"
+            )
+        if self.num_experts > 65536:
+            raise TraceError(f"at most 65536 experts per layer can be recorded, got {self.num_experts}")
+
+    @property
+    def id_type(self) -> str:
+        """numpy name of the smallest type that holds an expert id."""
+        return "uint8" if self.num_experts <= 256 else "uint16"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: str
+    version: int
+    provenance: Provenance
+    chunks: dict[str, int] | None = None
+    """Chunks per table, written when the trace was closed; None: still being written, or its writer died."""
+
+
+def schema(table: str, provenance: Provenance) -> pa.Schema:
+    """Columns of one table; ids and weights are [num_layers * top_k], layer by layer, as the router returned them."""
+    choices = provenance.num_layers * provenance.top_k
+    cells = provenance.num_layers * provenance.num_experts
+    columns: dict[str, list[tuple[str, pa.DataType]]] = {
+        "routing": [
+            ("step", pa.int32()),
+            ("request", pa.int32()),
+            ("position", pa.int32()),
+            ("phase", pa.uint8()),
+            ("ids", pa.list_(pa.from_numpy_dtype(provenance.id_type), choices)),
+            ("weights", pa.list_(pa.float32(), choices)),
+        ],
+        "requests": [
+            ("request", pa.int32()),
+            ("id", pa.string()),
+            ("label", pa.string()),
+            ("prompt_len", pa.int32()),
+            ("arrival_s", pa.float64()),
+        ],
+        "steps": [
+            ("step", pa.int32()),
+            ("epoch", pa.int64()),
+            ("simulated_start_ps", pa.int64()),
+            ("simulated_step_ps", pa.int64()),
+            ("measured_step_s", pa.float64()),
+            ("fallback_pairs", pa.int64()),
+        ],
+        "plans": [
+            ("step", pa.int32()),
+            ("epoch", pa.int64()),
+            ("request", pa.int32()),
+            ("cells", pa.list_(pa.uint8(), cells)),
+        ],
+    }
+    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns[table]])
+
+
+def arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Array]:
+    """Columns by name (arrays, or lists of values) in the order and types of a schema."""
+    arrays = []
+    for field in wanted:
+        values = columns[field.name]
+        if pa.types.is_fixed_size_list(field.type):
+            flat = np.ascontiguousarray(values).reshape(-1)
+            arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(flat), type=field.type))
+        else:
+            arrays.append(pa.array(values, type=field.type))
+    return arrays
+
+
+def chunk_path(directory: Path, table: str, index: int) -> Path:
+    return directory / f"{table}-{index:05d}.parquet"
+
+
+def write_chunk(path: Path, rows: pa.Table) -> None:
+    """Complete or absent: written under a temporary name, synced, renamed."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        pq.write_table(
+            rows,
+            file,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, int] | None) -> None:
+    manifest = Manifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
+    temporary = directory / (MANIFEST + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises TraceError for anything that is not a manifest of ours in this version."""
+    path = directory / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, TraceError) as error:
+        raise TraceError(f"{path} is damaged or not a trace manifest: {error}") from None
+    if manifest.format != FORMAT or manifest.version != VERSION:
+        raise TraceError(
+            f"{path} is a {manifest.format!r} version {manifest.version}, this program reads {FORMAT!r} "
+            f"version {VERSION}"
+        )
+    return manifest
+
+
+def read_table(directory: Path, table: str, manifest: Manifest) -> pa.Table:
+    """All chunks of a table. Raises TraceError naming the chunk that is damaged, foreign or missing."""
+    wanted = schema(table, manifest.provenance)
+    found = sorted(directory.glob(f"{table}-*.parquet"))
+    expected = len(found) if manifest.chunks is None else manifest.chunks.get(table, 0)
+    parts = []
+    for index in range(expected):
+        path = chunk_path(directory, table, index)
+        if not path.exists():
+            raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
+        try:
+            part = pq.read_table(path, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise TraceError(f"{path} is damaged: {_one_line(error)}; restore it or delete the trace") from None
+        if not part.schema.equals(wanted, check_metadata=False):
+            raise TraceError(f"{path} does not have the columns of {table!r}: it belongs to another model or program")
+        parts.append(part)
+    return pa.concat_tables(parts) if parts else wanted.empty_table()
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

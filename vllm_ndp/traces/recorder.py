@@ -1,0 +1,212 @@
+"""Writes a trace while a run is going on: callers copy rows into a buffer, one background thread turns it into chunks.
+
+Memory is bounded by two buffers: a disk that cannot keep up slows the run down instead of filling its memory.
+Knows rows and threads. Does not know vLLM; integration/ calls it once per step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+from ndp_device.errors import TraceError
+from vllm_ndp.traces.format import (
+    ALL_REQUESTS,
+    TABLES,
+    Provenance,
+    arrow_columns,
+    chunk_path,
+    schema,
+    write_chunk,
+    write_manifest,
+)
+
+_BUFFER_TOKEN_LAYERS = 1 << 22
+"""Rows one buffer holds, times layers: 50 MB at top-2."""
+_FLUSH_SECONDS = 2.0
+"""The oldest row waits this long in memory: what a crash can lose."""
+
+
+class TraceWriter:
+    """Appends to one trace directory; close() waits for the disk. Use from one thread."""
+
+    def __init__(self, directory: Path, provenance: Provenance, *, flush_seconds: float = _FLUSH_SECONDS) -> None:
+        self._provenance = provenance
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if any(directory.iterdir()):
+                raise TraceError(f"{directory} is not empty: a trace is recorded into a directory of its own")
+            write_manifest(directory, provenance, None)
+        except OSError as error:
+            raise TraceError(f"no trace can be written to {directory}: {error.strerror}") from None
+        self._flush_seconds = flush_seconds
+        self._capacity = max(_BUFFER_TOKEN_LAYERS // provenance.num_layers, 1)
+        self._changed = threading.Condition()
+        self._buffer = self._new_buffer(self._capacity)
+        self._used = 0
+        self._rows: dict[str, list[tuple[Any, ...]]] = {table: [] for table in TABLES}
+        self._chunks = dict.fromkeys(TABLES, 0)
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ndp-trace-writer", daemon=True)
+        self._thread.start()
+
+    def add_request(
+        self, request: int, request_id: str, prompt_len: int, arrival_s: float = 0.0, label: str = ""
+    ) -> None:
+        """`request` is the index that the other tables use; arrival_s is measured from the start of the recording."""
+        self._add("requests", (request, request_id, label, prompt_len, arrival_s))
+
+    def append_step(
+        self,
+        step: int,
+        request_index: ArrayLike,
+        positions: ArrayLike,
+        phases: ArrayLike,
+        ids: NDArray[Any],
+        weights: NDArray[Any],
+    ) -> None:
+        """The routing of one forward pass: one entry per row, ids and weights [rows, L, k]. Everything is copied."""
+        p, rows = self._provenance, len(ids)
+        expected = (rows, p.num_layers, p.top_k)
+        if ids.shape != expected or weights.shape != expected:
+            raise TraceError(
+                f"ids and weights of a step must be [rows, {p.num_layers}, {p.top_k}], got {list(ids.shape)} "
+                f"and {list(weights.shape)}"
+            )
+        if rows and not 0 <= int(ids.min()) <= int(ids.max()) < p.num_experts:
+            raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {int(ids.min())}..{int(ids.max())}")
+        for name, values in (("request_index", request_index), ("positions", positions), ("phases", phases)):
+            if np.shape(values) != (rows,):
+                raise TraceError(
+                    f"{name} must have one entry for each of the {rows} rows, got {list(np.shape(values))}"
+                )
+        with self._changed:
+            self._refuse_if_over()
+            while self._used + rows > self._capacity and self._used:
+                self._changed.notify_all()
+                self._changed.wait()
+                self._refuse_if_over()
+            if rows > self._capacity:
+                self._capacity = rows
+                self._buffer = self._new_buffer(rows)
+            here = slice(self._used, self._used + rows)
+            for name, values in (
+                ("step", step),
+                ("request", request_index),
+                ("position", positions),
+                ("phase", phases),
+            ):
+                self._buffer[name][here] = values
+            self._buffer["ids"][here] = ids
+            self._buffer["weights"][here] = weights
+            self._used += rows
+            if 2 * self._used > self._capacity:
+                self._changed.notify_all()
+
+    def append_plan(self, step: int, epoch: int, hot: NDArray[np.bool_], bits: Mapping[int, NDArray[np.uint8]]) -> None:
+        """Placement [L, E] and bits [L, E] per request index, in force from `step` on."""
+        shape = (self._provenance.num_layers, self._provenance.num_experts)
+        for request, cells in {ALL_REQUESTS: hot, **bits}.items():
+            if cells.shape != shape:
+                raise TraceError(f"a plan must be [layers, experts] {list(shape)}, got {list(cells.shape)}")
+            self._add("plans", (step, epoch, request, np.array(cells, np.uint8)))
+
+    def append_event(
+        self,
+        step: int,
+        epoch: int,
+        simulated_start_ps: int,
+        simulated_step_ps: int,
+        measured_step_s: float,
+        fallback_pairs: int = 0,
+    ) -> None:
+        """What the live run made of this step, on its two clocks."""
+        self._add("steps", (step, epoch, simulated_start_ps, simulated_step_ps, measured_step_s, fallback_pairs))
+
+    def close(self) -> None:
+        """Write what waits and mark the trace complete. Raises TraceError if anything could not be written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._failure is not None:
+            self._refuse_if_over()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, table: str, row: tuple[Any, ...]) -> None:
+        with self._changed:
+            self._refuse_if_over()
+            self._rows[table].append(row)
+
+    def _refuse_if_over(self) -> None:
+        if self._failure is not None:
+            raise TraceError(f"recording to {self._directory} stopped: {self._failure}") from self._failure
+        if self._closed:
+            raise TraceError(f"the trace {self._directory} is closed: nothing more can be recorded into it")
+
+    def _new_buffer(self, rows: int) -> dict[str, NDArray[Any]]:
+        p = self._provenance
+        cells = (rows, p.num_layers, p.top_k)
+        return {
+            "step": np.empty(rows, np.int32),
+            "request": np.empty(rows, np.int32),
+            "position": np.empty(rows, np.int32),
+            "phase": np.empty(rows, np.uint8),
+            "ids": np.empty(cells, p.id_type),
+            "weights": np.empty(cells, np.float32),
+        }
+
+    def _run(self) -> None:
+        closed = False
+        try:
+            while not closed:
+                with self._changed:
+                    if not self._closed and 2 * self._used <= self._capacity:
+                        self._changed.wait(self._flush_seconds)
+                    closed = self._closed
+                    waiting = self._take()
+                    self._changed.notify_all()
+                self._flush(waiting)
+            write_manifest(self._directory, self._provenance, self._chunks)
+        except Exception as error:  # kept for the owner of the recording, who meets it at the next call
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _take(self) -> dict[str, dict[str, Any]]:
+        """Columns of every table that has rows, leaving empty buffers behind."""
+        taken: dict[str, dict[str, Any]] = {}
+        for table, rows in self._rows.items():
+            if rows:
+                names = schema(table, self._provenance).names
+                taken[table] = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+                self._rows[table] = []
+        if self._used:
+            taken["routing"] = {name: column[: self._used] for name, column in self._buffer.items()}
+            self._buffer = self._new_buffer(self._capacity)
+            self._used = 0
+        return taken
+
+    def _flush(self, waiting: dict[str, dict[str, Any]]) -> None:
+        for table in TABLES:
+            if table in waiting:
+                wanted = schema(table, self._provenance)
+                rows = pa.Table.from_arrays(arrow_columns(waiting[table], wanted), schema=wanted)
+                write_chunk(chunk_path(self._directory, table, self._chunks[table]), rows)
+                self._chunks[table] += 1

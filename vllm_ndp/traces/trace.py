@@ -1,0 +1,252 @@
+"""A trace in memory: arrays of rows, a table of requests, and what the live run did, if it was one.
+
+Knows how rows become sequences (one request, prompt and decode apart). Does not know policies or time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ndp_device.errors import TraceError
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.traces.format import (
+    DECODE,
+    PHASES,
+    TABLES,
+    Provenance,
+    arrow_columns,
+    chunk_path,
+    read_manifest,
+    read_table,
+    schema,
+    write_chunk,
+    write_manifest,
+)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One request: P prompt tokens and D decoded ones, each routed once."""
+
+    request: int
+    label: str
+    arrival_s: float
+    prompt_ids: NDArray[Any]  # [P, L, k]
+    prompt_weights: NDArray[np.float32]
+    decode_ids: NDArray[Any]  # [D, L, k]
+    decode_weights: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """N rows in the order they were executed; R requests."""
+
+    provenance: Provenance
+    step: NDArray[np.int32]  # [N]
+    request: NDArray[np.int32]  # [N], index into the request columns
+    position: NDArray[np.int32]  # [N]
+    phase: NDArray[np.uint8]  # [N]
+    ids: NDArray[Any]  # [N, L, k]
+    weights: NDArray[np.float32]  # [N, L, k]
+    prompt_len: NDArray[np.int32]  # [R]
+    arrival_s: NDArray[np.float64]  # [R]
+    request_ids: Seq[str]  # [R]
+    labels: Seq[str]  # [R]
+    events: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Columns of the `steps` table; empty where nothing ran live."""
+    plans: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Columns of the `plans` table; cells is [rows, L, E]."""
+    complete: bool = True
+    """False: the recording was cut off; what is here is good, what came after is lost."""
+
+    def __post_init__(self) -> None:
+        p, rows, requests = self.provenance, len(self.step), len(self.prompt_len)
+        want = (rows, p.num_layers, p.top_k)
+        if self.ids.shape != want or self.weights.shape != want:
+            raise TraceError(
+                f"ids and weights must be {list(want)}, got {list(self.ids.shape)} {list(self.weights.shape)}"
+            )
+        for name in ("request", "position", "phase"):
+            if len(getattr(self, name)) != rows:
+                raise TraceError(f"column {name!r} must have {rows} rows, got {len(getattr(self, name))}")
+        if not len(self.arrival_s) == len(self.request_ids) == len(self.labels) == requests:
+            raise TraceError(f"every request column must have {requests} entries")
+        if rows and not 0 <= int(self.request.min()) <= int(self.request.max()) < requests:
+            raise TraceError(f"a routing row names request {int(self.request.max())} but the trace has {requests}")
+        if rows and int(self.phase.max()) >= len(PHASES):
+            raise TraceError(f"phases must be 0..{len(PHASES) - 1}, got {int(self.phase.max())}")
+        if self.ids.size and int(self.ids.max()) >= p.num_experts:
+            raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {int(self.ids.max())}")
+        if not np.isfinite(self.weights).all():
+            raise TraceError("router weights must be finite")
+
+    @property
+    def num_token_layers(self) -> int:
+        return len(self.step) * self.provenance.num_layers
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        """One per request, positions ascending; of a position that ran twice (preemption) the last run counts."""
+        order = np.lexsort((np.arange(len(self.step)), self.position, self.request))
+        request, position = self.request[order], self.position[order]
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = (request[1:] != request[:-1]) | (position[1:] != position[:-1])
+        order = order[last]
+        request, position = self.request[order], self.position[order]
+        ends = np.searchsorted(request, np.arange(len(self.prompt_len) + 1))
+        out = []
+        for index, (start, end) in enumerate(itertools.pairwise(ends)):
+            split = start + int(np.searchsorted(position[start:end], self.prompt_len[index]))
+            prompt, decode = order[start:split], order[split:end]
+            out.append(
+                Sequence(
+                    request=index,
+                    label=self.labels[index],
+                    arrival_s=float(self.arrival_s[index]),
+                    prompt_ids=self.ids[prompt],
+                    prompt_weights=self.weights[prompt],
+                    decode_ids=self.ids[decode],
+                    decode_weights=self.weights[decode],
+                )
+            )
+        return out
+
+    def stats(self, sequence: Sequence, phase: str = "prefill", first: int | None = None) -> RoutingStats:
+        """Routing statistics of a sequence's prompt or decode, or of its first tokens only."""
+        if phase == "prefill":
+            ids, weights = sequence.prompt_ids[:first], sequence.prompt_weights[:first]
+        else:
+            ids, weights = sequence.decode_ids[:first], sequence.decode_weights[:first]
+        return RoutingStats.from_choices(ids, weights, self.provenance.num_experts)
+
+    def select(self, requests: Seq[int]) -> Trace:
+        """The same trace with some of its requests, numbered anew in the order given; without live events."""
+        new_index = np.full(len(self.prompt_len), -1, np.int32)
+        new_index[list(requests)] = np.arange(len(requests), dtype=np.int32)
+        keep = new_index[self.request] >= 0
+        return Trace(
+            provenance=self.provenance,
+            step=self.step[keep],
+            request=new_index[self.request[keep]],
+            position=self.position[keep],
+            phase=self.phase[keep],
+            ids=self.ids[keep],
+            weights=self.weights[keep],
+            prompt_len=self.prompt_len[list(requests)],
+            arrival_s=self.arrival_s[list(requests)],
+            request_ids=[self.request_ids[r] for r in requests],
+            labels=[self.labels[r] for r in requests],
+            complete=self.complete,
+        )
+
+    @classmethod
+    def load(cls, directory: Path, *, model_digest: str | None = None) -> Trace:
+        """Read a trace. Raises TraceError when it is damaged, foreign, or of another model than model_digest."""
+        manifest = read_manifest(directory)
+        p = manifest.provenance
+        if model_digest and p.model_digest and model_digest != p.model_digest:
+            raise TraceError(
+                f"{directory} was recorded on model {p.model!r} with digest {p.model_digest}, "
+                f"this model has {model_digest}: record a trace of this one"
+            )
+        tables = {table: read_table(directory, table, manifest) for table in TABLES}
+        requests = _columns(tables["requests"], p)
+        order = np.argsort(requests["request"], kind="stable")
+        if not np.array_equal(requests["request"][order], np.arange(len(order))):
+            raise TraceError(f"{directory}: requests must be numbered 0..{len(order) - 1}, each once")
+        routing = _columns(tables["routing"], p)
+        return cls(
+            provenance=p,
+            **{name: routing[name] for name in ("step", "request", "position", "phase", "ids", "weights")},
+            prompt_len=requests["prompt_len"][order],
+            arrival_s=requests["arrival_s"][order],
+            request_ids=[str(v) for v in requests["id"][order]],
+            labels=[str(v) for v in requests["label"][order]],
+            events=_columns(tables["steps"], p),
+            plans=_columns(tables["plans"], p),
+            complete=manifest.chunks is not None,
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write the whole trace at once, one chunk per table."""
+        if directory.exists() and any(directory.iterdir()):
+            raise TraceError(f"{directory} is not empty: a trace is written into a directory of its own")
+        directory.mkdir(parents=True, exist_ok=True)
+        write_manifest(directory, self.provenance, None)
+        columns: dict[str, dict[str, Any]] = {
+            "requests": {
+                "request": np.arange(len(self.prompt_len), dtype=np.int32),
+                "id": list(self.request_ids),
+                "label": list(self.labels),
+                "prompt_len": self.prompt_len,
+                "arrival_s": self.arrival_s,
+            },
+            "routing": {
+                name: getattr(self, name) for name in ("step", "request", "position", "phase", "ids", "weights")
+            },
+            "steps": self.events,
+            "plans": self.plans,
+        }
+        chunks = dict.fromkeys(TABLES, 0)
+        for table in TABLES:
+            if columns[table] and len(next(iter(columns[table].values()))):
+                wanted = schema(table, self.provenance)
+                rows = pa.Table.from_arrays(arrow_columns(columns[table], wanted), schema=wanted)
+                write_chunk(chunk_path(directory, table, 0), rows)
+                chunks[table] = 1
+        write_manifest(directory, self.provenance, chunks)
+
+
+def from_sequences(provenance: Provenance, sequences: Seq[Sequence], request_ids: Seq[str] | None = None) -> Trace:
+    """A trace of requests that ran one after the other: one prefill step each, then one step per decoded token."""
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("step", "request", "position", "phase")}
+    next_step = 0
+    for index, s in enumerate(sequences):
+        prompt, decoded = len(s.prompt_ids), len(s.decode_ids)
+        parts["step"].append(next_step + np.r_[np.zeros(prompt, int), 1 + np.arange(decoded)])
+        parts["request"].append(np.full(prompt + decoded, index))
+        parts["position"].append(np.arange(prompt + decoded))
+        parts["phase"].append(np.r_[np.zeros(prompt, int), np.full(decoded, DECODE)])
+        next_step += 1 + decoded
+    empty = np.zeros((0, provenance.num_layers, provenance.top_k))
+    kinds = {"step": np.int32, "request": np.int32, "position": np.int32, "phase": np.uint8}
+    return Trace(
+        provenance=provenance,
+        **{name: np.concatenate([*parts[name], np.zeros(0)]).astype(kind) for name, kind in kinds.items()},
+        ids=np.concatenate([empty, *(a for s in sequences for a in (s.prompt_ids, s.decode_ids))]).astype(
+            provenance.id_type
+        ),
+        weights=np.concatenate([empty, *(a for s in sequences for a in (s.prompt_weights, s.decode_weights))]).astype(
+            np.float32
+        ),
+        prompt_len=np.array([len(s.prompt_ids) for s in sequences], np.int32),
+        arrival_s=np.array([s.arrival_s for s in sequences], np.float64),
+        request_ids=list(request_ids) if request_ids is not None else [str(i) for i in range(len(sequences))],
+        labels=[s.label for s in sequences],
+    )
+
+
+def _columns(table: pa.Table, provenance: Provenance) -> dict[str, NDArray[Any]]:
+    shapes = {
+        "ids": (-1, provenance.num_layers, provenance.top_k),
+        "weights": (-1, provenance.num_layers, provenance.top_k),
+        "cells": (-1, provenance.num_layers, provenance.num_experts),
+    }
+    out = {}
+    for name in table.column_names:
+        column = table.column(name).combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        values = column.flatten() if name in shapes else column
+        array = values.to_numpy(zero_copy_only=False)
+        out[name] = array.reshape(shapes[name]) if name in shapes else array
+    return out
