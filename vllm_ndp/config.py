@@ -1,0 +1,122 @@
+"""The plugin's settings: what may be asked for, checked once, frozen.
+
+They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`).
+Knows names, ranges and defaults. Does not know vLLM, the model or the device.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ndp_device.errors import ConfigError
+
+EMBEDDED = "embedded"
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "cold_precision": ("quantized", "full"),
+    "gain": ("importance", "mse"),
+    "fallback": ("full", "same"),
+    "kernel": ("auto", "reference", "native"),
+    "carrier": ("auto", "wire", "slot"),
+}
+
+
+@dataclass(frozen=True)
+class NdpSettings:
+    """Everything `{"ndp": {...}}` may hold; docs/compatibility.md lists them with their effect."""
+
+    hot_experts: int | None = None
+    """Experts per layer kept on the GPU in full precision; None = half of them."""
+    avg_bits: float = 3.0
+    """Average bits of a request's cold experts, 1 to 4."""
+    cold_precision: str = "quantized"
+    """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
+    policy: str = "prefill"
+    """Placement policy by name; `prefill` is the paper's."""
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    alpha: float = 0.5
+    """Weight of counts against router scores in the importance (paper: 0.5)."""
+    gain: str = "importance"
+    """Selector gain: loss reduction weighted by `importance`, or as published (`mse`)."""
+    replicas: str | None = None
+    """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
+    device: str = EMBEDDED
+    """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://)."""
+    hardware: str = "h100-ndp512"
+    """Timing preset; see docs/timing.md."""
+    pe_mode: str = "bit_scalable"
+    kernel: str = "auto"
+    """What the embedded device computes with."""
+    carrier: str = "auto"
+    """How bytes reach the device: `slot` = shared memory, `wire` = ZeroMQ, `auto` = slot where it can be had."""
+    deadline_ms: float = 1000.0
+    """One deadline for a layer's device call; after it the same experts are computed locally."""
+    fallback: str = "full"
+    """What computes cold experts without a device: the checkpoint (`full`) or the same replica (`same`)."""
+    record: str | None = None
+    """Directory for a routing trace of this run; None = no recording."""
+    report: bool = True
+    """Attach both clocks to every finished request (RequestOutput.kv_transfer_params["ndp"])."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"ndp setting {name!r} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )
+        if self.hot_experts is not None and self.hot_experts < 0:
+            raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
+        if not 1.0 <= self.avg_bits <= 4.0:
+            raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
+        if not 0.0 <= self.alpha <= 1.0:
+            raise ConfigError(f"ndp setting 'alpha' must lie in 0..1, got {self.alpha}")
+        if self.deadline_ms <= 0:
+            raise ConfigError(f"ndp setting 'deadline_ms' must be positive, got {self.deadline_ms}")
+        if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
+            raise ConfigError(
+                f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"
+            )
+
+    @classmethod
+    def from_mapping(cls, raw: object) -> NdpSettings:
+        """Check names and types. Raises ConfigError naming the nearest known key."""
+        if raw is None:
+            return cls()
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
+        known = {f.name: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in raw.items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
+                raise ConfigError(f"unknown ndp setting {name!r}: {hint}")
+            values[name] = _typed(name, value, str(known[name].type))
+        return cls(**values)
+
+    def resolve_hot_experts(self, num_experts: int) -> int:
+        """K for a model of E experts. Raises ConfigError when more are asked for than exist."""
+        if self.hot_experts is None:
+            return num_experts // 2
+        if self.hot_experts > num_experts:
+            raise ConfigError(
+                f"ndp setting 'hot_experts' is {self.hot_experts}, the model has only {num_experts} experts per layer"
+            )
+        return self.hot_experts
+
+
+def _typed(name: str, value: Any, wanted: str) -> Any:
+    if value is None and "None" in wanted:
+        return None
+    kind = wanted.split(" |")[0].split("[")[0]
+    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+        return value
+    if kind == "Mapping" and isinstance(value, Mapping):
+        return dict(value)
+    raise ConfigError(f"ndp setting {name!r} must be {wanted}, got {value!r}")

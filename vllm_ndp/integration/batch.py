@@ -1,0 +1,135 @@
+"""Who owns which row of a step, and where each request stands. Mirrors vLLM's scheduler from its own messages.
+
+A row is prefill while its position lies inside the prompt, decode after it; so recomputing a preempted request repeats
+exactly what its first pass did. Knows scheduler messages and block tables; does not know experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import BitwidthPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass
+class TrackedRequest:
+    """One running request. `score` and `bits` appear when its prefill has ended."""
+
+    request_id: str
+    prompt_len: int
+    blocks: list[int]
+    num_output_tokens: int = 0
+    prefilled: bool = False
+    score: ImportanceScore | None = None
+    bits: BitwidthPlan | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows that one request contributes to a step: positions start .. start + num_tokens - 1."""
+
+    request: TrackedRequest
+    start: int
+    num_tokens: int
+
+    @property
+    def ends_prefill(self) -> bool:
+        return not self.request.prefilled and self.start + self.num_tokens >= self.request.prompt_len
+
+    @property
+    def yields_token(self) -> bool:
+        """The runner samples after the last known token; a chunk before it, or a recomputation, yields none."""
+        return self.start + self.num_tokens >= self.request.prompt_len + self.request.num_output_tokens
+
+
+class RequestTracker:
+    def __init__(self) -> None:
+        self.requests: dict[str, TrackedRequest] = {}
+
+    def update(self, scheduler_output: SchedulerOutput) -> dict[str, Span]:
+        """Apply one scheduler message; the spans it schedules, by request id."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.requests.pop(request_id, None)
+        starts: dict[str, int] = {}
+        for new in scheduler_output.scheduled_new_reqs:
+            known = self.requests.get(new.req_id)
+            if known is None or known.prompt_len != new.prompt_len:
+                known = self.requests[new.req_id] = TrackedRequest(new.req_id, new.prompt_len, [])
+            known.blocks = list(new.block_ids[0])
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            request = self.requests[request_id]
+            blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                request.blocks = list(blocks[0]) if blocks else []
+            elif blocks:
+                request.blocks.extend(blocks[0])
+            request.num_output_tokens = cached.num_output_tokens[index]
+            starts[request_id] = cached.num_computed_tokens[index]
+        return {
+            request_id: Span(self.requests[request_id], starts[request_id], num_tokens)
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+        }
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of one step in the runner's order: T rows of R requests."""
+
+    spans: tuple[Span, ...]  # [R], row order
+    owner: NDArray[np.int32]  # [T], index into spans
+    positions: NDArray[np.int64]  # [T]
+    decode: NDArray[np.bool_]  # [T]
+    decode_rows: NDArray[np.int64] = field(init=False)
+    prefill_rows: NDArray[np.int64] = field(init=False)
+    decode_index: torch.Tensor = field(init=False)
+    prefill_index: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, rows in (("decode", np.flatnonzero(self.decode)), ("prefill", np.flatnonzero(~self.decode))):
+            object.__setattr__(self, f"{name}_rows", rows)
+            object.__setattr__(self, f"{name}_index", torch.from_numpy(rows))
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> BatchRows:
+        lengths = [span.num_tokens for span in spans]
+        owner = np.repeat(np.arange(len(spans), dtype=np.int32), lengths)
+        positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in spans]).astype(np.int64)
+        prompt_lens = np.array([s.request.prompt_len for s in spans], dtype=np.int64)
+        return cls(tuple(spans), owner, positions, positions >= prompt_lens[owner])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.owner)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV entries that attention reads when each request's are read once."""
+        return sum(span.start + span.num_tokens for span in self.spans)
+
+    @property
+    def attended(self) -> int:
+        """(row, KV entry) pairs: each row attends to its own position and all before it."""
+        return int(self.positions.sum()) + self.num_rows
+
+    def expected_slots(self, block_size: int) -> NDArray[np.int64]:
+        """The KV slot each row must write if we are right about who owns it."""
+        slots = np.empty(self.num_rows, dtype=np.int64)
+        row = 0
+        for span in self.spans:
+            table = np.asarray(span.request.blocks, dtype=np.int64)
+            positions = self.positions[row : row + span.num_tokens]
+            slots[row : row + span.num_tokens] = table[positions // block_size] * block_size + positions % block_size
+            row += span.num_tokens
+        return slots

@@ -1,0 +1,84 @@
+"""What the plugin cannot do together with other vLLM features: refuse in one sentence, before anything is loaded.
+
+Also the few places where vLLM versions differ. Knows vLLM's configuration objects; holds no state.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape
+from vllm_ndp.config import NdpSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def settings_of(vllm_config: VllmConfig) -> NdpSettings:
+    additional = vllm_config.additional_config
+    return NdpSettings.from_mapping(additional.get("ndp") if isinstance(additional, dict) else None)
+
+
+def model_dir(vllm_config: VllmConfig) -> Path:
+    """The local checkpoint directory. A hub id is looked up in the local cache only."""
+    name = vllm_config.model_config.model
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=vllm_config.model_config.revision, local_files_only=True))
+
+
+def check(vllm_config: VllmConfig) -> NdpSettings:
+    """Raise ConfigError for anything that would be asked for but not effective."""
+    settings = settings_of(vllm_config)
+    parallel = vllm_config.parallel_config
+    load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
+    refusals: list[tuple[bool, str]] = [
+        (parallel.data_parallel_size > 1, "data parallelism: set --data-parallel-size 1"),
+        (parallel.tensor_parallel_size > 1, "tensor parallelism: set --tensor-parallel-size 1"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: set --pipeline-parallel-size 1"),
+        (parallel.enable_expert_parallel, "expert parallelism: drop --enable-expert-parallel"),
+        (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
+        (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
+        (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
+        (vllm_config.lora_config is not None, "LoRA: drop --enable-lora"),
+        (vllm_config.speculative_config is not None, "speculative decoding: drop --speculative-config"),
+        (load_format == "dummy", "dummy weights (the device reads the checkpoint): drop --load-format dummy"),
+        (vllm_config.model_config.enable_sleep_mode, "sleep mode: drop --enable-sleep-mode"),
+        (_asks_for_full_graphs(vllm_config), 'full CUDA graphs: set "cudagraph_mode":"NONE" in --compilation-config'),
+        (parallel.worker_cls not in ("auto", "vllm_ndp.integration.worker.NdpWorker"),
+         f"another worker class ({parallel.worker_cls}): drop --worker-cls"),
+    ]  # fmt: skip
+    for refused, what in refusals:
+        if refused:
+            raise ConfigError(f"quantization 'ndp' does not work together with {what}")
+    shape = ModelShape.from_checkpoint(model_dir(vllm_config))
+    settings.resolve_hot_experts(shape.num_experts)
+    return settings
+
+
+def _asks_for_full_graphs(vllm_config: VllmConfig) -> bool:
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and "FULL" in str(getattr(mode, "name", mode)).upper() and not _on_cpu()
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
+    """CUDA graphs cannot wait for a device in another process, so they are off; torch.compile stays on."""
+    if _on_cpu():
+        return  # no graphs on CPU; the opaque operator is enough
+    from vllm.config import CUDAGraphMode
+    from vllm.logger import init_logger
+
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    init_logger(__name__).warning(
+        "vllm-ndp: cudagraph_mode is NONE, since a captured graph cannot wait for the device of each layer"
+    )

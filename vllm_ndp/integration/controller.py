@@ -1,0 +1,294 @@
+"""The plugin's centre in one worker: owns slots, pool, sidecar, device and plan, and is told about every step.
+
+    begin_step   apply the scheduler's message; replan for the prefills that ended in the step before
+    (layers)     each LayerDispatch asks for the step and does its part
+    end_step     note which prefills ended
+
+One controller per worker; the layers attach themselves while vLLM loads the model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import model_digest
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.integration import compat, device_link, residency
+from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
+from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.dispatch import LayerDispatch
+from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.hot_slots import HotSlots, StagingSlot, make_slot_kernel
+from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.report import StepReport
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.step import PAIR_KINDS, StepContext
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy, read_prior
+from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_ndp.config import NdpSettings
+
+_current: NdpController | None = None
+
+
+def current_controller() -> NdpController:
+    """The controller of this worker process. Raises when the engine runs without our worker."""
+    if _current is None:
+        raise ConfigError(
+            "quantization 'ndp' needs the worker class vllm_ndp.integration.worker.NdpWorker, which is not running: "
+            "drop --worker-cls, and check that VLLM_PLUGINS includes 'ndp'"
+        )
+    return _current
+
+
+@dataclass
+class Totals:
+    """Counts since start-up."""
+
+    steps: int = 0
+    prefills: int = 0
+    migrated_experts: int = 0
+    row_checks: int = 0
+    sidecar_mismatches: int = 0
+    pairs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PAIR_KINDS, 0))
+
+
+class NdpController:
+    def __init__(self, settings: NdpSettings, model_dir: Path, vllm_config: VllmConfig) -> None:
+        self.settings = settings
+        self.model_dir = model_dir
+        self.pool = ExpertsPool(model_dir)
+        self.layers: dict[str, LayerDispatch] = {}
+        self.totals = Totals()
+        self.step: StepContext | None = None
+        self.tracker = RequestTracker()
+        self.hardware = load_hardware(settings.hardware, **{"array.pe_mode": settings.pe_mode})
+        self.clock = StepClock(HostModel(self.hardware, _host_dims(vllm_config, self.pool)))
+        self.staging: StagingSlot
+        self.sidecar: RoutingSidecar
+        self.device: DeviceLink
+        self.planner: Planner
+        self.runner: Any = None
+        self._by_index: dict[int, HotSlots] = {}
+        self._report_on = vllm_config.kv_transfer_config is not None and settings.report
+        self._replicas: Path | None = None
+        self._planned: dict[str, dict[str, float]] = {}
+        self._ended: list[TrackedRequest] = []
+        self._reported = True
+
+    @classmethod
+    def create(cls, vllm_config: VllmConfig) -> NdpController:
+        global _current
+        _current = cls(compat.check(vllm_config), compat.model_dir(vllm_config), vllm_config)
+        return _current
+
+    # -- start-up -------------------------------------------------------------------------------------------------
+
+    @property
+    def pool_shape(self) -> tuple[int, int]:
+        return self.pool.shape.num_layers, self.pool.shape.num_experts
+
+    def slots(self, layer: int) -> HotSlots:
+        return self._by_index[layer]
+
+    def attach_layer(self, layer: Any) -> None:
+        """Called once per MoE layer when its weights would be ready."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        index = extract_layer_index(layer.layer_name)
+        kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
+        slots = HotSlots(kernel, layer.w13_weight.data, layer.w2_weight.data, self.pool.shape.num_experts)
+        self._by_index[index] = slots
+        self.layers[layer.layer_name] = LayerDispatch(index, slots, self)
+        if len(self._by_index) == 1:
+            self.staging = StagingSlot(kernel, slots.w13, slots.w2)
+
+    def start(self, runner: Any) -> None:
+        """The model is loaded: find the device, make the first placement, print what is effective."""
+        if len(self._by_index) != self.pool.shape.num_layers:
+            raise ConfigError(
+                f"quantization 'ndp' was asked for but only {len(self._by_index)} of {self.pool.shape.num_layers} "
+                "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
+            )
+        self.runner = runner
+        num_hot = self.settings.resolve_hot_experts(self.pool.shape.num_experts)
+        identity = self.settings.cold_precision == "full"
+        digest = model_digest(self.model_dir)
+        losses = LossTable.nominal(*self.pool_shape)
+        if not identity and num_hot < self.pool.shape.num_experts:
+            self._replicas = device_link.find_replicas(self.settings, self.model_dir, digest)
+            losses = device_link.load_losses(self._replicas, self.pool.shape)
+        self.device = DeviceLink(self.settings, self.model_dir, digest, self._replicas)
+        self.planner = Planner(self, self._policy(), Budget(num_hot, self.settings.avg_bits), losses, identity=identity)
+        self.planner.start()
+
+    def _policy(self) -> Any:
+        options = dict(self.settings.policy_options)
+        if isinstance(options.get("prior"), str):
+            from pathlib import Path
+
+            options["prior"] = read_prior(Path(options["prior"]))
+        try:
+            policy_settings = PolicySettings(**{"alpha": self.settings.alpha, "bits": self.settings.gain, **options})
+        except TypeError as error:
+            raise ConfigError(f"ndp setting 'policy_options': {error}") from None
+        return load_policy(self.settings.policy, policy_settings)
+
+    def create_sidecar(self, kv_cache_config: Any) -> None:
+        """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ConfigError(
+                f"quantization 'ndp' needs one KV cache group, this model has {len(groups)} (hybrid attention)"
+            )
+        self.sidecar = RoutingSidecar(
+            self.pool.shape.num_layers,
+            kv_cache_config.num_blocks,
+            groups[0].kv_cache_spec.block_size,
+            self.pool.shape.top_k,
+            self._by_index[0].w13.device,
+        )
+        residency.show(self.status())
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        spans = self.tracker.update(scheduler_output)
+        if not spans:
+            return
+        self.device.check()
+        self._replan()
+        self.totals.steps += 1
+        self.step = StepContext(self, self.totals.steps, spans)
+        self._reported = False
+
+    def _replan(self) -> None:
+        """For the prefills that ended in the step before, if their requests are still there."""
+        self._planned = {}
+        alive = [r for r in self._ended if self.tracker.requests.get(r.request_id) is r]
+        self._ended = []
+        if not alive:
+            return
+        for request in alive:
+            self.planner.score(request)
+        running = [r for r in self.tracker.requests.values() if r.score is not None]
+        done = self.planner.replan(running)
+        self.clock.migrate(done.migrated_experts)
+        self.totals.prefills += len(alive)
+        self.totals.migrated_experts += done.migrated_experts
+        for request in running:
+            if request.bits is not None:
+                self._planned[request.request_id] = {
+                    "epoch": done.epoch,
+                    "hot_experts": self.planner.budget.num_hot,
+                    "avg_bits": request.bits.average if self.planner.budget.num_hot < self.pool_shape[1] else 0.0,
+                }
+
+    def take_report(self) -> StepReport | None:
+        """Close the step's simulated clock; what happened, once per step."""
+        step = self.step
+        if step is None or self._reported or not step.started:
+            return None
+        self._reported = True
+        tokens = tuple(span.request.request_id for span in step.spans.values() if span.yields_token)
+        time = self.clock.end_step(len(tokens))
+        pairs = step.pairs_by_request()
+        for counts in pairs.values():
+            for kind, count in counts.items():
+                self.totals.pairs[kind] += count
+        return StepReport(time.start_ps, time.end_ps, tuple(step.spans), tokens, pairs, self._planned)
+
+    def end_step(self) -> None:
+        step, self.step = self.step, None
+        if step is None:
+            return
+        if not self._reported and step.started:
+            self.step = step
+            self.take_report()
+            self.step = None
+        for span in step.spans.values():
+            if span.ends_prefill:
+                span.request.prefilled = True
+                self._ended.append(span.request)
+
+    def close(self) -> None:
+        if hasattr(self, "device"):
+            self.device.close()
+
+    # -- what is effective ----------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        num_hot = self.planner.budget.num_hot
+        staging = self.staging.num_bytes
+        welcome = self.device.welcome
+        return {
+            "plugin_active": True,
+            "engine_pid": os.getpid(),
+            "device_pid": self.device.pid,
+            "device_address": self.device.address,
+            "moe_layers": len(self._by_index),
+            "model_layers": self.pool.shape.num_layers,
+            "experts": self.pool.shape.num_experts,
+            "hot_experts": num_hot,
+            "cold_experts": self.pool.shape.num_experts - num_hot,
+            "hot_bytes": sum(slots.num_bytes for slots in self._by_index.values()),
+            "staging_bytes": staging,
+            "pool_bytes": self.pool.mapped_bytes,
+            "sidecar_bytes": self.sidecar.num_bytes,
+            "device_bytes": welcome.resident_bytes,
+            "kernel": welcome.kernel,
+            "cold_precision": self.settings.cold_precision,
+            "replicas": f"{welcome.replica_source} in {self._replicas}" if self._replicas else "none needed",
+            "hardware": self.settings.hardware,
+            "pe_mode": self.settings.pe_mode,
+            "policy": self.settings.policy,
+            "gain": self.settings.gain,
+            "avg_bits": self.settings.avg_bits,
+            "slot_kernel": getattr(self._by_index[0].kernel, "isa", "triton"),
+            "report": "in kv_transfer_params['ndp']"
+            if self._report_on
+            else "off (a KV connector of yours, or report=false)",
+        }
+
+    def totals_dict(self) -> dict[str, Any]:
+        totals = self.totals
+        return {
+            "steps": totals.steps,
+            "prefills": totals.prefills,
+            "migrated_experts": totals.migrated_experts,
+            "row_checks": totals.row_checks,
+            "sidecar_mismatches": totals.sidecar_mismatches,
+            **{f"{kind}_pairs": count for kind, count in totals.pairs.items()},
+            "device_state": self.device.client.state,
+            "simulated_ps": self.clock.now_ps,
+        }
+
+
+def _host_dims(vllm_config: VllmConfig, pool: ExpertsPool) -> HostDims:
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    return HostDims(
+        hidden=pool.shape.hidden_size,
+        num_layers=pool.shape.num_layers,
+        num_heads=model.get_num_attention_heads(parallel),
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        intermediate=pool.shape.intermediate_size,
+        vocab=model.get_vocab_size(),
+        dtype_bytes=torch.empty((), dtype=model.dtype).element_size(),
+        num_experts=pool.shape.num_experts,
+        top_k=pool.shape.top_k,
+    )

@@ -1,0 +1,107 @@
+"""One layer, one step: split the (row, expert) pairs, run both halves at the same time, add them.
+
+    decode rows   hot pairs -> slots (vLLM's fused kernel)      cold pairs -> one message to the device
+    prefill rows  hot pairs -> slots                            cold pairs -> streamed from the pool, full precision
+
+The message leaves before the hot experts are computed and its answer is collected after; what the device returns is a
+gate-weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
+computed here. Knows tensors of one layer; does not know how a plan was made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ndp_device.errors import DeviceUnavailable
+from vllm_ndp.integration.hot_slots import HotSlots
+
+if TYPE_CHECKING:
+    from vllm_ndp.integration.controller import NdpController
+    from vllm_ndp.integration.step import StepContext
+
+
+class Pairs(NamedTuple):
+    """P (row, expert) pairs of one layer, on the host."""
+
+    rows: NDArray[np.int64]  # [P], row of the step
+    experts: NDArray[np.int64]  # [P]
+    gates: NDArray[np.float32]  # [P]
+
+    @property
+    def distinct_experts(self) -> NDArray[np.int64]:
+        return np.unique(self.experts)
+
+    def of_rows(self, wanted: NDArray[np.bool_]) -> Pairs:
+        """The pairs whose row is marked in `wanted` [T]."""
+        keep = wanted[self.rows]
+        return Pairs(self.rows[keep], self.experts[keep], self.gates[keep])
+
+
+class LayerDispatch:
+    def __init__(self, index: int, slots: HotSlots, controller: NdpController) -> None:
+        self.index = index
+        self.slots = slots
+        self._controller = controller
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x [T, H], weights f32 [T, k], ids [T, k] global expert ids -> routed output [T, H], a fresh tensor."""
+        step = self._controller.step
+        if step is None:
+            return self._profile(x, weights, ids)
+        num_rows = step.enter_layer(self.index, ids, weights)
+        if num_rows == x.shape[0]:
+            return self._forward(step, x, weights, ids)
+        out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
+        out[:num_rows] = self._forward(step, x[:num_rows], weights[:num_rows], ids[:num_rows])
+        return out
+
+    def _forward(self, step: StepContext, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        slots = self.slots.slot_of[ids]
+        cold = _cold_pairs(slots, ids, weights)
+        to_device = cold.of_rows(step.rows.decode)
+        to_stream = cold.of_rows(~step.rows.decode)
+        call = step.send(self.index, x, to_device) if len(to_device.rows) else None
+        out = self.slots.run(x, weights, slots)
+        if len(to_stream.rows):
+            self._stream(out, x, to_stream)
+        timing_ps, fallen_back = 0, None
+        if call is not None:
+            try:
+                timing_ps = call.add_into(out)
+            except DeviceUnavailable:
+                fallen_back = to_device
+                step.compute_locally(self.index, out, x, to_device, self._stream)
+        step.leave_layer(self.index, slots, to_device, to_stream, fallen_back, timing_ps)
+        return out
+
+    def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
+        """Full precision from the pool, expert by expert through the staging slot: each is read once per call."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in pairs.distinct_experts:
+            chosen = pairs.experts == expert
+            rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
+            gates = torch.from_numpy(pairs.gates[chosen]).to(x.device)
+            partial = self._controller.staging.run(
+                x.index_select(0, rows), gates, self._controller.pool.expert(self.index, int(expert))
+            )
+            total.index_add_(0, rows, partial.float())
+        out.add_(total)  # one rounding for all streamed experts
+
+    def _profile(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """vLLM measures peak memory with random rows: every pair runs in some slot, nothing leaves the process."""
+        num_slots = len(self.slots.expert_in)
+        if num_slots == 0:
+            return torch.zeros_like(x)
+        return self.slots.run(x, weights, (ids % num_slots).to(torch.int32))
+
+
+def _cold_pairs(slots: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pairs:
+    host_slots = slots.cpu().numpy()
+    rows, cols = np.nonzero(host_slots < 0)
+    if len(rows) == 0:
+        return Pairs(rows, rows, np.empty(0, dtype=np.float32))
+    return Pairs(rows, ids.cpu().numpy()[rows, cols].astype(np.int64), weights.float().cpu().numpy()[rows, cols])

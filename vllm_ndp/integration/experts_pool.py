@@ -1,0 +1,54 @@
+"""Every expert in full precision, as a memory map of the checkpoint: the CXL memory that hot experts come from.
+
+Reads pages only when an expert is migrated or streamed, so resident memory does not grow with the number of experts.
+Knows the checkpoint; does not know slots or plans.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ndp_device.replicas.checkpoint import CheckpointExperts
+
+_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ExpertWeights(NamedTuple):
+    """gate w1 and up w3 [I, H], down w2 [H, I], in the checkpoint's dtype, still on disk."""
+
+    w1: torch.Tensor
+    w3: torch.Tensor
+    w2: torch.Tensor
+
+
+class ExpertsPool:
+    def __init__(self, model_dir: Path) -> None:
+        self._checkpoint = CheckpointExperts(model_dir)
+        self.shape = self._checkpoint.shape
+        self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
+        self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.shape.weights_per_expert * self.dtype.itemsize
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        full = self._checkpoint.expert(layer, expert)
+        return ExpertWeights(*(self._view(array) for array in (full.w1, full.w3, full.w2)))
+
+    def _view(self, array: np.ndarray) -> torch.Tensor:
+        # torch has no read-only tensors; nobody writes into the pool, so drop numpy's flag instead of copying.
+        writable = np.ndarray(array.shape, np.dtype(f"i{array.itemsize}"), _address(array), strides=array.strides)
+        return torch.from_numpy(writable).view(self.dtype)
+
+
+def _address(array: np.ndarray) -> memoryview:
+    import ctypes
+
+    base = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    base._keep = array  # type: ignore[attr-defined]  # the map lives as long as a tensor over it does
+    return memoryview(base)

@@ -1,0 +1,197 @@
+"""K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts.
+
+A slot holds one expert; `slot_of[e]` says which, or -1. A cold pair costs nothing: on CPU its id is aliased to a slot
+the row reads anyway, with weight 0; on CUDA the kernel skips experts that the expert map marks -1.
+Knows kernels and layouts. Does not know requests, plans or the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from vllm.platforms import current_platform
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.integration.experts_pool import ExpertWeights
+
+_ALIAS_PAIRS = 32
+"""Up to this many pairs, aliasing beats gathering (docs/log.md); it is also bit-equal to the stock kernel."""
+_INT32_ELEMENTS = 2**31
+"""The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
+
+
+class SlotKernel(Protocol):
+    """Runs pairs over slots and knows the layout in which a slot holds its expert."""
+
+    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
+        """Write one expert into slot `slot` of w13 [S, 2I, H] and w2 [S, H, I], in the kernel's own layout."""
+
+    def run(
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H], weights f32 [T, k], slots i32 [T, k] with -1 = elsewhere -> [T, H]; 0 where no pair is here."""
+
+
+class CpuSlotKernel:
+    def __init__(self, dtype: torch.dtype, hidden_size: int, intermediate_size: int, activation: str) -> None:
+        if hidden_size % 32 or intermediate_size % 32:
+            raise ConfigError(
+                "vLLM's CPU MoE kernel needs hidden and intermediate sizes that are multiples of 32, "
+                f"got {hidden_size} and {intermediate_size}"
+            )
+        from vllm._custom_ops import cpu_fused_moe
+
+        amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        if amx:
+            torch.cpu._init_amx()  # the kernel does not ask for permission itself; without it: SIGILL
+        self.isa = "amx" if amx else "vec"
+        self._fused = cpu_fused_moe
+        self._activation = activation
+        self._slot_elements = 2 * intermediate_size * hidden_size
+
+    def check_slots(self, num_slots: int) -> None:
+        if num_slots * self._slot_elements >= _INT32_ELEMENTS:
+            raise ConfigError(
+                f"hot_experts {num_slots} does not fit vLLM's CPU kernel (32-bit offsets): "
+                f"at most {(_INT32_ELEMENTS - 1) // self._slot_elements} for this model"
+            )
+
+    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
+        half = w13.shape[1] // 2
+        for source, target in (
+            (expert.w1, w13[slot : slot + 1, :half]),
+            (expert.w3, w13[slot : slot + 1, half:]),
+            (expert.w2, w2[slot : slot + 1]),
+        ):
+            torch.ops._C.prepack_moe_weight(source.to(w13.dtype).unsqueeze(0), target, self.isa)
+
+    def run(
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
+        here = slots >= 0
+        if bool(here.all()):
+            return self._call(x, w13, w2, weights.contiguous(), slots.contiguous())
+        if not bool(here.any()):
+            return torch.zeros_like(x)
+        if slots.numel() <= _ALIAS_PAIRS:
+            return self._aliased(x, w13, w2, weights, slots, here)
+        return self._gathered(x, w13, w2, weights, slots, here)
+
+    def _aliased(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
+        own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
+        alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
+        out = self._call(x, w13, w2, weights * here, torch.where(here, slots, alias))
+        # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
+        return out.masked_fill_(own < 0, 0)
+
+    def _gathered(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
+        rows, cols = here.nonzero(as_tuple=True)
+        partial = self._call(
+            x.index_select(0, rows), w13, w2, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
+        )
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        return out.index_add_(0, rows, partial.float()).to(x.dtype)
+
+    def _call(
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._fused(out, x, w13, w2, None, None, weights, slots, self._activation, self.isa, False)
+        return out
+
+
+class CudaSlotKernel:
+    """vLLM's Triton kernel over plain [2I, H] slots. Written from vLLM's source; status in docs/compatibility.md."""
+
+    def __init__(self, activation: Any) -> None:
+        from vllm.model_executor.layers.fused_moe import fused_experts
+
+        self._fused = fused_experts
+        self._activation = activation
+
+    def check_slots(self, num_slots: int) -> None:
+        return
+
+    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
+        half = w13.shape[1] // 2
+        w13[slot, :half].copy_(expert.w1)
+        w13[slot, half:].copy_(expert.w3)
+        w2[slot].copy_(expert.w2)
+
+    def run(
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        # -1 must stay in the expert map, never in the ids: give "elsewhere" one id past the slots and map it to -1.
+        num_slots = w13.shape[0]
+        expert_map = torch.arange(num_slots + 1, dtype=torch.int32, device=x.device)
+        expert_map[num_slots] = -1
+        ids = torch.where(slots >= 0, slots, num_slots)
+        return self._fused(
+            x,
+            w13,
+            w2,
+            weights,
+            ids,
+            activation=self._activation,
+            global_num_experts=num_slots + 1,
+            expert_map=expert_map,
+        )
+
+
+def make_slot_kernel(layer: Any, dtype: torch.dtype) -> CpuSlotKernel | CudaSlotKernel:
+    if current_platform.is_cpu():
+        return CpuSlotKernel(dtype, layer.hidden_size, layer.intermediate_size_per_partition, layer.activation.value)
+    return CudaSlotKernel(layer.activation)
+
+
+class HotSlots:
+    """The slots of one layer and which expert each one holds."""
+
+    def __init__(
+        self, kernel: CpuSlotKernel | CudaSlotKernel, w13: torch.Tensor, w2: torch.Tensor, num_experts: int
+    ) -> None:
+        kernel.check_slots(w13.shape[0])
+        self.kernel = kernel
+        self.w13 = w13
+        self.w2 = w2
+        self.expert_in: list[int] = [-1] * w13.shape[0]
+        self.slot_of = torch.full((num_experts,), -1, dtype=torch.int32, device=w13.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+    def migrate(self, slot: int, expert: int, weights: ExpertWeights) -> None:
+        """Replace what `slot` holds. The map is cleared first and set last, so a half-copied slot is never named."""
+        if self.expert_in[slot] >= 0:
+            self.slot_of[self.expert_in[slot]] = -1
+        self.expert_in[slot] = -1
+        self.kernel.load(self.w13, self.w2, slot, weights)
+        self.expert_in[slot] = expert
+        self.slot_of[expert] = slot
+
+    def run(self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if not self.expert_in:
+            return torch.zeros_like(x)
+        return self.kernel.run(x, self.w13, self.w2, weights, slots)
+
+
+class StagingSlot:
+    """One slot shared by all layers, through which cold experts stream when a prefill row needs them."""
+
+    def __init__(self, kernel: CpuSlotKernel | CudaSlotKernel, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self.kernel = kernel
+        self.w13 = torch.empty((1, *w13.shape[1:]), dtype=w13.dtype, device=w13.device)
+        self.w2 = torch.empty((1, *w2.shape[1:]), dtype=w2.dtype, device=w2.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+    def run(self, x: torch.Tensor, gates: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
+        """x [n, H], gates f32 [n] -> gates * expert(x) as [n, H] in x's dtype."""
+        self.kernel.load(self.w13, self.w2, 0, expert)
+        slots = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=x.device)
+        return self.kernel.run(x, self.w13, self.w2, gates.unsqueeze(1).contiguous(), slots)

@@ -1,0 +1,100 @@
+"""The Mixture-of-Experts method: K slots where vLLM would hold E experts, and one opaque operator per layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.library import Library
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.integration import compat
+from vllm_ndp.integration.controller import current_controller
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
+
+
+def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return current_controller().layers[layer_name].forward(x, topk_weights, topk_ids)
+
+
+def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+# On CPU torch.compile traces into apply(), which depends on data and on another process: it must be opaque.
+direct_register_custom_op("moe", _moe, fake_impl=_moe_fake, target_lib=_LIBRARY)
+
+
+class NdpMoEMethod(FusedMoEMethodBase):
+    """One per layer. `moe_kernel` stays None, so vLLM routes first and hands us (x, weights, ids)."""
+
+    def __init__(self, moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
+        super().__init__(moe)
+        settings = compat.settings_of(vllm_config)
+        self.num_slots = settings.resolve_hot_experts(moe.num_experts)
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        _refuse_unsupported(layer, self.moe)
+        shapes = {
+            "w13_weight": (self.num_slots, 2 * intermediate_size_per_partition, hidden_size),
+            "w2_weight": (self.num_slots, hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        current_controller().attach_layer(layer)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, layer.layer_name)
+
+
+def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:
+    """Weight loader of the slots: experts are read from the pool when a plan asks for them, not at load."""
+    return True if return_success else None
+
+
+_leave_in_pool.supports_moe_loading = True  # type: ignore[attr-defined]  # vLLM's loaders look for it
+
+
+def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
+    unsupported = [
+        (layer.activation != MoEActivation.SILU, f"activation {layer.activation.value} (only silu)"),
+        (moe.has_bias, "expert biases"),
+        (layer.apply_router_weight_on_input, "router weights applied to the input"),
+        (any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")),
+         "a clamped or scaled SwiGLU"),
+    ]  # fmt: skip
+    for present, what in unsupported:
+        if present:
+            raise ConfigError(f"quantization 'ndp' cannot run layer {layer.layer_name}: it has {what}")

@@ -1,0 +1,62 @@
+"""Per request: both clocks and what ran where. The worker fills StepReports, the scheduler side adds wall time.
+
+simulated_* comes from the step's simulated clock, measured_* from the wall; no field holds both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PS_PER_US = 1_000_000
+
+
+@dataclass
+class StepReport:
+    """What the worker tells about one forward pass. Plain values: it may cross a process boundary."""
+
+    start_ps: int
+    end_ps: int
+    scheduled: tuple[str, ...]
+    yields_token: tuple[str, ...]
+    pairs: dict[str, dict[str, int]]
+    plans: dict[str, dict[str, float]]  # requests planned before this step: epoch, hot_experts, avg_bits
+
+
+@dataclass
+class RequestReport:
+    arrival_s: float
+    prompt_tokens: int = 0
+    first_scheduled_ps: int | None = None
+    token_ps: list[int] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    pairs: dict[str, int] = field(default_factory=dict)
+    plan: dict[str, float] = field(default_factory=dict)
+
+    def add(self, request_id: str, step: StepReport, now_s: float) -> None:
+        if self.first_scheduled_ps is None:
+            self.first_scheduled_ps = step.start_ps
+        for kind, count in step.pairs.get(request_id, {}).items():
+            self.pairs[kind] = self.pairs.get(kind, 0) + count
+        self.plan.update(step.plans.get(request_id, {}))
+        if request_id in step.yields_token:
+            self.token_ps.append(step.end_ps)
+            self.token_s.append(now_s)
+
+    def as_dict(self, output_tokens: int) -> dict[str, Any]:
+        """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled."""
+        report: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
+        report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in ("hot", "cold", "prefill", "fallback")}
+        report |= self.plan
+        if self.token_s and self.first_scheduled_ps is not None:
+            measured = [(b - a) * 1e3 for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
+            simulated = [(b - a) / PS_PER_US for a, b in zip(self.token_ps, self.token_ps[1:], strict=False)]
+            report |= {
+                "measured_ttft_ms": round((self.token_s[0] - self.arrival_s) * 1e3, 3),
+                "measured_tpot_ms": round(sum(measured) / len(measured), 3) if measured else None,
+                "measured_token_ms": [round(value, 3) for value in measured],
+                "simulated_ttft_us": round((self.token_ps[0] - self.first_scheduled_ps) / PS_PER_US, 6),
+                "simulated_tpot_us": round(sum(simulated) / len(simulated), 6) if simulated else None,
+                "simulated_token_us": [round(value, 6) for value in simulated],
+            }
+        return report
