@@ -1,0 +1,79 @@
+"""The values of device_client.py: a call on its way, what it brought, what happened so far. No behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import messages as msg
+from ndp_device.timing.work import Timing
+
+
+@dataclass(frozen=True)
+class ExecuteResult:
+    y: NDArray[np.float32]  # [T, H], gate-weighted partial sums
+    timing: Timing  # simulated
+
+
+@dataclass
+class ExecuteHandle:
+    """One Execute on its way: at the end either `result` or `failure` is set."""
+
+    id: int
+    epoch: int
+    x: NDArray[Any]
+    deadline_s: float
+    result: ExecuteResult | None = None
+    failure: DeviceError | DeviceUnavailable | RemoteProtocolError | None = None
+
+
+@dataclass
+class Counters:
+    """What happened to calls and connections since the client was made."""
+
+    executed: int = 0  # results used
+    unavailable: int = 0  # calls that found the device down, or lost it
+    refused: int = 0  # calls answered by a typed error
+    nonfinite: int = 0  # results rejected because they were not finite though their input was
+    broken: int = 0  # replies that broke the rules; each costs the connection
+    ignored: int = 0  # late or repeated replies
+    lost: int = 0  # times the device went from up to down
+    connected: int = 0  # times it came up
+
+
+@dataclass
+class AnnouncedPlan:
+    """The widths a plan will use, and which of them the device lacks; bit i of a flag = messages.PLAN_BITS[i]."""
+
+    epoch: int
+    replicas: NDArray[np.uint8]  # [L, E]
+    missing: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
+
+
+@dataclass
+class ControlCall:
+    """The one request other than Execute that waits for its answer."""
+
+    id: int
+    deadline_s: float
+    plan: AnnouncedPlan | None = None
+    reply: msg.AnyReply | None = None
+
+
+def is_finite(x: NDArray[Any]) -> bool:
+    if x.dtype == np.uint16:  # bfloat16: all eight exponent bits set means infinite or not a number
+        return bool(((x & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(x).all())
+
+
+def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    return [
+        (int(layer), int(expert), bits)
+        for layer, expert in np.argwhere(flags)
+        for flag, bits in enumerate(msg.PLAN_BITS)
+        if flags[layer, expert] >> flag & 1
+    ]

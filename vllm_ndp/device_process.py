@@ -1,0 +1,154 @@
+"""An embedded device: a child process on a private ipc path that ends with us. Knows how to start and restart it.
+
+Knows nothing of the protocol: device_client.py speaks to it as to any other device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ndp_device.errors import DeviceUnavailable
+
+MAX_LOG_BYTES = 1 << 20
+RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
+
+
+class DeviceProcess:
+    """Made by `spawn`. `respawn` starts a new one on the same address after it died."""
+
+    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
+        self.directory = directory
+        self.address = f"ipc://{directory / 'device'}"
+        self.log_path = directory / "device.log"
+        self.num_spawned = 0
+        self._arguments = [
+            *(sys.executable, "-P", "-m", "ndp_device", "serve", "--address", self.address),
+            *("--die-with-parent", str(os.getpid())),
+            *arguments,
+        ]
+        self._next_spawn_s, self._respawn_s = 0.0, RESPAWN_FIRST_S
+        self._process = self._start()
+        self._finalizer = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+
+    @classmethod
+    def spawn(
+        cls,
+        model_dir: Path | None,
+        replicas_dir: Path | None,
+        *,
+        hardware: str = "h100-ndp512",
+        hardware_overrides: Mapping[str, object] | None = None,
+        pe_mode: str | None = None,
+        kernel: str = "auto",
+        extra_arguments: Sequence[str] = (),
+        ready_timeout_s: float = 120.0,
+    ) -> DeviceProcess:
+        """Start a device and wait until it listens. Raises DeviceUnavailable with its last words if it does not.
+
+        The device ends when this process does, not when the thread that calls this does.
+        """
+        options = {"--model": model_dir, "--replicas": replicas_dir, "--pe-mode": pe_mode}
+        arguments = ["--hardware", hardware, "--kernel", kernel]
+        arguments += [text for option, value in options.items() if value for text in (option, str(value))]
+        for key, override in (hardware_overrides or {}).items():
+            arguments += ["--set", f"{key}={override}"]
+        device = cls(_private_directory(), [*arguments, *extra_arguments])
+        try:
+            device.wait_until_ready(ready_timeout_s)
+        except BaseException:
+            device.terminate()
+            raise
+        return device
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit code (minus the signal that ended it)."""
+        return self._process.poll()
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        output = self._process.stdout
+        assert output is not None
+        if not select.select([output], [], [], timeout_s)[0]:
+            raise DeviceUnavailable(
+                f"the device said nothing within {timeout_s:g} s; its log ends: {self.last_words()}"
+            )
+        line = output.readline()
+        try:
+            ready = json.loads(line)["ready"]
+        except (ValueError, KeyError, TypeError):
+            ready = False
+        if ready is not True:
+            self._process.wait(5)
+            raise DeviceUnavailable(f"the device did not start: {self.last_words()}")
+
+    def respawn(self) -> bool:
+        """Start a new device if the old one is dead, without waiting for it. False: it lives, or died too often lately.
+
+        Half a second must pass between two starts, twice as long after each, up to half a minute.
+        """
+        now = time.monotonic()
+        if self.poll() is None or now < self._next_spawn_s:
+            return False
+        self._close_output()
+        self._process = self._start()
+        return True
+
+    def terminate(self, timeout_s: float = 2.0) -> None:
+        """SIGTERM, then SIGKILL; the private directory goes too."""
+        if self.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._close_output()
+        self._finalizer()
+
+    def last_words(self) -> str:
+        """The last line of its log, which for an error is the one sentence that explains it."""
+        try:
+            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it left no log"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        now = time.monotonic()
+        self._respawn_s = RESPAWN_FIRST_S if now > self._next_spawn_s + RESPAWN_LAST_S else self._respawn_s
+        self._next_spawn_s = now + self._respawn_s
+        self._respawn_s = min(2 * self._respawn_s, RESPAWN_LAST_S)
+        self.num_spawned += 1
+        small_enough = self.log_path.exists() and self.log_path.stat().st_size < MAX_LOG_BYTES
+        with self.log_path.open("ab" if small_enough else "wb") as log:
+            return subprocess.Popen(
+                self._arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the host, which then ends its device in order
+            )
+
+    def _close_output(self) -> None:
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _private_directory() -> Path:
+    """A new directory with mode 0700, where sockets belong if the system says so."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = bool(runtime) and os.access(runtime, os.W_OK | os.X_OK)
+    return Path(tempfile.mkdtemp(prefix="ndp-", dir=runtime if usable else None))
