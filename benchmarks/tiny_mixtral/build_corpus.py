@@ -34,7 +34,7 @@ DOCUMENT_CHARS = (400, 40_000)
 WINDOW = 100
 """Characters without white space. A shared passage of 2 * WINDOW holds at least one whole aligned window."""
 MAX_SHARED = 0.1
-"""Documents share licence headers and XML preambles; with more of its windows shared a document repeats held-out text."""
+"""Documents share licence headers and XML preambles; with more windows shared a document repeats held-out text."""
 
 
 def squeeze(text: str) -> str:
