@@ -60,6 +60,12 @@ class Probe:
             raise RemoteProtocolError(f"Hello must be answered by Welcome, got {type(reply).__name__}")
         return reply
 
+    def describe(self) -> msg.Description:
+        reply, _ = self.ask(msg.Describe(self.next_id()))
+        if not isinstance(reply, msg.Description):
+            raise RemoteProtocolError(f"Describe must be answered by Description, got {type(reply).__name__}")
+        return reply
+
     def _wait(self, deadline: float, timeout_s: float) -> Frames | None:
         if time.monotonic() >= deadline:
             raise DeviceUnavailable(f"no device answered at {self._address} within {self._timeout_s:g} s")

@@ -131,7 +131,7 @@ class NdpController:
         if not identity and num_hot < self.pool.shape.num_experts:
             self._replicas = device_link.find_replicas(self.settings, self.model_dir, digest)
             losses = device_link.load_losses(self._replicas, self.pool.shape)
-        self.device = DeviceLink(self.settings, self.model_dir, digest, self._replicas)
+        self.device = DeviceLink(self.settings, self.hardware, self.model_dir, digest, self._replicas)
         self.planner = Planner(self, self._policy(), Budget(num_hot, self.settings.avg_bits), losses, identity=identity)
         self.planner.start()
 
@@ -233,7 +233,7 @@ class NdpController:
     def status(self) -> dict[str, Any]:
         num_hot = self.planner.budget.num_hot
         staging = self.staging.num_bytes
-        welcome = self.device.welcome
+        device = self.device.description
         return {
             "plugin_active": True,
             "engine_pid": os.getpid(),
@@ -248,12 +248,12 @@ class NdpController:
             "staging_bytes": staging,
             "pool_bytes": self.pool.mapped_bytes,
             "sidecar_bytes": self.sidecar.num_bytes,
-            "device_bytes": welcome.resident_bytes,
-            "kernel": welcome.kernel,
+            "device_bytes": device.resident_bytes,
+            "kernel": device.kernel,
             "cold_precision": self.settings.cold_precision,
-            "replicas": f"{welcome.replica_source} in {self._replicas}" if self._replicas else "none needed",
-            "hardware": self.settings.hardware,
-            "pe_mode": self.settings.pe_mode,
+            "replicas": f"{device.replicas} in {self._replicas}" if self._replicas else "none needed",
+            "hardware": device.hardware,
+            "pe_mode": device.pe_mode,
             "policy": self.settings.policy,
             "gain": self.settings.gain,
             "avg_bits": self.settings.avg_bits,

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.kernels import load_kernel
 from ndp_device.model_shape import ModelShape
+from ndp_device.probe import Probe
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
 from vllm_ndp.planning.bitwidths import LossTable
@@ -77,7 +79,9 @@ class LocalReplicas:
 class DeviceLink:
     """`client` speaks to the device; `process` is set when we started it."""
 
-    def __init__(self, settings: NdpSettings, model_dir: Path, digest: str, replicas: Path | None) -> None:
+    def __init__(
+        self, settings: NdpSettings, hardware: Hardware, model_dir: Path, digest: str, replicas: Path | None
+    ) -> None:
         self.process: DeviceProcess | None = None
         address = settings.device
         if settings.device == EMBEDDED:
@@ -85,9 +89,16 @@ class DeviceLink:
                 model_dir, replicas, hardware=settings.hardware, pe_mode=settings.pe_mode, kernel=settings.kernel
             )
             address = self.process.address
-        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms)
-        self.welcome = self.client.connect()
         self.address = address
+        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms)
+        welcome = self.client.connect()
+        if welcome.config_hash != hardware.config_hash:
+            raise ConfigError(
+                f"the device at {address} simulates {welcome.hardware} ({welcome.config_hash:.12}), the settings ask "
+                f"for {settings.hardware} with pe_mode {settings.pe_mode} ({hardware.config_hash:.12}): make them equal"
+            )
+        with Probe(address) as probe:
+            self.description = probe.describe()
         self.local_replicas: LocalReplicas | None = None
         if settings.fallback == "same":
             self.local_replicas = LocalReplicas(model_dir, replicas, settings.kernel)

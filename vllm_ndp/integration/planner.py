@@ -6,6 +6,7 @@ Runs between two steps, so a step sees one epoch from its first layer to its las
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -91,14 +92,12 @@ class Planner:
         plans = [request.bits for request in running if request.bits is not None]
         widths = union_of_widths(plans, self._controller.pool_shape)
         client = self._controller.device.client
-        try:
-            missing = client.install_plan(self.epoch, widths)
-            client.activate_plan(self.epoch)
-        except (DeviceUnavailable, DeviceError):
-            return  # the client keeps the plan and installs it when the device is back; until then: local
-        if missing:
-            layer, expert, bits = missing[0]
+        with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
+            client.install_plan(self.epoch, widths)
+        client.activate_plan(self.epoch)
+        if client.missing:
+            layer, expert, bits = client.missing[0]
             raise RuntimeError(
-                f"the device cannot serve expert {expert} of layer {layer} at {bits} bits ({len(missing)} missing): "
-                "rebuild the replicas with `vllm-ndp quantize`"
+                f"the device cannot serve expert {expert} of layer {layer} at {bits} bits "
+                f"({len(client.missing)} missing): rebuild the replicas with `vllm-ndp quantize`"
             )

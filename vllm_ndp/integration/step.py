@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.forward_context import get_forward_context
 
+from vllm_ndp.device_calls import ExecuteHandle
 from vllm_ndp.integration.batch import BatchRows, Span
 from vllm_ndp.integration.dispatch import Pairs
 
@@ -29,7 +30,7 @@ class DeviceCall:
     """One message under way: which rows it covers and where its answer goes."""
 
     controller: NdpController
-    handle: object
+    handle: ExecuteHandle
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
 
     def add_into(self, out: torch.Tensor) -> int:
@@ -103,17 +104,15 @@ class StepContext:
         sent, local = np.unique(pairs.rows, return_inverse=True)
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
-        activations, dtype = _as_numpy(x)
         handle = self._controller.device.client.begin_execute(
             layer,
             self.number,
             self._controller.clock.now_ps,
-            activations,
+            _as_numpy(x),
             local.astype(np.int32),
             pairs.experts.astype(np.int32),
             self._bits_of(layer, pairs),
             pairs.gates,
-            dtype=dtype,
         )
         return DeviceCall(self._controller, handle, sent)
 
@@ -191,8 +190,9 @@ def _merge(first: Pairs, second: Pairs) -> Pairs:
     return Pairs(*(np.concatenate(both) for both in zip(first, second, strict=True)))
 
 
-def _as_numpy(x: torch.Tensor) -> tuple[np.ndarray, str]:
+def _as_numpy(x: torch.Tensor) -> np.ndarray:
+    """float32 and float16 as they are; bfloat16, which numpy lacks, as uint16."""
     host = x.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(np.uint16), "bfloat16"
-    return host.numpy(), str(host.dtype).removeprefix("torch.")
+        return host.view(torch.int16).numpy().view(np.uint16)
+    return host.numpy()
