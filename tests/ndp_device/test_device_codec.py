@@ -1,0 +1,332 @@
+"""Message and tensors <-> frames: the same bytes for ever, readable by another library, and garbage is one error."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndp_device.errors import LocalProtocolError, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.timing.work import Timing
+
+GOLDEN = Path(__file__).resolve().parent.parent / "data" / "protocol-golden.json"
+
+TIMING = Timing(
+    **dict.fromkeys(Timing.__dataclass_fields__, 7)
+    | {"bound": "dram", "array_utilisation": 0.5, "dram_efficiency": 0.25, "pe_mode": "int8", "config_hash": "c0ffee"}
+)
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+PAIRS = {
+    "pair_rows": np.array([0, 1, 1], np.int32),
+    "pair_experts": np.array([4, 4, 5], np.int32),
+    "pair_bits": np.array([1, 3, 16], np.uint8),
+    "gates": np.array([0.5, 0.25, 0.75], np.float32),
+}
+EXECUTE = msg.Execute(9, epoch=3, layer=1, step=44, submit_ps=10**15, ttl_us=1000)
+FLAGS = np.array([[31, 0], [15, 16]], np.uint8)
+
+EXAMPLES: dict[str, tuple[msg.Message, dict[str, Any]]] = {
+    "hello": (msg.Hello(1, versions=(256, 256), client="golden", model_digest="abc"), {}),
+    "install_plan": (msg.InstallPlan(2, epoch=3, expected_epoch=0), {"replicas": FLAGS}),
+    "activate_plan": (msg.ActivatePlan(3, epoch=3), {}),
+    "execute": (EXECUTE, {"x": X, **PAIRS}),
+    "execute_bfloat16": (EXECUTE, {"x": X.view(np.uint16)[:, ::2], **PAIRS}),
+    "execute_empty": (EXECUTE, {"x": X[:0], **{name: array[:0] for name, array in PAIRS.items()}}),
+    "ping": (msg.Ping(4), {}),
+    "describe": (msg.Describe(5), {}),
+    "shutdown": (msg.Shutdown(6), {}),
+    "welcome": (
+        msg.Welcome(
+            1,
+            incarnation="i",
+            version=256,
+            model_digest="abc",
+            replicas="data-free",
+            hardware="h",
+            config_hash="c",
+            num_layers=2,
+            num_experts=2,
+            hidden_size=3,
+        ),
+        {},
+    ),
+    "plan_installed": (msg.PlanInstalled(2, incarnation="i", epoch=3), {"missing": FLAGS}),
+    "plan_activated": (msg.PlanActivated(3, incarnation="i", epoch=3), {}),
+    "result": (msg.Result(9, incarnation="i", epoch=3, timing=TIMING), {"y": X}),
+    "pong": (msg.Pong(4, incarnation="i", queue_depth=0, num_executed=12), {}),
+    "goodbye": (msg.Goodbye(6, incarnation="i"), {}),
+    "refusal": (msg.Refusal(9, incarnation="i", code="busy", message="later", retryable=True), {}),
+    "description": (
+        msg.Description(
+            5,
+            incarnation="i",
+            protocol="1.0",
+            pid=1,
+            model="m",
+            model_digest="abc",
+            replicas="none",
+            hardware="h",
+            config_hash="c",
+            pe_mode="int8",
+            kernel="reference",
+            num_layers=2,
+            num_experts=2,
+            hidden_size=3,
+            resident_bytes=0,
+            num_executed=0,
+            num_refused=0,
+            num_sessions=1,
+            foreign_modules=(),
+        ),
+        {},
+    ),
+}
+
+
+def decode(message: msg.Message, header: bytes, body: bytes) -> tuple[msg.Message, codec.Tensors]:
+    return (codec.decode_request if isinstance(message, get_args(msg.Request)) else codec.decode_reply)(header, body)
+
+
+def seal(fields: dict[str, Any], body: bytes = b"") -> bytes:
+    """A header with a correct checksum, whatever its fields say."""
+    sealed = msgpack.packb({**fields, "crc": bytes(4)})[:-4]
+    return sealed + zlib.crc32(body, zlib.crc32(sealed)).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_message_survives_its_own_encoding(name: str) -> None:
+    message, tensors = EXAMPLES[name]
+    decoded, arrays = decode(message, *codec.encode(message, tensors))
+    for field in set(message.__struct_fields__) - {"tensors", "crc"}:
+        assert getattr(decoded, field) == getattr(message, field)
+    assert arrays.keys() == tensors.keys()
+    for key, array in tensors.items():
+        assert arrays[key].dtype == array.dtype
+        np.testing.assert_array_equal(arrays[key], array)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_bytes_of_version_1_0_never_change(name: str) -> None:
+    """The vectors were written by version 1.0; a later minor version must still read and write exactly these."""
+    header, body = codec.encode(*EXAMPLES[name])
+    golden = json.loads(GOLDEN.read_text())[name]
+    assert (header.hex(), bytes(body).hex()) == (golden["header"], golden["body"])
+    assert decode(EXAMPLES[name][0], bytes.fromhex(golden["header"]), bytes.fromhex(golden["body"]))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_msgpack_package_reads_and_writes_the_same_header(name: str) -> None:
+    header, body = codec.encode(*EXAMPLES[name])
+    fields = msgpack.unpackb(header)
+    assert msgpack.packb(fields) == header
+    assert list(fields)[-1] == "crc"
+    assert fields["type"] in name
+    assert fields["ndp"] == msg.VERSION
+    assert int.from_bytes(fields["crc"], "little") == zlib.crc32(body, zlib.crc32(header[:-4]))
+
+
+@pytest.mark.parametrize("kind", get_args(msg.Request) + get_args(msg.AnyReply))
+def test_the_checksum_is_the_last_field_of_every_message(kind: type[msg.Message]) -> None:
+    assert kind.__struct_fields__[-1] == "crc"
+
+
+def test_the_msgpack_package_can_speak_to_us() -> None:
+    body = X.tobytes() + bytes(40)
+    fields = {"type": "result", "id": 1, "incarnation": "i", "epoch": 2, "timing": TIMING.as_dict(), "ndp": 256}
+    header = seal({**fields, "tensors": [["y", "float32", [2, 3], 0]]}, body)
+    message, tensors = codec.decode_reply(header, body)
+    assert isinstance(message, msg.Result)
+    assert message.timing == TIMING
+    np.testing.assert_array_equal(tensors["y"], X)
+
+
+def test_fields_of_a_later_minor_version_are_skipped() -> None:
+    header = seal({"type": "ping", "id": 8, "wish": [1, {"deep": None}], "ndp": msg.VERSION + 7, "tensors": []})
+    assert codec.decode_request(header, b"")[0].id == 8
+
+
+def test_another_major_version_is_named_on_both_sides() -> None:
+    header = seal({"type": "ping", "id": 8, "ndp": 2 << 8, "tensors": []})
+    with pytest.raises(codec.VersionMismatch, match=r"1\.x .*, the peer 2\.0"):
+        codec.decode_request(header, b"")
+
+
+def test_a_future_layout_with_another_checksum_is_still_recognised_as_another_version() -> None:
+    header = msgpack.packb({"kind": "greeting", "ndp": 2 << 8 | 5, "id": 3})
+    with pytest.raises(codec.VersionMismatch, match=r"2\.5"):
+        codec.decode_request(header, b"")
+
+
+def test_every_tensor_starts_on_a_cache_line() -> None:
+    header, body = codec.encode(EXECUTE, {"x": X, **PAIRS})
+    offsets = [spec.offset for spec in codec.decode_request(header, body)[0].tensors]
+    assert offsets == [0, 64, 128, 192, 256]
+    assert len(body) == 320
+
+
+def test_tensors_from_an_unaligned_buffer_are_aligned() -> None:
+    header, body = codec.encode(EXECUTE, {"x": X, **PAIRS})
+    _, tensors = codec.decode_request(header, memoryview(b"\0" + bytes(body))[1:])
+    assert all(array.flags.aligned for array in tensors.values())
+    np.testing.assert_array_equal(tensors["x"], X)
+
+
+def execute_with(**changes: Any) -> tuple[bytes, bytes]:
+    """The golden Execute with some header fields replaced and a fresh checksum."""
+    header, body = codec.encode(EXECUTE, {"x": X, **PAIRS})
+    fields = msgpack.unpackb(header)
+    return seal({**fields, **changes}, bytes(body)), bytes(body)
+
+
+SPECS = [list(spec) for spec in msgpack.unpackb(codec.encode(EXECUTE, {"x": X, **PAIRS})[0])["tensors"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"id": -1}, "id"),
+        ({"epoch": 1.5}, "epoch"),
+        ({"layer": None}, "layer"),
+        ({"submit_ps": 1 << 63}, "submit_ps"),
+        ({"type": "explode"}, "explode"),
+        ({"tensors": SPECS[:4]}, "must carry tensors"),
+        ({"tensors": [*SPECS, SPECS[0]]}, "must carry tensors"),
+        ({"tensors": [SPECS[1], SPECS[0], *SPECS[2:]]}, "must carry tensors"),
+        ({"tensors": [["x", "float64", [2, 3], 0], *SPECS[1:]]}, "float64"),
+        ({"tensors": [["x", "float32", [6], 0], *SPECS[1:]]}, "2 dimensions"),
+        ({"tensors": [["x", "float32", [-2, -3], 0], *SPECS[1:]]}, "tensors"),
+        ({"tensors": [["x", "float32", [1 << 40, 1 << 40], 0], *SPECS[1:]]}, "needs a body"),
+        ({"tensors": [["x", "float32", [2, 3], 64], *SPECS[1:]]}, "must start at byte 0"),
+        ({"tensors": [["x", "float32", [2, 3], 4], *SPECS[1:]]}, "must start at byte 0"),
+        ({"tensors": [*SPECS[:4], ["gates", "float32", [64], 256]]}, "needs a body of 512 bytes, got 320"),
+        ({"tensors": [*SPECS[:4], ["gates", "float32", [0], 256]]}, "take 256 bytes, but its body has 320"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_lie_in_a_header_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        codec.decode_request(*execute_with(**changes))
+
+
+@pytest.mark.parametrize("body", [b"", b"\0"], ids=["no body", "a body where none belongs"])
+def test_a_body_of_the_wrong_size_is_refused(body: bytes) -> None:
+    message = EXECUTE if not body else msg.Ping(1)
+    header, _ = codec.encode(message, {"x": X, **PAIRS} if not body else None)
+    fields = msgpack.unpackb(header)
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_request(seal(fields, body), body)
+
+
+def test_a_header_may_have_4096_bytes_and_not_one_more() -> None:
+    fields = {"type": "ping", "id": 1, "ndp": msg.VERSION, "tensors": []}
+    room = msg.MAX_HEADER_BYTES - len(seal({**fields, "pad": ""})) - 2  # a str16 has two more bytes of length
+    assert codec.decode_request(seal({"pad": "x" * room, **fields}), b"")[0].id == 1
+    with pytest.raises(RemoteProtocolError, match=r"5\.\.4096"):
+        codec.decode_request(seal({"pad": "x" * (room + 1), **fields}), b"")
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 4000,
+        b"\x81\xa4type" * 600,
+        b"\xc1" * 16,
+        b"",
+    ],
+    ids=["array of 4 G", "map of 4 G", "bytes of 4 G", "nested arrays", "nested maps", "never used", "nothing"],
+)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_bomb_is_one_error(bomb: bytes, sealed: bool) -> None:
+    header = bomb + zlib.crc32(bomb).to_bytes(4, "little") if sealed else bomb
+    for decoder in (codec.decode_request, codec.decode_reply):
+        with pytest.raises(RemoteProtocolError):
+            decoder(header, b"")
+    assert codec.peek_id(header) == 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from(sorted(EXAMPLES)), data=st.data())
+def test_no_single_changed_byte_is_ever_accepted(name: str, data: st.DataObject) -> None:
+    message, tensors = EXAMPLES[name]
+    header, body = codec.encode(message, tensors)
+    frames = bytearray(header + body)
+    position = data.draw(st.integers(0, len(frames) - 1))
+    frames[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RemoteProtocolError):
+        decode(message, bytes(frames[: len(header)]), bytes(frames[len(header) :]))
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from(sorted(EXAMPLES)), data=st.data())
+def test_a_mutated_message_with_a_correct_checksum_decodes_or_is_refused(name: str, data: st.DataObject) -> None:
+    """One or two header fields become junk; nothing but RemoteProtocolError may come out, and arrays stay in bounds."""
+    message, tensors = EXAMPLES[name]
+    header, body = codec.encode(message, tensors)
+    fields = msgpack.unpackb(header)
+    for key in data.draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
+        fields[key] = data.draw(JUNK)
+    body = bytes(body[: data.draw(st.integers(0, len(body)))]) if data.draw(st.booleans()) else bytes(body)
+    try:
+        _, arrays = decode(message, seal(fields, body), body)
+    except RemoteProtocolError:
+        return
+    assert sum(array.nbytes for array in arrays.values()) <= len(body)
+
+
+@settings(max_examples=200, deadline=None)
+@given(header=st.binary(max_size=200), body=st.binary(max_size=100))
+def test_random_bytes_are_one_error(header: bytes, body: bytes) -> None:
+    for decoder in (codec.decode_request, codec.decode_reply):
+        with pytest.raises(RemoteProtocolError):
+            decoder(header, body)
+        sealed = header + zlib.crc32(body, zlib.crc32(header)).to_bytes(4, "little")
+        with pytest.raises(RemoteProtocolError):
+            decoder(sealed, body)
+
+
+def test_we_refuse_to_send_what_the_peer_would_refuse() -> None:
+    with pytest.raises(LocalProtocolError, match="must be float32 or bfloat16 or float16"):
+        codec.encode(EXECUTE, {"x": X.astype(np.float64), **PAIRS})
+    with pytest.raises(LocalProtocolError, match="carries"):
+        codec.encode(EXECUTE, PAIRS)
+    with pytest.raises(LocalProtocolError, match="no tensors"):
+        codec.encode(msg.Ping(1), {"x": X})
+    with pytest.raises(LocalProtocolError, match="at most"):
+        codec.encode(EXECUTE, {"x": np.zeros((4097, 4096), np.float32), **PAIRS})
+
+
+def test_the_simulated_link_moves_activations_in_the_models_dtype_and_13_bytes_per_pair() -> None:
+    """2 rows x 128 bf16 values = 512 bytes; 3 pairs x (4 + 4 + 1 + 4) = 39."""
+    assert msg.execute_bytes(2, 3, 128, 2) == (512 + 39, 512)
+
+
+if __name__ == "__main__":  # writes the vectors of a new version; those of a released one must never be rewritten
+    GOLDEN.parent.mkdir(exist_ok=True)
+    vectors = {name: codec.encode(*example) for name, example in EXAMPLES.items()}
+    GOLDEN.write_text(
+        json.dumps({name: {"header": h.hex(), "body": bytes(b).hex()} for name, (h, b) in vectors.items()}, indent=1)
+    )

@@ -1,0 +1,343 @@
+"""Request -> reply without a socket: right sums, right times, typed refusals, one answer to whatever comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
+
+from ndp_device.calibration.build import build_data_free
+from ndp_device.config import DeviceConfig
+from ndp_device.errors import ConfigError, DeviceError, ReplicaError
+from ndp_device.handler import MAX_SESSIONS, Handler
+from ndp_device.kernels import load_kernel
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Work
+
+ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("replicas") / "r"
+    build_data_free(model_dir, directory, show_progress=False)
+    return directory
+
+
+@pytest.fixture
+def handler(model_dir: Path, replicas_dir: Path) -> Handler:
+    config = DeviceConfig(address="ipc:///x", model_dir=model_dir, replicas_dir=replicas_dir, kernel="reference")
+    return Handler.from_config(config)
+
+
+class Caller:
+    """One client of a handler."""
+
+    def __init__(self, handler: Handler, name: bytes = b"a") -> None:
+        self.handler, self.name, self.last_id = handler, name, 0
+
+    def ask(
+        self, kind: type[msg.Message], tensors: codec.Tensors | None = None, waited_us: int = 0, **fields: Any
+    ) -> Any:
+        self.last_id += 1
+        frames = codec.encode(kind(self.last_id, **fields), tensors)
+        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, waited_us))
+        assert reply.id == self.last_id
+        assert reply.incarnation == self.handler.incarnation
+        if isinstance(reply, msg.Refusal):
+            raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
+        return (reply, *arrays.values()) if arrays else reply
+
+    def hello(self, **fields: Any) -> msg.Welcome:
+        return self.ask(msg.Hello, **{"versions": (msg.VERSION, msg.VERSION), "client": "test"} | fields)
+
+    def install(self, epoch: int, replicas: NDArray[np.uint8] = ALL, expected_epoch: int = 0) -> NDArray[np.uint8]:
+        return self.ask(msg.InstallPlan, {"replicas": replicas}, epoch=epoch, expected_epoch=expected_epoch)[1]
+
+    def ready(self, replicas: NDArray[np.uint8] = ALL) -> Caller:
+        self.hello()
+        self.install(1, replicas)
+        self.ask(msg.ActivatePlan, epoch=1)
+        return self
+
+    def execute(self, tensors: codec.Tensors, waited_us: int = 0, **fields: Any) -> tuple[msg.Result, NDArray[Any]]:
+        defaults = {"epoch": 1, "layer": 0, "step": 0, "submit_ps": 0, "ttl_us": 1000}
+        return self.ask(msg.Execute, tensors, waited_us, **defaults | fields)
+
+
+def pairs(rows: list[int], experts: list[int], bits: list[int], *, num_rows: int = 2, seed: int = 0) -> codec.Tensors:
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.standard_normal((num_rows, HIDDEN), np.float32),
+        "pair_rows": np.array(rows, np.int32),
+        "pair_experts": np.array(experts, np.int32),
+        "pair_bits": np.array(bits, np.uint8),
+        "gates": rng.uniform(0, 1, len(rows)).astype(np.float32),
+    }
+
+
+def expected(store: ExpertStore, layer: int, tensors: codec.Tensors) -> NDArray[np.float32]:
+    """The obvious way: one pair after the other."""
+    y = np.zeros((len(tensors["x"]), HIDDEN), np.float32)
+    _, rows, experts, bits, gates = tensors.values()
+    kernel = load_kernel("reference")
+    one = np.zeros(1, np.int32)
+    for row, expert, width, gate in zip(rows, experts, bits, gates, strict=True):
+        prepared = store.get(layer, int(expert), int(width))
+        y[row] += kernel.execute(tensors["x"][row : row + 1], [prepared], one, one, np.array([gate]))[0]
+    return y
+
+
+def test_every_width_of_every_expert_is_summed_with_its_gate(
+    handler: Handler, model_dir: Path, replicas_dir: Path
+) -> None:
+    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
+    caller = Caller(handler).ready()
+    for layer in range(LAYERS):
+        experts = [expert for expert in range(EXPERTS) for _ in msg.PLAN_BITS]
+        tensors = pairs([pair % 4 for pair in range(len(experts))], experts, list(msg.PLAN_BITS) * EXPERTS, num_rows=5)
+        _, y = caller.execute(tensors, layer=layer)
+        np.testing.assert_allclose(y, expected(store, layer, tensors), rtol=1e-5, atol=1e-5)
+        assert not y[4].any()  # no pair
+
+
+def test_bfloat16_rows_are_computed_as_the_numbers_they_are(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    tensors = pairs([0, 1], [0, 2], [4, 16])
+    halves = (tensors["x"].view(np.uint32) >> 16).astype(np.uint16)
+    rounded = (halves.astype(np.uint32) << 16).view(np.float32)
+    _, from_halves = caller.execute({**tensors, "x": halves})
+    _, from_floats = caller.execute({**tensors, "x": rounded})
+    np.testing.assert_array_equal(from_halves, from_floats)
+
+
+def test_no_pairs_and_no_rows_are_legal_and_give_zeros(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    assert not caller.execute(pairs([], [], []))[1].any()
+    assert caller.execute(pairs([], [], [], num_rows=0))[1].shape == (0, HIDDEN)
+
+
+def test_asking_twice_gives_the_same_sum(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    tensors = pairs([0, 0, 1], [0, 1, 1], [2, 3, 16])
+    np.testing.assert_array_equal(caller.execute(tensors)[1], caller.execute(tensors)[1])
+
+
+def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
+    handler: Handler, model_dir: Path, replicas_dir: Path
+) -> None:
+    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
+    model = DeviceModel(load_hardware("h100-ndp512"))
+    caller = Caller(handler).ready()
+    for submit_ps in (0, 1_000, 5_000_000):
+        result, _ = caller.execute(pairs([0, 1, 1], [2, 2, 0], [3, 3, 1]), submit_ps=submit_ps, layer=1)
+        work = Work(
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            group_size=store.group_size,
+            tokens=2,
+            bytes_in=2 * HIDDEN * 4 + 3 * 13,
+            bytes_out=2 * HIDDEN * 4,
+            experts=(
+                ExpertWork(1, 2, 3, 2, store.expert_bytes(1, 2, 3)),
+                ExpertWork(1, 0, 1, 1, store.expert_bytes(1, 0, 1)),
+            ),
+        )
+        assert result.timing == model.execute(work, submit_ps)
+
+
+def test_each_client_has_its_own_simulated_time_and_a_new_hello_starts_it_again(handler: Handler) -> None:
+    first, second = Caller(handler, b"a").ready(), Caller(handler, b"b").ready()
+    work = pairs([0], [0], [4])
+    alone = first.execute(work)[0].timing
+    assert first.execute(work)[0].timing.queue_ps > alone.queue_ps
+    assert second.execute(work)[0].timing == alone
+    assert first.ready().execute(work)[0].timing == alone
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pair_rows": [0, 2]}, "pair_rows must lie in 0..1"),
+        ({"pair_rows": [0, -1]}, "pair_rows"),
+        ({"pair_experts": [0, EXPERTS]}, "pair_experts must lie in 0..2"),
+        ({"pair_experts": [-1, 0]}, "pair_experts"),
+        ({"pair_rows": [0]}, "one length"),
+        ({"x": np.zeros((2, HIDDEN + 1), np.float32)}, "x must be"),
+        ({"x": np.zeros((msg.MAX_TOKENS + 1, HIDDEN), np.float32)}, "at most 8192"),
+    ],
+)
+def test_a_pair_that_points_nowhere_is_refused_and_service_goes_on(
+    handler: Handler, change: dict[str, Any], words: str
+) -> None:
+    caller = Caller(handler).ready()
+    tensors = pairs([0, 1], [0, 1], [2, 2])
+    broken = {name: np.asarray(value, tensors[name].dtype) for name, value in change.items()}
+    with pytest.raises(DeviceError, match=words) as refusal:
+        caller.execute({**tensors, **broken})
+    assert refusal.value.code == "bad_request"
+    with pytest.raises(DeviceError, match="layer must be below 2"):
+        caller.execute(tensors, layer=LAYERS)
+    caller.execute(tensors)
+
+
+@pytest.mark.parametrize("bits", [0, 5, 8, 15, 17, 255])
+def test_a_width_no_plan_can_promise_is_refused(handler: Handler, bits: int) -> None:
+    with pytest.raises(DeviceError, match="not_loaded"):
+        Caller(handler).ready().execute(pairs([0], [0], [bits]))
+
+
+def test_only_what_the_active_plan_names_is_served(handler: Handler) -> None:
+    plan = np.zeros_like(ALL)
+    plan[0, 1] = 0b00100  # 3 bits
+    caller = Caller(handler).ready(plan)
+    caller.execute(pairs([0], [1], [3]))
+    for layer, expert, bits in ((0, 1, 4), (0, 0, 3), (1, 1, 3)):
+        with pytest.raises(DeviceError, match="not_loaded"):
+            caller.execute(pairs([0], [expert], [bits]), layer=layer)
+
+
+def test_a_device_without_replicas_says_which_widths_are_missing(model_dir: Path) -> None:
+    handler = Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=model_dir, kernel="reference"))
+    caller = Caller(handler)
+    caller.hello()
+    np.testing.assert_array_equal(caller.install(1), ALL & 0b01111)
+    caller.ask(msg.ActivatePlan, epoch=1)
+    caller.execute(pairs([0], [0], [16]))
+    with pytest.raises(DeviceError, match="not_loaded"):
+        caller.execute(pairs([0], [0], [4]))
+
+
+def test_epochs_only_rise_and_only_the_active_one_is_served(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    work = pairs([0], [0], [4])
+    caller.install(5, expected_epoch=1)
+    caller.execute(work)  # epoch 1 until the switch
+    with pytest.raises(DeviceError, match="stale_epoch"):
+        caller.execute(work, epoch=5)
+    caller.ask(msg.ActivatePlan, epoch=5)
+    caller.ask(msg.ActivatePlan, epoch=5)  # asked twice: the same
+    caller.execute(work, epoch=5)
+    for refused in (
+        lambda: caller.execute(work),
+        lambda: caller.install(6, expected_epoch=1),  # compare-and-set
+        lambda: caller.install(5, expected_epoch=5),
+        lambda: caller.ask(msg.ActivatePlan, epoch=6),
+    ):
+        with pytest.raises(DeviceError, match="stale_epoch"):
+            refused()
+
+
+def test_nothing_but_questions_before_hello(handler: Handler) -> None:
+    caller = Caller(handler)
+    assert caller.ask(msg.Ping).num_executed == 0
+    assert caller.ask(msg.Describe).model == "m"
+    for refused in (
+        lambda: caller.install(1),
+        lambda: caller.ask(msg.ActivatePlan, epoch=1),
+        lambda: caller.execute(pairs([0], [0], [4])),
+        lambda: caller.ask(msg.Shutdown),
+    ):
+        with pytest.raises(DeviceError, match="no_session"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("versions", "served"),
+    [
+        ((0x100, 0x100), True),
+        ((0x100, 0x105), True),
+        ((0x105, 0x109), True),
+        ((0x001, 0x100), True),
+        ((0x001, 0x0FF), False),
+        ((0x200, 0x205), False),
+    ],
+)
+def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: tuple[int, int], served: bool) -> None:
+    caller = Caller(handler)
+    if served:
+        assert caller.hello(versions=versions).version == msg.VERSION
+    else:
+        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.0, the host protocol"):
+            caller.hello(versions=versions)
+
+
+def test_another_model_is_refused_by_digest(handler: Handler) -> None:
+    welcome = Caller(handler).hello()
+    assert Caller(handler).hello(model_digest=welcome.model_digest)
+    with pytest.raises(DeviceError, match="digest"):
+        Caller(handler).hello(model_digest="0" * 32)
+
+
+def test_replicas_of_another_model_stop_the_device_before_it_listens(replicas_dir: Path, tmp_path: Path) -> None:
+    other = write_small_checkpoint(tmp_path / "other", seed=1)
+    with pytest.raises(ReplicaError):
+        Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=other, replicas_dir=replicas_dir))
+
+
+def test_work_nobody_waits_for_is_dropped_and_said_so(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    caller.execute(pairs([0], [0], [4]), waited_us=1000)
+    with pytest.raises(DeviceError, match="deadline"):
+        caller.execute(pairs([0], [0], [4]), waited_us=1001)
+    assert caller.ask(msg.Ping).num_executed == 1
+
+
+def test_the_client_silent_longest_is_forgotten_first_and_told_so(handler: Handler) -> None:
+    work = pairs([0], [0], [4])
+    first, second = Caller(handler, b"first").ready(), Caller(handler, b"second").ready()
+    first.execute(work)
+    for number in range(MAX_SESSIONS - 1):
+        Caller(handler, b"%d" % number).hello()
+    first.execute(work)
+    with pytest.raises(DeviceError, match="no_session"):
+        second.execute(work)
+
+
+def test_shutdown_is_for_ipc_only(handler: Handler, model_dir: Path) -> None:
+    remote = Handler.from_config(DeviceConfig(address="tcp://127.0.0.1:1", model_dir=model_dir))
+    with pytest.raises(DeviceError, match="forbidden"):
+        Caller(remote).ready(np.zeros_like(ALL)).ask(msg.Shutdown)
+    assert not remote.stopping
+    Caller(handler).ready().ask(msg.Shutdown)
+    assert handler.stopping
+
+
+@settings(max_examples=300, deadline=None)
+@given(frames=st.lists(st.binary(max_size=100), max_size=4))
+def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
+    handler = Handler.__new__(Handler)  # garbage must be refused before anything is looked up
+    handler.incarnation, handler.num_refused = "i", 0
+    reply, _ = codec.decode_reply(*handler.reply(b"x", frames))
+    assert isinstance(reply, msg.Refusal)
+    assert reply.code == "bad_request"
+    assert handler.num_refused == 1
+
+
+def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Handler) -> None:
+    caller = Caller(handler).ready()
+    handler._store.get = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(DeviceError, match="internal: the device failed on this request"):
+        caller.execute(pairs([0], [0], [4]))
+
+
+def test_impossible_settings_are_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="needs experts"):
+        DeviceConfig(address="ipc:///x")
+    with pytest.raises(ConfigError, match="kernel must be one of"):
+        DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic")
