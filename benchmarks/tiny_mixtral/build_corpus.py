@@ -80,13 +80,12 @@ def take(documents: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def interleaved_calibration(by_domain: dict[str, list[str]]) -> str:
-    """One document of each domain in turn, cut to a few thousand characters, so that every prefix is a mixture."""
-    columns = {
-        domain: list(take((text[:CALIBRATION_DOCUMENT_CHARS].strip() for text in documents), CALIBRATION_BYTES))
-        for domain, documents in by_domain.items()
-    }
-    longest = max(map(len, columns.values()))
-    return "\n\n".join(column[i] for i in range(longest) for column in columns.values() if i < len(column)) + "\n"
+    """The domains' documents, cut to a few thousand characters and spread evenly: every long stretch is a mixture."""
+    placed = []
+    for domain, documents in by_domain.items():
+        column = list(take((text[:CALIBRATION_DOCUMENT_CHARS].strip() for text in documents), CALIBRATION_BYTES))
+        placed += [((index + 0.5) / len(column), domain, text) for index, text in enumerate(column)]
+    return "\n\n".join(text for _, _, text in sorted(placed)) + "\n"
 
 
 def main() -> None:
