@@ -1,0 +1,27 @@
+"""The environment of every engine test, set before vLLM is imported; replicas are cached in a directory of the session.
+
+Helpers to import are in engines.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines in this process start in seconds and free their memory
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",  # barriers of several threads cost 50 times the work on a shared machine
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where data-free replicas are built, once per session, away from the user's own cache."""
+    directory = tmp_path_factory.mktemp("ndp-cache")
+    os.environ["NDP_CACHE_DIR"] = str(directory)
+    return directory

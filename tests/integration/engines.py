@@ -1,0 +1,112 @@
+"""Real vLLM engines for tests: small, in this process, started and ended so that the next one can follow.
+
+Knows how to start vLLM, and how to look at the processes it leaves. Knows no test.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "tiny-mixtral"
+BIN = Path(sys.executable).parent
+VLLM_PROGRAM, NDP_PROGRAM = BIN / "vllm", BIN / "vllm-ndp"
+
+PROMPTS = (
+    "def parse(line):\n    parts = line.split(',')\n    for part in parts:\n",
+    "static void free_list(struct node *head)\n{\n    while (head) {\n",
+    "She had always wished to see the sea, and now that the carriage stood at the door",
+    "CREATE TABLE orders (id integer PRIMARY KEY, total numeric);",
+)
+
+_SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+    "block_size": 32,  # what vLLM's CPU attention needs
+    "disable_log_stats": True,
+}
+
+
+@contextmanager
+def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """A small `vllm.LLM` in this process: stock, or with the plugin when `settings` is given (`{}` = its defaults).
+
+    `options` replace those of `_SMALL`. It is shut down at the end, so another engine can follow.
+    """
+    from vllm import LLM
+
+    plugin: dict[str, Any] = {} if settings is None else {"quantization": "ndp", "additional_config": {"ndp": settings}}
+    llm = LLM(str(model), **(_SMALL | plugin | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def greedy(llm: Any, prompts: Sequence[Any], tokens: int, **params: Any) -> list[Any]:
+    """RequestOutputs of `tokens` greedy tokens per prompt, whatever the model thinks of ending."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **params)
+    return list(llm.generate(list(prompts), sampling, use_tqdm=False))
+
+
+def token_ids(outputs: Sequence[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def user_environment(**changes: str) -> dict[str, str]:
+    """What a program started by a user would see: the tests' environment without our in-process engine."""
+    environment = dict(os.environ) | changes
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return environment
+
+
+def run_program(
+    *command: str | Path, timeout_s: float = 120, cwd: Path = ROOT, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to its end with captured output. `changes` go into its environment."""
+    return subprocess.run(
+        [str(part) for part in command],
+        env=user_environment(**changes),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """The JSON object on the last line of a program's stdout."""
+    result = json.loads(text.strip().splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def device_processes(ancestor_pid: int | None = None) -> list[psutil.Process]:
+    """The ndp device processes below a process (default: this one)."""
+    below = psutil.Process(ancestor_pid).children(recursive=True)
+    return [process for process in below if _is_device(process)]
+
+
+def _is_device(process: psutil.Process) -> bool:
+    try:
+        return "ndp_device" in process.cmdline()
+    except psutil.Error:
+        return False
