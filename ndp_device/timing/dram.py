@@ -1,20 +1,48 @@
-"""How long the DRAM takes to stream bytes that begin at a given moment of the refresh interval."""
+"""How long the DRAM takes to read bytes: from the first line offered to the last data returned, most loaded channel.
+
+`stream` is the closed form used for every command: the undisturbed time of n lines plus one loss per refresh met.
+Its three constants per device (the ramp of the first lines, the pace after it, the loss of one refresh) are taken from
+the exact controller in dram_controller.py, never fitted. `transfer` and `idle_ps` ask the controller itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
 
+from ndp_device.errors import ConfigError
+from ndp_device.timing.dram_controller import Controller, Idle, Lines
+from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
 from ndp_device.timing.spec import DramSpec
-from ndp_device.timing.units import PS_PER_S, ceil_div
+from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
+
+IDLE_CASES = ("hit", "closed", "conflict")
+_OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered
+_RAMP_LINES = 64  # after these every bank group streams
+_EXACT_LINES = 256  # transfers up to this length are simulated, longer ones computed
+_CONCURRENT_LINES = 6144  # concurrent streams are simulated up to this length, then continued at their pace
+_LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
 
 
 @dataclass(frozen=True)
 class Stream:
     """One sequential read on the most loaded channel."""
 
-    total_ps: int  # first line offered to last data returned
+    total_ps: int
     refresh_stall_ps: int
     activations: int  # rows opened, all channels
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A read begun at moments spread evenly over the interval before the first refresh of an idle device."""
+
+    mean_ps: int
+    min_ps: int
+    max_ps: int
+    gb_per_s: float
+    efficiency: float  # of the peak rate
 
 
 def channel_lines(dram: DramSpec, num_bytes: int) -> int:
@@ -30,19 +58,144 @@ def stream(dram: DramSpec, lines: int, start_ps: int) -> Stream:
     if dram.kind == "ideal":
         num_bytes = lines * dram.line_bytes * dram.channels
         return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
-    tck = dram.tck_fs
-    cycle = start_ps * 1000 // tck
-    activates = min(lines, dram.bank_groups)
-    busy = max(lines * dram.burst, (activates - 1) * max(dram.rrd_s, dram.faw // 4) + dram.burst)
-    cycles = dram.rcd + dram.cl + busy
-    stall = 0
-    if dram.refresh != "off":
-        lost = dram.rp_ab + dram.rfc + dram.rcd
-        end = cycle + cycles
-        next_refresh = ceil_div(cycle, dram.refi) * dram.refi
-        while next_refresh < end:
-            end += lost
-            stall += lost
-            next_refresh += dram.refi
-    rows = ceil_div(lines, dram.lines_per_row)
-    return Stream(dram.cycles_to_ps(cycles + stall), dram.cycles_to_ps(stall), rows * dram.channels)
+    profile = _profile(dram)
+    wait, to_refresh = 0, 0
+    if profile.refresh_interval:
+        since = start_ps * FS_PER_PS // dram.tck_fs % profile.refresh_interval
+        wait = max(profile.blocked - since, 0)
+        to_refresh = profile.refresh_interval - since - wait
+    cycles, met = profile.cycles_and_refreshes(lines, to_refresh)
+    stall = wait + cycles - profile.undisturbed(lines)
+    rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
+    return Stream(dram.cycles_to_ps(wait + cycles), dram.cycles_to_ps(stall), rows)
+
+
+def idle_ps(dram: DramSpec, case: str) -> int:
+    """One line from an idle channel whose bank has the row open (hit), no row (closed) or another row (conflict)."""
+    if case not in IDLE_CASES:
+        raise ConfigError(f"idle case must be one of {', '.join(IDLE_CASES)}, got {case!r}")
+    if dram.kind == "ideal":
+        return stream(dram, 1, 0).total_ps
+    lines = StreamMap(dram)
+    controller = Controller(replace(dram, refresh="off"), lines, Idle(0), end=1)
+    bank, row = lines.at(0)
+    if case != "closed":
+        controller.channel.open_rows[bank] = row if case == "hit" else row + 1
+    return dram.cycles_to_ps(controller.run().cycles + _OFFER_CYCLES)
+
+
+def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = "natural") -> Transfer:
+    """num_bytes in all, read by `streams` sequential streams; see dram_map.py for the placements."""
+    if num_bytes < 1:
+        raise ConfigError(f"the number of bytes must be at least 1, got {num_bytes}")
+    lines = channel_lines(dram, num_bytes)
+    if dram.kind == "ideal":
+        times = [stream(dram, lines, 0).total_ps]
+    elif streams > 1:
+        concurrent = ConcurrentStreams(dram, streams, placement, length=max(lines // streams, 1))
+        times = [_concurrent_cycles(dram, concurrent, lines, idle) for idle in _moments(dram, 8)]
+    elif lines <= _EXACT_LINES:
+        times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, 256)]
+    else:
+        profile = _profile(dram)
+        times = [profile.cycles(lines, idle.to_refresh) for idle in _moments(dram, 256)]
+    if dram.kind == "bank":
+        times = [dram.cycles_to_ps(cycles) for cycles in times]
+    mean = ceil_div(sum(times), len(times))
+    rate = num_bytes * PS_PER_S / mean
+    return Transfer(mean, min(times), max(times), rate / 1e9, rate / dram.peak_bytes_per_s)
+
+
+def _moments(dram: DramSpec, count: int) -> list[Idle]:
+    """The idle device at `count` moments in the middles of equal parts of one refresh interval (of every bank)."""
+    if dram.refresh != "per-bank":
+        return [Idle(dram.refi - (2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
+    banks = dram.ranks * dram.banks
+    moments = []
+    for part in range(count):
+        turn, since = divmod((2 * part + 1) * dram.refi_pb * banks // (2 * count), dram.refi_pb)
+        moments.append(Idle(dram.refi_pb - since, next_bank=turn % banks))
+    return moments
+
+
+def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
+    return Controller(dram, lines, idle, end, dram.outstanding).run().cycles + _OFFER_CYCLES
+
+
+def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams, end: int, idle: Idle) -> int:
+    """Simulated; beyond _CONCURRENT_LINES the pace of the second half goes on."""
+    if end <= _CONCURRENT_LINES:
+        return _exact_cycles(dram, lines, end, idle)
+    half = _exact_cycles(dram, lines, _CONCURRENT_LINES // 2, idle)
+    whole = _exact_cycles(dram, lines, _CONCURRENT_LINES, idle)
+    return whole + ceil_div((whole - half) * (end - _CONCURRENT_LINES), _CONCURRENT_LINES // 2)
+
+
+# -- the closed form ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What a sequential stream on one device looks like, measured on the exact controller."""
+
+    ramp: tuple[int, ...]  # cycles for the first 0, 1, 2 … lines without refresh
+    pace: Fraction  # cycles per line after the ramp
+    loss: Fraction  # cycles that meeting one refresh costs
+    data_cycles: int  # from the last command to the last data
+    refresh_interval: int  # 0 = no refresh
+    blocked: int  # cycles after a refresh falls due during which an idle channel cannot start
+    rows_reopened: int  # by one refresh
+
+    def undisturbed(self, lines: int) -> int:
+        if lines < len(self.ramp):
+            return self.ramp[lines]
+        return self.ramp[-1] + _ceil(self.pace * (lines - len(self.ramp) + 1))
+
+    def cycles_and_refreshes(self, lines: int, to_refresh: int) -> tuple[int, int]:
+        """(cycles, refreshes met) of a stream that begins to_refresh cycles before a refresh falls due."""
+        undisturbed = self.undisturbed(lines)
+        if not self.refresh_interval:
+            return undisturbed, 0
+        beyond = undisturbed - self.data_cycles - to_refresh
+        met = max(_ceil(beyond / (self.refresh_interval - self.loss)), 0)
+        return undisturbed + _ceil(met * self.loss), met
+
+    def cycles(self, lines: int, to_refresh: int) -> int:
+        return self.cycles_and_refreshes(lines, to_refresh)[0]
+
+
+def _ceil(value: Fraction) -> int:
+    return ceil_div(value.numerator, value.denominator)
+
+
+@lru_cache(maxsize=64)
+def _profile(dram: DramSpec) -> _Profile:
+    still, lines, idle = replace(dram, refresh="off"), StreamMap(dram), Idle(0)
+    ramp = tuple(_exact_cycles(still, lines, end, idle) if end else 0 for end in range(_RAMP_LINES + 1))
+    rank_lines = lines.row_span // dram.ranks
+    after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines, idle)
+    pace = Fraction(after_rank - ramp[-1], rank_lines)
+    data_cycles = dram.cl + dram.burst
+    if dram.refresh == "off":
+        return _Profile(ramp, pace, Fraction(0), data_cycles, refresh_interval=0, blocked=0, rows_reopened=0)
+    if dram.refresh == "per-bank":
+        return _Profile(ramp, pace, _bank_refresh_loss(dram, lines), data_cycles, dram.refi_pb, 0, rows_reopened=1)
+    loss = _refresh_loss(dram, lines)
+    blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
+    return _Profile(ramp, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
+
+
+def _refresh_loss(dram: DramSpec, lines: StreamMap) -> Fraction:
+    """One all-bank refresh in the middle of a stream: the mean over moments that meet every phase of the burst."""
+    end = 4 * _RAMP_LINES
+    alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
+    moments = [Idle(alone // 2 + sample * (dram.burst + 1)) for sample in range(_LOSS_SAMPLES)]
+    return Fraction(sum(_exact_cycles(dram, lines, end, idle) for idle in moments), _LOSS_SAMPLES) - alone
+
+
+def _bank_refresh_loss(dram: DramSpec, lines: StreamMap) -> Fraction:
+    """Mean over a stream long enough for every bank to be refreshed several times."""
+    end = 8 * lines.row_span
+    served = Controller(dram, lines, Idle(dram.refi_pb), end, dram.outstanding).run()
+    alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
+    return Fraction(served.cycles + _OFFER_CYCLES - alone, served.refreshes)

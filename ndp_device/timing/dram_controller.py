@@ -1,0 +1,307 @@
+"""The controller of one DRAM channel serving a sequence of line reads, command by command: exact.
+
+    one command a cycle:  read of a row just opened  >  refresh  >  oldest queued request whose next command is ready
+
+First-ready first-come-first-served over a queue of queue_entries, open rows. A row opened for a request is not closed
+before that request is read. A refresh that is due lets no queued request begin before it is issued.
+
+Time jumps from command to command. Where the state repeats itself while one set of open rows is streamed, whole
+periods are skipped at once (`_skip_periods`): the result is that of walking through them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from ndp_device.timing.dram_channel import Channel
+from ndp_device.timing.spec import DramSpec
+
+Line = tuple[int, int]  # (bank counted over all ranks, row)
+_FOREVER = 1 << 60
+_READ, _ACTIVATE, _PRECHARGE = range(3)
+_CALM_READS = 16  # reads without any other command before a repeated state is looked for
+
+
+class Lines(Protocol):
+    """Which line comes when."""
+
+    @property
+    def period(self) -> int:
+        """Lines after which the banks repeat while the open rows stay the same; 0 = they never do."""
+        ...
+
+    def at(self, position: int) -> Line: ...
+
+    def block_end(self, position: int) -> int:
+        """The first position after `position` that lies in other rows than the period before it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A channel with every row closed, about to be offered lines."""
+
+    to_refresh: int  # cycles until the next refresh falls due
+    bank_ready: tuple[int, ...] = ()  # cycles until each bank may be activated; () = all at once
+    next_bank: int = 0  # of per-bank refresh
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serving the lines took, from the first cycle the scheduler saw one."""
+
+    cycles: int
+    activations: int
+    refreshes: int
+
+
+class Controller:
+    """Serves lines [0, end) on an idle channel; lines_in_flight bounds lines offered and not yet returned, 0 = free."""
+
+    def __init__(
+        self, dram: DramSpec, lines: Lines, idle: Idle, end: int, lines_in_flight: int = 0, *, skip: bool = True
+    ) -> None:
+        self.dram = dram
+        self.channel = Channel(dram)
+        self.lines = lines
+        self.end = end
+        self.in_flight_limit = lines_in_flight
+        self.period = lines.period if skip else 0
+        self.now = 0
+        self.offered = 0
+        self.queue: dict[int, dict[int, deque[int]]] = {}  # bank -> row -> positions, oldest first
+        self.queued = 0
+        self.active: dict[int, int] = {}  # bank -> position of the request its row was opened for
+        self.returns: deque[int] = deque()  # cycles at which lines in flight have returned
+        self.last_return = 0
+        self.refresh_interval = dram.refi_pb if dram.refresh == "per-bank" else dram.refi
+        self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
+        self.refresh_due: deque[int] = deque()  # ranks, or banks with per-bank refresh
+        self.refreshes = 0
+        self.first_bank = idle.next_bank
+        self.skipped_lines = self.skipped_cycles = 0  # positions and times below are without them
+        self.calm_reads = 0
+        self.calm_state: tuple[object, ...] = ()
+        self.calm_since = (0, 0)  # (now, offered) at calm_state
+        self.channel.bank_act[: len(idle.bank_ready)] = idle.bank_ready
+
+    def run(self) -> Served:
+        """Until the last line has returned."""
+        while self.queued or self.active or self.offered + self.skipped_lines < self.end:
+            self._step()
+        return Served(self.last_return + self.skipped_cycles, self.channel.activations, self.refreshes)
+
+    # -- offering ------------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        room = min(self.dram.queue_entries - self.queued, self.end - self.offered - self.skipped_lines)
+        if self.in_flight_limit:
+            while self.returns and self.returns[0] < self.now:
+                self.returns.popleft()
+            room = min(room, self.in_flight_limit - self.queued - len(self.active) - len(self.returns))
+        for _ in range(room):
+            self._enqueue(self.offered)
+            self.offered += 1
+
+    def _enqueue(self, number: int) -> None:
+        bank, row = self.lines.at(number + self.skipped_lines)
+        self.queue.setdefault(bank, {}).setdefault(row, deque()).append(number)
+        self.queued += 1
+
+    # -- one command ---------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Issue the next command, or move to the moment at which a refresh falls due or lines return."""
+        self.now = max(self.now, self.channel.bus_free)
+        self._refill()
+        while self.next_refresh <= self.now:
+            self._refresh_falls_due()
+        active_at, active_bank = self._next_active()
+        refresh_at = queue_at = _FOREVER
+        if self.refresh_due:
+            refresh_at = self._refresh_ready()
+        else:
+            queue_at, bank, row, kind = self._next_queued()
+        at = min(active_at, refresh_at, queue_at)
+        wake = self.next_refresh
+        if self.in_flight_limit and self.returns:
+            wake = min(wake, self.returns[0] + 1)
+        if wake <= at:
+            self.now = wake
+            return
+        self.now = at
+        if active_at == at:
+            if self._read(active_bank):
+                del self.active[active_bank]
+        elif refresh_at == at:
+            self._advance_refresh()
+        elif kind == _READ:
+            if self._read(bank):
+                self._take(bank, row)
+                self.calm_reads += 1
+                if self.period and self.calm_reads >= _CALM_READS and self.calm_reads % self.period == 0:
+                    self._skip_periods()
+            return
+        elif kind == _ACTIVATE:
+            self.active[bank] = self._take(bank, row)
+            self.channel.activate(bank, row, at)
+        else:
+            self.channel.precharge(bank, at)
+        self._disturb()
+
+    def _disturb(self) -> None:
+        """Something other than a queued read happened: a repeated state can only begin after it."""
+        self.calm_reads = 0
+        self.calm_state = ()
+
+    def _next_active(self) -> tuple[int, int]:
+        channel = self.channel
+        best, oldest, chosen = _FOREVER, _FOREVER, -1
+        for bank, number in self.active.items():
+            ready = max(
+                self.now,
+                channel.bank_read[bank],
+                channel.group_read[channel.group_of[bank]],
+                channel.rank_read[channel.rank_of[bank]],
+            )
+            if ready < best or (ready == best and number < oldest):
+                best, oldest, chosen = ready, number, bank
+        return best, chosen
+
+    def _next_queued(self) -> tuple[int, int, int, int]:
+        """(cycle, bank, row, kind) of the earliest ready command; the oldest request among equals."""
+        channel, now = self.channel, self.now
+        best, oldest = _FOREVER, _FOREVER
+        chosen = (-1, -1, _READ)
+        for bank, rows in self.queue.items():
+            open_row = channel.open_rows[bank]
+            for row, numbers in rows.items():
+                if row == open_row:
+                    kind = _READ
+                    ready = channel.bank_read[bank]
+                    other = channel.group_read[channel.group_of[bank]]
+                    last = channel.rank_read[channel.rank_of[bank]]
+                elif open_row is None:
+                    kind = _ACTIVATE
+                    ready = channel.bank_act[bank]
+                    other = channel.group_act[channel.group_of[bank]]
+                    last = channel.rank_act[channel.rank_of[bank]]
+                elif bank in self.active:
+                    continue
+                else:
+                    kind = _PRECHARGE
+                    ready = channel.bank_pre[bank]
+                    other = last = channel.rank_pre[channel.rank_of[bank]]
+                if other > ready:
+                    ready = other
+                if last > ready:
+                    ready = last
+                if now > ready:
+                    ready = now
+                if ready < best or (ready == best and numbers[0] < oldest):
+                    best, oldest, chosen = ready, numbers[0], (bank, row, kind)
+        return (best, *chosen)
+
+    def _take(self, bank: int, row: int) -> int:
+        rows = self.queue[bank]
+        number = rows[row].popleft()
+        if not rows[row]:
+            del rows[row]
+            if not rows:
+                del self.queue[bank]
+        self.queued -= 1
+        return number
+
+    def _read(self, bank: int) -> bool:
+        """Read a line; where the data clock must be started first, that is the command, and the answer is False."""
+        channel = self.channel
+        if self.dram.wck_sync and self.now >= channel.data_clock_until:
+            channel.start_data_clock(self.now)
+            self._disturb()
+            return False
+        channel.read(bank, self.now)
+        self.last_return = self.now + channel.read_to_data
+        if self.in_flight_limit:
+            self.returns.append(self.last_return)
+        return True
+
+    # -- refresh -------------------------------------------------------------------------------------------------
+
+    def _refresh_falls_due(self) -> None:
+        if self.dram.refresh == "all-bank":
+            self.refresh_due.extend(range(self.dram.ranks))
+        else:
+            turn = self.first_bank + self.refreshes + len(self.refresh_due)
+            self.refresh_due.append(turn % len(self.channel.open_rows))
+        self.next_refresh += self.refresh_interval
+
+    def _refresh_ready(self) -> int:
+        """When the next command towards the first refresh due may be issued."""
+        channel, target = self.channel, self.refresh_due[0]
+        if self.dram.refresh == "all-bank":
+            if channel.all_closed(target):
+                return max(self.now, channel.rank_refresh[target])
+            if any(channel.rank_of[bank] == target for bank in self.active):
+                return _FOREVER  # after the read, which is an event of its own
+            return max(self.now, channel.rank_pre_all[target])
+        rank = channel.rank_of[target]
+        if channel.open_rows[target] is None:
+            return max(self.now, channel.bank_refresh[target], channel.rank_bank_refresh[rank])
+        if target in self.active:
+            return _FOREVER
+        return max(self.now, channel.bank_pre[target], channel.rank_pre[rank])
+
+    def _advance_refresh(self) -> None:
+        channel, target = self.channel, self.refresh_due[0]
+        if self.dram.refresh == "all-bank":
+            if not channel.all_closed(target):
+                channel.precharge_all(target, self.now)
+                return
+            channel.refresh_all(target, self.now)
+        elif channel.open_rows[target] is not None:
+            channel.precharge(target, self.now)
+            return
+        else:
+            channel.refresh_bank(target, self.now)
+        self.refresh_due.popleft()
+        self.refreshes += 1
+
+    # -- skipping ------------------------------------------------------------------------------------------------
+
+    def _skip_periods(self) -> None:
+        """If the state equals that of the last call, as many such periods as fit are skipped.
+
+        Clock and positions of the state stay; instead the next refresh and the end of the lines come closer.
+        """
+        if self.active or self.refresh_due or not self.queued:
+            return
+        oldest = min(numbers[0] for rows in self.queue.values() for numbers in rows.values())
+        next_position = self.offered + self.skipped_lines
+        block_end = min(self.lines.block_end(oldest + self.skipped_lines), self.end)
+        room = block_end - next_position
+        if room < self.period:
+            return
+        queued = tuple(
+            (bank, tuple(number - self.offered for number in numbers))
+            for bank, rows in sorted(self.queue.items())
+            for numbers in rows.values()
+        )
+        returns = tuple(time - self.now for time in self.returns)
+        state = (self.channel.signature(self.now), queued, returns)
+        then, (now_then, offered_then) = self.calm_state, self.calm_since
+        self.calm_state, self.calm_since = state, (self.now, self.offered)
+        if state != then:
+            return
+        cycles, lines = self.now - now_then, self.offered - offered_then
+        if lines % self.period or not lines:
+            return
+        times = room // lines
+        if self.next_refresh != _FOREVER:
+            times = min(times, (self.next_refresh - self.now - 1) // cycles)
+        if times > 0:
+            self.skipped_lines += times * lines
+            self.skipped_cycles += times * cycles
+            if self.next_refresh != _FOREVER:
+                self.next_refresh -= times * cycles

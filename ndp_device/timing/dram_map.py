@@ -1,0 +1,95 @@
+"""Where consecutive lines of a channel lie: bank and row of every position, for one stream or several.
+
+In a channel, lowest bits first: bank group, column, bank, rank, row; without bank-group interleaving the column comes
+before the bank group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.spec import DramSpec
+from ndp_device.timing.units import ceil_div
+
+PLACEMENTS = ("natural", "staggered", "same-bank")
+
+
+@dataclass(frozen=True)
+class StreamMap:
+    """One sequential stream from the beginning of a channel."""
+
+    dram: DramSpec
+
+    @cached_property
+    def period(self) -> int:
+        return self.dram.bank_groups if self.dram.bank_group_interleave else 1
+
+    @cached_property
+    def block(self) -> int:
+        """Lines of the rows that are streamed at the same time: one per bank group, or one alone."""
+        return self.period * self.dram.lines_per_row
+
+    @cached_property
+    def row_span(self) -> int:
+        """Lines of one row of every bank."""
+        return self.dram.ranks * self.dram.banks * self.dram.lines_per_row
+
+    def at(self, position: int) -> tuple[int, int]:
+        dram = self.dram
+        if dram.bank_group_interleave:
+            rest, group = divmod(position, dram.bank_groups)
+            rest //= dram.lines_per_row
+        else:
+            rest, group = divmod(position // dram.lines_per_row, dram.bank_groups)
+        rest, bank = divmod(rest, dram.banks_per_group)
+        row, rank = divmod(rest, dram.ranks)
+        return (rank * dram.bank_groups + group) * dram.banks_per_group + bank, row
+
+    def block_end(self, position: int) -> int:
+        return (position // self.block + 1) * self.block
+
+
+@dataclass(frozen=True)
+class ConcurrentStreams:
+    """Sequential streams of `length` lines each, served in turn, one stripe at a time.
+
+    natural     consecutive parts of one allocation
+    staggered   each in its own rows, its start shifted by one bank against the stream before
+    same-bank   each in its own rows, all starting in the same bank
+    """
+
+    dram: DramSpec
+    streams: int
+    placement: str
+    length: int
+    period: int = 0  # rows of several streams take turns: no short period
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ConfigError(f"the number of streams must be at least 1, got {self.streams}")
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
+
+    @cached_property
+    def one(self) -> StreamMap:
+        return StreamMap(self.dram)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        if self.placement == "natural":
+            return tuple(stream * self.length for stream in range(self.streams))
+        span = self.one.row_span
+        apart = (ceil_div(self.length, span) + 1) * span
+        shift = self.one.block if self.placement == "staggered" else 0
+        return tuple(stream * apart + stream * shift % span for stream in range(self.streams))
+
+    def at(self, position: int) -> tuple[int, int]:
+        chunk = self.dram.stripe_bytes // self.dram.line_bytes
+        turn, within = divmod(position, chunk)
+        index, stream = divmod(turn, self.streams)
+        return self.one.at(self.starts[stream] + index * chunk + within)
+
+    def block_end(self, position: int) -> int:
+        return position
