@@ -61,6 +61,7 @@ class Totals:
     steps: int = 0
     prefills: int = 0
     migrated_experts: int = 0
+    preempted: int = 0
     row_checks: int = 0
     sidecar_mismatches: int = 0
     pairs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PAIR_KINDS, 0))
@@ -172,6 +173,7 @@ class NdpController:
         self.device.check()
         self._replan()
         self.totals.steps += 1
+        self.totals.preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.step = StepContext(self, self.totals.steps, spans)
         self._reported = False
 
@@ -269,6 +271,7 @@ class NdpController:
             "steps": totals.steps,
             "prefills": totals.prefills,
             "migrated_experts": totals.migrated_experts,
+            "preempted": totals.preempted,
             "row_checks": totals.row_checks,
             "sidecar_mismatches": totals.sidecar_mismatches,
             **{f"{kind}_pairs": count for kind, count in totals.pairs.items()},

@@ -98,7 +98,7 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
         ("measured\nTPOT ms", {"justify": "right"}),
         ("simulated\nTTFT us", {"justify": "right"}),
         ("simulated\nTPOT us", {"justify": "right"}),
-        ("text", {"no_wrap": True, "overflow": "ellipsis", "ratio": 1}),
+        ("text", {"no_wrap": True}),
     ):
         table.add_column(name, **options)  # type: ignore[arg-type]
     for name, report, text in zip(PROMPTS, reports, texts, strict=True):
@@ -112,7 +112,7 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
             f"{report['measured_tpot_ms']:.2f}",
             f"{report['simulated_ttft_us']:.1f}",
             f"{report['simulated_tpot_us']:.1f}",
-            text.replace("\n", "⏎"),
+            text.replace("\n", "⏎")[:34] + "…",
         )
     console.print(table)
     tokens = sum(report["output_tokens"] for report in reports)

@@ -1,0 +1,121 @@
+"""The hot slots against arithmetic in fp64, and bit for bit against vLLM's own call over all experts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+torch = pytest.importorskip("torch")
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
+
+
+@pytest.fixture(scope="module")
+def parts():  # type: ignore[no-untyped-def]
+    from vllm_ndp.integration.experts_pool import ExpertWeights
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots
+
+    generator = torch.Generator().manual_seed(0)
+
+    def make(dtype):  # type: ignore[no-untyped-def]
+        draw = lambda *shape: (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)  # noqa: E731
+        experts = [
+            ExpertWeights(draw(INTERMEDIATE, HIDDEN), draw(INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
+            for _ in range(EXPERTS)
+        ]
+        kernel = CpuSlotKernel(dtype, HIDDEN, INTERMEDIATE, "silu")
+
+        def slots_for(hot):  # type: ignore[no-untyped-def]
+            w13 = torch.empty(len(hot), 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
+            w2 = torch.empty(len(hot), HIDDEN, INTERMEDIATE, dtype=dtype)
+            slots = HotSlots(kernel, w13, w2, EXPERTS)
+            for slot, expert in enumerate(hot):
+                slots.migrate(slot, expert, experts[expert])
+            return slots
+
+        return experts, slots_for
+
+    return make
+
+
+def route(num_rows, generator):  # type: ignore[no-untyped-def]
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(num_rows)])
+    weights = torch.rand(num_rows, TOP_K, generator=generator)
+    return (weights / weights.sum(1, keepdim=True)).float(), ids.to(torch.int32)
+
+
+def by_hand(x, weights, ids, experts, hot):  # type: ignore[no-untyped-def]
+    """fp64, one pair at a time, cold pairs left out."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
+            if expert in hot:
+                w1, w3, w2 = (w.double() for w in experts[expert])
+                gate, up = w1 @ x[row].double(), w3 @ x[row].double()
+                out[row] += weight * (w2 @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_hot", [1, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 40])
+def test_hot_slots_give_the_gate_weighted_sum_of_hot_pairs_only(parts, dtype, num_hot, num_rows) -> None:  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(num_rows * 100 + num_hot)
+    experts, slots_for = parts(dtype)
+    for _ in range(4):
+        hot = torch.randperm(EXPERTS, generator=generator)[:num_hot].tolist()
+        slots = slots_for(hot)
+        x = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
+        weights, ids = route(num_rows, generator)
+        got = slots.run(x, weights, slots.slot_of[ids]).double()
+        want = by_hand(x, weights, ids, experts, set(hot))
+        scale = want.abs().max().clamp_min(1e-9)
+        assert (got - want).abs().max() / scale < (2e-6 if dtype == torch.float32 else 1.2e-2)
+        rows_without = ~torch.isin(ids, torch.tensor(hot)).any(1)
+        assert not got[rows_without].any(), "a row without a hot pair must be exactly 0"
+
+
+def test_all_hot_is_bit_equal_to_vllms_call_over_all_experts(parts) -> None:  # type: ignore[no-untyped-def]
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+
+    experts, slots_for = parts(torch.bfloat16)
+    slots = slots_for([3, 1, 7, 5, 0, 2, 6, 4])
+    w13 = torch.stack([torch.cat([e.w1, e.w3]) for e in experts])
+    w2 = torch.stack([e.w2 for e in experts])
+    packed = cpu_prepack_moe_weight(w13, slots.kernel.isa), cpu_prepack_moe_weight(w2, slots.kernel.isa)
+    generator = torch.Generator().manual_seed(5)
+    for num_rows in (1, 7, 33):
+        x = torch.randn(num_rows, HIDDEN, generator=generator).bfloat16()
+        weights, ids = route(num_rows, generator)
+        stock = torch.empty_like(x)
+        cpu_fused_moe(stock, x, *packed, None, None, weights.clone(), ids, "silu", slots.kernel.isa, False)
+        assert torch.equal(slots.run(x, weights, slots.slot_of[ids]), stock)
+
+
+def test_a_foreign_experts_overflow_does_not_reach_a_row_without_hot_pairs(parts) -> None:  # type: ignore[no-untyped-def]
+    """Row 1 has no hot pair and is aliased to row 0's slot, whose weights overflow for it: 0 * inf must stay 0."""
+    experts, slots_for = parts(torch.float16)
+    slots = slots_for([0])
+    slots.migrate(0, 0, type(experts[0])(*(w * 3e4 for w in experts[0])))
+    x = torch.ones(2, HIDDEN).half()
+    weights = torch.full((2, TOP_K), 0.5)
+    ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    assert not slots.run(x, weights, slots.slot_of[ids])[1].any()
+
+
+def test_migration_replaces_an_expert_and_forgets_the_old_one(parts) -> None:  # type: ignore[no-untyped-def]
+    experts, slots_for = parts(torch.float32)
+    slots = slots_for([2, 4])
+    slots.migrate(0, 6, experts[6])
+    assert slots.slot_of.tolist() == [-1, -1, -1, -1, 1, -1, 0, -1]
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    weights, ids = torch.full((3, TOP_K), 0.5), torch.tensor([[6, 2], [4, 6], [2, 0]], dtype=torch.int32)
+    got = slots.run(x, weights, slots.slot_of[ids]).double()
+    torch.testing.assert_close(got, by_hand(x, weights, ids, experts, {4, 6}), rtol=1e-5, atol=1e-6)
+
+
+def test_no_slots_at_all_computes_nothing(parts) -> None:  # type: ignore[no-untyped-def]
+    _, slots_for = parts(torch.float32)
+    slots = slots_for([])
+    weights, ids = torch.full((2, TOP_K), 0.5), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    assert not slots.run(torch.ones(2, HIDDEN), weights, slots.slot_of[ids]).any()
