@@ -8,7 +8,6 @@ the exact controller in dram_controller.py, never fitted. `transfer` and `idle_p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 
 from ndp_device.errors import ConfigError
@@ -19,7 +18,7 @@ from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
 IDLE_CASES = ("hit", "closed", "conflict")
 _OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered
-_RAMP_LINES = 64  # after these every bank group streams
+_RAMP_LINES = 32  # after these every bank group streams
 _EXACT_LINES = 256  # transfers up to this length are simulated, longer ones computed
 _CONCURRENT_LINES = 6144  # concurrent streams are simulated up to this length, then continued at their pace
 _LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
@@ -136,36 +135,37 @@ def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams, end: int, idle:
 
 @dataclass(frozen=True)
 class _Profile:
-    """What a sequential stream on one device looks like, measured on the exact controller."""
+    """What a sequential stream on one device looks like, taken from the exact controller. Cycles."""
 
-    ramp: tuple[int, ...]  # cycles for the first 0, 1, 2 … lines without refresh
-    pace: Fraction  # cycles per line after the ramp
-    loss: Fraction  # cycles that meeting one refresh costs
+    ramp: tuple[int, ...]  # for the first 0, 1, 2 … lines without refresh
+    pace: tuple[int, int]  # (cycles, lines) after the ramp
+    loss: tuple[int, int]  # (cycles, refreshes): what meeting refreshes costs
     data_cycles: int  # from the last command to the last data
     refresh_interval: int  # 0 = no refresh
-    blocked: int  # cycles after a refresh falls due during which an idle channel cannot start
+    blocked: int  # after a refresh falls due, an idle channel cannot start for so long
     rows_reopened: int  # by one refresh
 
     def undisturbed(self, lines: int) -> int:
         if lines < len(self.ramp):
             return self.ramp[lines]
-        return self.ramp[-1] + _ceil(self.pace * (lines - len(self.ramp) + 1))
+        cycles, per = self.pace
+        return self.ramp[-1] + ceil_div(cycles * (lines - len(self.ramp) + 1), per)
 
     def cycles_and_refreshes(self, lines: int, to_refresh: int) -> tuple[int, int]:
-        """(cycles, refreshes met) of a stream that begins to_refresh cycles before a refresh falls due."""
+        """(cycles, refreshes met) of a stream that begins to_refresh cycles before a refresh falls due.
+
+        A refresh is met if it falls due before the last command; each one met moves that command by the loss.
+        """
         undisturbed = self.undisturbed(lines)
-        if not self.refresh_interval:
-            return undisturbed, 0
         beyond = undisturbed - self.data_cycles - to_refresh
-        met = max(_ceil(beyond / (self.refresh_interval - self.loss)), 0)
-        return undisturbed + _ceil(met * self.loss), met
+        if not self.refresh_interval or beyond <= 0:
+            return undisturbed, 0
+        cycles, per = self.loss
+        met = ceil_div(beyond * per, self.refresh_interval * per - cycles)
+        return undisturbed + ceil_div(met * cycles, per), met
 
     def cycles(self, lines: int, to_refresh: int) -> int:
         return self.cycles_and_refreshes(lines, to_refresh)[0]
-
-
-def _ceil(value: Fraction) -> int:
-    return ceil_div(value.numerator, value.denominator)
 
 
 @lru_cache(maxsize=64)
@@ -174,10 +174,10 @@ def _profile(dram: DramSpec) -> _Profile:
     ramp = tuple(_exact_cycles(still, lines, end, idle) if end else 0 for end in range(_RAMP_LINES + 1))
     rank_lines = lines.row_span // dram.ranks
     after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines, idle)
-    pace = Fraction(after_rank - ramp[-1], rank_lines)
+    pace = (after_rank - ramp[-1], rank_lines)
     data_cycles = dram.cl + dram.burst
     if dram.refresh == "off":
-        return _Profile(ramp, pace, Fraction(0), data_cycles, refresh_interval=0, blocked=0, rows_reopened=0)
+        return _Profile(ramp, pace, (0, 1), data_cycles, refresh_interval=0, blocked=0, rows_reopened=0)
     if dram.refresh == "per-bank":
         return _Profile(ramp, pace, _bank_refresh_loss(dram, lines), data_cycles, dram.refi_pb, 0, rows_reopened=1)
     loss = _refresh_loss(dram, lines)
@@ -185,17 +185,17 @@ def _profile(dram: DramSpec) -> _Profile:
     return _Profile(ramp, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
 
 
-def _refresh_loss(dram: DramSpec, lines: StreamMap) -> Fraction:
+def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
     """One all-bank refresh in the middle of a stream: the mean over moments that meet every phase of the burst."""
-    end = 4 * _RAMP_LINES
+    end = 8 * _RAMP_LINES
     alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
     moments = [Idle(alone // 2 + sample * (dram.burst + 1)) for sample in range(_LOSS_SAMPLES)]
-    return Fraction(sum(_exact_cycles(dram, lines, end, idle) for idle in moments), _LOSS_SAMPLES) - alone
+    return sum(_exact_cycles(dram, lines, end, idle) - alone for idle in moments), _LOSS_SAMPLES
 
 
-def _bank_refresh_loss(dram: DramSpec, lines: StreamMap) -> Fraction:
+def _bank_refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:
     """Mean over a stream long enough for every bank to be refreshed several times."""
     end = 8 * lines.row_span
     served = Controller(dram, lines, Idle(dram.refi_pb), end, dram.outstanding).run()
     alone = _exact_cycles(replace(dram, refresh="off"), lines, end, Idle(0))
-    return Fraction(served.cycles + _OFFER_CYCLES - alone, served.refreshes)
+    return served.cycles + _OFFER_CYCLES - alone, served.refreshes
