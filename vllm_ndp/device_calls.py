@@ -59,6 +59,7 @@ class ControlCall:
     """The one request other than Execute that waits for its answer."""
 
     id: int
+    asked: str  # for the sentence of an error
     deadline_s: float
     plan: AnnouncedPlan | None = None
     reply: msg.AnyReply | None = None

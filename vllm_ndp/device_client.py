@@ -237,16 +237,16 @@ class DeviceClient:
         )
         if not self._transport.send(codec.encode(hello)):
             return False
-        self._control = ControlCall(hello.id, time.monotonic() + GREETING_S)
+        self._control = ControlCall(hello.id, "Hello", time.monotonic() + GREETING_S)
         return True
 
     def _accept(self, frames: Frames) -> None:
         if len(frames) != 2:
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
         reply, tensors = codec.decode_reply(frames[0], frames[1])
-        if isinstance(reply, msg.Welcome):
+        if self._incarnation is None:
             self._incarnation = reply.incarnation
-        elif reply.incarnation != self._incarnation and self._up:
+        elif reply.incarnation != self._incarnation:
             raise RemoteProtocolError("a reply came from another incarnation of the device")
         if handle := self._handles.pop(reply.id, None):
             self._settle(handle, reply, tensors)
@@ -255,7 +255,9 @@ class DeviceClient:
         elif 0 < reply.id <= self._last_id:
             self.counters.ignored += 1
         else:
-            raise RemoteProtocolError(f"the device answered request {reply.id}, which was never made: {reply}")
+            raise RemoteProtocolError(
+                f"the device answered request {reply.id}, which was never made, by {_named(reply)}"
+            )
 
     def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
         if isinstance(reply, msg.Refusal):
@@ -267,7 +269,7 @@ class DeviceClient:
         y = tensors.get("y")
         if not isinstance(reply, msg.Result) or y is None or reply.epoch != handle.epoch or y.shape != handle.x.shape:
             handle.failure = RemoteProtocolError(
-                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {reply}"
+                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {_named(reply)}"
             )
             raise handle.failure
         if not np.isfinite(y).all() and is_finite(handle.x):
@@ -283,10 +285,13 @@ class DeviceClient:
         if isinstance(reply, msg.Refusal):
             raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
         control.reply = reply
-        if isinstance(reply, msg.PlanInstalled) and control.plan is not None:
-            if reply.epoch != control.plan.epoch or tensors["missing"].shape != control.plan.replicas.shape:
-                raise RemoteProtocolError(f"InstallPlan of epoch {control.plan.epoch} was answered by {reply}")
-            control.plan.missing = tensors["missing"].copy()
+        plan = control.plan
+        if not isinstance(reply, msg.Welcome) if plan is None else getattr(reply, "epoch", None) != plan.epoch:
+            raise RemoteProtocolError(f"{control.asked} was answered by {_named(reply)}")
+        if plan is not None and isinstance(reply, msg.PlanInstalled):
+            if tensors["missing"].shape != plan.replicas.shape:
+                raise RemoteProtocolError(f"{control.asked} was answered by {_named(reply)}")
+            plan.missing = tensors["missing"].copy()
         if self._up:
             return
         if isinstance(reply, msg.Welcome):
@@ -323,7 +328,8 @@ class DeviceClient:
                 self._fail(DeviceUnavailable(f"no answer within {self._control_s:g} s"))
 
     def _send_control(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall:
-        control = self._control = ControlCall(message.id, time.monotonic() + self._control_s, plan)
+        asked = f"{type(message).__name__} of epoch {plan.epoch}"
+        control = self._control = ControlCall(message.id, asked, time.monotonic() + self._control_s, plan)
         tensors = {"replicas": plan.replicas} if isinstance(message, msg.InstallPlan) else None
         self._send(codec.encode(message, tensors))
         return control
@@ -349,6 +355,7 @@ class DeviceClient:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+        self._incarnation = None
         self._control = None
         self._replay.clear()
         for handle in self._handles.values():
@@ -373,3 +380,8 @@ class DeviceClient:
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
+
+
+def _named(reply: msg.AnyReply) -> str:
+    shapes = "".join(f" {spec.name}{list(spec.shape)}" for spec in reply.tensors)
+    return f"{type(reply).__name__}{shapes} under epoch {getattr(reply, 'epoch', '?')}"

@@ -1,0 +1,325 @@
+"""The program `ndp-device` as a real process: what it prints, what it refuses, when it ends, who may reach it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
+
+from ndp_device.calibration.build import build_data_free
+from ndp_device.errors import ConfigError
+from ndp_device.probe import Probe
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import Address, ZmqServer, ZmqTransport
+
+PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.fixture(scope="module")
+def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("replicas") / "r"
+    build_data_free(model_dir, directory, show_progress=False)
+    return directory
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    return f"ipc://{private}/device"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def last_line(output: str) -> dict[str, Any]:
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def refused(*arguments: str) -> str:
+    """The one sentence of a command that must fail."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("ndp-device: ")]
+    assert len(sentences) == 1
+    assert "Traceback" not in done.stderr
+    return sentences[0]
+
+
+@contextmanager
+def serving(address: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    process = subprocess.Popen(
+        [*PROGRAM, "serve", "--address", address, "--kernel", "reference", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
+    address: str, model_dir: Path, replicas_dir: Path
+) -> None:
+    with serving(address, "--model", str(model_dir), "--replicas", str(replicas_dir)) as (process, ready):
+        assert ready == {
+            "ready": True,
+            "address": address,
+            "pid": process.pid,
+            "incarnation": ready["incarnation"],
+        }
+        assert last_line(run("ping", address).stdout)["incarnation"] == ready["incarnation"]
+        described = last_line(run("describe", address).stdout)
+        assert {"protocol", "incarnation", "model_digest", "replicas", "hardware"} <= described.keys()
+        assert (described["protocol"], described["replicas"], described["pid"]) == ("1.0", "data-free", process.pid)
+        verified = last_line(run("verify", address).stdout)
+        assert verified["ok"] is True
+        assert verified["experts_checked"] == LAYERS * EXPERTS * len(msg.PLAN_BITS)
+        process.send_signal(signal.SIGTERM)
+        output, log = process.communicate(timeout=10)
+        assert process.returncode == 0
+        assert last_line(output) == {"stopped": True, "executed": 2 * LAYERS, "refused": 0}
+        assert "Traceback" not in log
+
+
+def test_a_serving_device_has_no_torch_and_no_vllm_in_it(address: str, model_dir: Path, replicas_dir: Path) -> None:
+    with serving(address, "--model", str(model_dir), "--replicas", str(replicas_dir)) as (process, _):
+        assert last_line(run("verify", address).stdout)["ok"] is True
+        assert last_line(run("describe", address).stdout)["foreign_modules"] == []
+        mapped = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libzmq" in mapped
+        assert "libtorch" not in mapped
+        assert "/vllm/" not in mapped
+
+
+def test_a_replica_directory_is_verified_without_a_device(replicas_dir: Path, tmp_path: Path) -> None:
+    verified = last_line(run("verify", "--replicas", str(replicas_dir)).stdout)
+    assert (verified["ok"], verified["replicas"], verified["bits"]) == (True, "data-free", [1, 2, 3, 4])
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in replicas_dir.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            data[-1] ^= 1
+        (damaged / file.name).write_bytes(data)
+    assert "experts-00000.safetensors" in refused("verify", "--replicas", str(damaged))
+
+
+def test_a_second_device_on_one_path_is_refused_with_the_pid_of_the_first(address: str, model_dir: Path) -> None:
+    with serving(address, "--model", str(model_dir)) as (process, ready):
+        assert f"pid {process.pid} already listens" in refused("serve", "--model", str(model_dir), "--address", address)
+        assert last_line(run("ping", address).stdout)["incarnation"] == ready["incarnation"]
+
+
+def test_a_device_that_was_killed_leaves_nothing_that_stops_the_next(address: str, model_dir: Path) -> None:
+    with serving(address, "--model", str(model_dir)) as (process, first):
+        process.kill()
+        process.wait()
+        with serving(address, "--model", str(model_dir)) as (_, second):
+            assert second["incarnation"] != first["incarnation"]
+            assert last_line(run("ping", address).stdout)["incarnation"] == second["incarnation"]
+
+
+def test_a_port_in_use_is_named(model_dir: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+        assert f"cannot listen on {address}" in refused("serve", "--model", str(model_dir), "--address", address)
+
+
+def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
+    with serving("tcp://127.0.0.1:0", "--model", str(model_dir)) as (process, ready):
+        listening = [c.laddr for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
+        assert [f"tcp://{host}:{port}" for host, port in listening] == [ready["address"]]
+        assert listening[0].ip == "127.0.0.1"
+        assert last_line(run("ping", ready["address"]).stdout)["pong"] is True
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ipc://@abstract", "abstract"),
+        ("ipc://relative/path", "absolute"),
+        ("ipc://" + "/x" * 60, "107 bytes, got 120"),
+        ("tcp://192.168.0.1:5555", "loopback"),
+        ("tcp://*:5555", "loopback"),
+        ("tcp://127.0.0.1:99999", "port"),
+        ("tcp://127.0.0.1", "loopback"),
+        ("udp://127.0.0.1:1", "ipc:///path or tcp"),
+        ("nonsense", "ipc:///path or tcp"),
+    ],
+)
+def test_an_impossible_address_is_refused(address: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Address.parse(address)
+
+
+def test_the_longest_path_the_system_allows_works(tmp_path: Path) -> None:
+    private = tmp_path / "p"
+    private.mkdir(mode=0o700)
+    room = 107 - len(f"{private}/")
+    if room < 1:
+        pytest.skip(f"the test directory itself has {107 - room} bytes")
+    server = ZmqServer(f"ipc://{private}/{'x' * room}")
+    server.close()
+    with pytest.raises(ConfigError, match="107 bytes, got 108"):
+        ZmqServer(f"ipc://{private}/{'x' * (room + 1)}")
+
+
+def test_the_socket_lies_in_a_directory_of_its_owner_alone(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="must belong to you alone"):
+        ZmqServer(f"ipc://{open_to_all}/device")
+    previous = os.umask(0)
+    try:
+        server = ZmqServer(f"ipc://{tmp_path}/made/device")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "made" / "device").stat().st_mode) & 0o077 == 0
+    assert stat.S_IMODE((tmp_path / "made" / "device.lock").stat().st_mode) == 0o600
+    server.close()
+
+
+def test_unknown_hardware_and_a_model_that_is_none_are_one_sentence(
+    address: str, model_dir: Path, tmp_path: Path
+) -> None:
+    assert "did you mean 'h100-ndp512'" in refused(
+        "serve", "--model", str(model_dir), "--address", address, "--hardware", "h100-ndp5"
+    )
+    assert "config.json" in refused("serve", "--model", str(tmp_path), "--address", address)
+    assert "--model" in refused("serve", "--address", address)
+    assert "no device answered" in refused("ping", address, "--timeout-s", "0.2")
+    assert "section.field=value" in refused("serve", "--model", str(model_dir), "--address", address, "--set", "x")
+
+
+def test_a_device_ends_with_its_parent_but_not_with_the_thread_that_started_it(address: str, model_dir: Path) -> None:
+    """The parent starts the device from a thread that ends at once, waits for it to be ready, then is killed."""
+    program = f"""
+import subprocess, sys, threading, os, time
+def start():
+    global device
+    device = subprocess.Popen({[*PROGRAM, "serve", "--address", address, "--model", str(model_dir)]!r}
+        + ["--die-with-parent", str(os.getpid())], stdout=subprocess.PIPE)
+thread = threading.Thread(target=start); thread.start(); thread.join()
+device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    device = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.6)
+    assert last_line(run("ping", address).stdout)["pong"] is True
+    parent.kill()
+    parent.communicate()
+    assert eventually(lambda: not device.is_running() or device.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
+    with serving("tcp://127.0.0.1:0", "--model", str(model_dir)) as (process, ready):
+        host, port = ready["address"].removeprefix("tcp://").rsplit(":", 1)
+        resident = psutil.Process(process.pid).memory_info().rss
+        greeting = bytes([0xFF, *[0] * 8, 0x7F, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
+        huge = b"\x02" + (8 << 30).to_bytes(8, "big")  # a long frame of 8 GiB
+        for attack in (b"GET / HTTP/1.0\r\n\r\n", bytes(1000), os.urandom(4000), greeting, greeting + huge):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(attack)
+        silent = [socket.create_connection((host, int(port))) for _ in range(50)]
+        assert last_line(run("verify", ready["address"]).stdout)["ok"] is True
+        for connection in silent:  # HANDSHAKE_IVL throws them out
+            connection.settimeout(10)
+            while connection.recv(64):
+                pass
+            connection.close()
+        assert psutil.Process(process.pid).memory_info().rss < resident + (64 << 20)
+
+
+def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(address: str, model_dir: Path) -> None:
+    with serving(address, "--model", str(model_dir)):
+        for frames in ([b"one"], [b"one", b"two", b"three"], [b"", b""]):
+            transport = ZmqTransport(address)
+            assert eventually(lambda: transport.send(frames))  # noqa: B023
+            reply = None
+            while reply is None:
+                reply = transport.receive(5.0)
+            assert b"bad_request" in bytes(reply[0])
+            transport.close()
+        with Probe(address) as probe:
+            assert probe.hello().num_layers == LAYERS
+
+
+def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> None:
+    with serving(address, "--model", str(model_dir)) as (process, _):
+        with Probe(address) as probe:
+            probe.hello()
+            probe.ask(msg.Shutdown(probe.next_id()))
+        assert process.wait(10) == 0
+
+
+def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
+    """Each reply is held back for 200 ms, so the last of four requests lies in the queue for 400 or more of its 300."""
+    with serving(address, "--model", str(model_dir), "--failpoint", "delay=1:200"):
+        transport = ZmqTransport(address)
+        requests: list[tuple[msg.Message, codec.Tensors]] = [
+            (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="test"), {}),
+            (msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": np.full((LAYERS, EXPERTS), 16, np.uint8)}),
+            (msg.ActivatePlan(3, epoch=1), {}),
+        ]
+        nothing = {
+            "x": np.zeros((1, HIDDEN), np.float32),
+            "pair_rows": np.zeros(0, np.int32),
+            "pair_experts": np.zeros(0, np.int32),
+            "pair_bits": np.zeros(0, np.uint8),
+            "gates": np.zeros(0, np.float32),
+        }
+        for number in range(4, 8):
+            ttl_us = 60_000_000 if number == 4 else 300_000
+            execute = msg.Execute(number, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=ttl_us)
+            requests.append((execute, nothing))
+        outcomes = []
+        assert eventually(lambda: transport.send(codec.encode(*requests[0])))
+        for request, tensors in requests[1:]:
+            assert transport.send(codec.encode(request, tensors))
+        while len(outcomes) < len(requests):
+            frames = transport.receive(10.0)
+            if frames is not None:
+                reply, _ = codec.decode_reply(frames[0], frames[1])
+                outcomes.append(reply.code if isinstance(reply, msg.Refusal) else type(reply).__name__)
+        assert outcomes[:4] == ["Welcome", "PlanInstalled", "PlanActivated", "Result"]
+        assert outcomes[-1] == "deadline"
+        transport.close()
