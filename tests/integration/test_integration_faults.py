@@ -1,0 +1,121 @@
+"""A device that is killed or frozen in mid-generation costs time only: every request completes with the same tokens.
+
+Identity mode in fp32, so that what the device computes and what the engine computes instead is the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from engines import PROMPTS, engine, greedy, token_ids
+
+pytestmark = pytest.mark.vllm
+TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def llm():  # type: ignore[no-untyped-def]
+    with engine(settings={"cold_precision": "full", "hot_experts": 2, "deadline_ms": 300}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llm):  # type: ignore[no-untyped-def]
+    outputs = greedy(llm, PROMPTS, TOKENS)
+    assert all(output.kv_transfer_params["ndp"]["fallback_pairs"] == 0 for output in outputs)
+    return token_ids(outputs)
+
+
+def totals(llm):  # type: ignore[no-untyped-def]
+    return llm.collective_rpc("ndp_totals")[0]
+
+
+def device_pid(llm):  # type: ignore[no-untyped-def]
+    return llm.collective_rpc("ndp_status")[0]["device_pid"]
+
+
+def disturb_after(llm, num_steps: int, action) -> threading.Thread:  # type: ignore[no-untyped-def]
+    """Run `action` from a thread once the engine has made so many steps: in mid-generation, wherever that is."""
+    target = totals(llm)["steps"] + num_steps
+
+    def wait_then_act() -> None:
+        from vllm_ndp.integration.controller import current_controller
+
+        while current_controller().totals.steps < target:
+            time.sleep(0.001)
+        action()
+
+    thread = threading.Thread(target=wait_then_act)
+    thread.start()
+    return thread
+
+
+def wait_until_used_again(llm) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        before = totals(llm)
+        greedy(llm, PROMPTS[:1], 4)
+        after = totals(llm)
+        if after["cold_pairs"] > before["cold_pairs"] and after["fallback_pairs"] == before["fallback_pairs"]:
+            return
+        time.sleep(0.2)
+    raise AssertionError("the device was not used again within a minute")
+
+
+def test_a_killed_device_costs_no_request_and_changes_no_token(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
+    killed = device_pid(llm)
+    thread = disturb_after(llm, 20, lambda: os.kill(killed, signal.SIGKILL))
+    outputs = greedy(llm, PROMPTS, TOKENS)
+    thread.join()
+    assert token_ids(outputs) == undisturbed
+    reports = [output.kv_transfer_params["ndp"] for output in outputs]
+    assert sum(report["fallback_pairs"] for report in reports) > 0
+    wait_until_used_again(llm)
+    assert device_pid(llm) != killed, "an embedded device that died is started again"
+
+
+def test_a_frozen_device_costs_no_request_and_changes_no_token(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
+    frozen = device_pid(llm)
+    thread = disturb_after(llm, 20, lambda: os.kill(frozen, signal.SIGSTOP))
+    try:
+        outputs = greedy(llm, PROMPTS, TOKENS)
+    finally:
+        thread.join()
+        os.kill(frozen, signal.SIGCONT)
+    assert token_ids(outputs) == undisturbed
+    assert sum(output.kv_transfer_params["ndp"]["fallback_pairs"] for output in outputs) > 0
+    wait_until_used_again(llm)
+    assert device_pid(llm) == frozen
+
+
+def test_a_device_that_is_frozen_while_a_plan_is_made_delays_no_prompt_for_long(llm, undisturbed) -> None:  # type: ignore[no-untyped-def]
+    frozen = device_pid(llm)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        outputs = greedy(llm, PROMPTS, TOKENS)
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    assert token_ids(outputs) == undisturbed
+    assert all(output.kv_transfer_params["ndp"]["cold_pairs"] == 0 for output in outputs)
+    wait_until_used_again(llm)
+
+
+def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token() -> None:
+    """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered."""
+    settings = {"hot_experts": 2, "avg_bits": 2.0, "fallback": "same"}
+    with engine(settings=settings) as llm:
+        with_device = greedy(llm, PROMPTS, 48)
+        llm.reset_prefix_cache()
+        os.kill(device_pid(llm), signal.SIGSTOP)
+        try:
+            without = greedy(llm, PROMPTS, 48)
+        finally:
+            os.kill(device_pid(llm), signal.SIGCONT)
+    reports = [output.kv_transfer_params["ndp"] for output in without]
+    assert all(report["cold_pairs"] == 0 and report["fallback_pairs"] > 0 for report in reports)
+    assert all(output.kv_transfer_params["ndp"]["fallback_pairs"] == 0 for output in with_device)
+    assert token_ids(without) == token_ids(with_device)
