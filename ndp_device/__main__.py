@@ -24,11 +24,13 @@ from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.server import Server
 from ndp_device.timing.spec import PE_MODES
+from ndp_device.timing_cli import app as time_app
 from ndp_device.transport import ZmqServer
 
 MAX_LOG_RECORDS = 10_000
 
 app = typer.Typer(help="An emulated CXL near-data-processing device.", no_args_is_help=True, add_completion=False)
+app.add_typer(time_app, name="time")
 AddressArgument = Annotated[str, typer.Argument(metavar="ADDR", help="ipc:///path or tcp://127.0.0.1:port")]
 
 
