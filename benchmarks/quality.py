@@ -1,0 +1,273 @@
+"""What do low-bit cold experts cost on held-out text, and what is it worth to choose their bits from the prompt?
+
+    python benchmarks/quality.py [--replicas DIR] [--sequences 16] [--avg-bits 3 2 1.5] [--hot-experts 4 2 0]
+
+Decode-path negative log-likelihood (nats per token) of the real model: each sequence's prompt runs in full precision,
+as prefill does; every later row runs its hot experts in full precision and its cold ones through the dequantized
+replicas, at the widths the policy gave this sequence. Two things vary:
+
+    bits        uniform | mse (the selector as published) | importance (its gains weighted by importance)
+    importance  prefill (this prompt's routing) | static (routing of the calibration text) | random | oracle (this
+                sequence's own decode routing in full precision: not available to any real system)
+
+Every cell is compared with full precision on the same sequences: mean of the paired differences and its standard error.
+The forward is transformers' with its experts replaced, in float32, so differences come from the replicas alone.
+Last line of stdout: one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import DynamicCache, MixtralForCausalLM
+
+from ndp_device.calibration.build import build_data_free, default_cache_dir
+from ndp_device.kernels.reference import ReferenceKernel
+from ndp_device.model_shape import FULL_PRECISION_BITS, model_digest
+from ndp_device.replicas.format import MANIFEST, ReplicaFiles
+from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.stats import RoutingStats
+
+MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-mixtral"
+SEQUENCE_TOKENS, PROMPT_TOKENS = 512, 256
+CALIBRATION_WINDOWS = 96
+BEGIN = 1  # <s>
+SELECTORS = ("uniform", "mse", "importance")
+SOURCES = ("prefill", "static", "random", "oracle")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the experiment."""
+
+    avg_bits: float
+    hot_experts: int
+    selector: str
+    source: str
+
+
+class MixedExperts(torch.nn.Module):
+    """A layer's experts where each sequence has its own width per expert; remembers how the rows were routed."""
+
+    def __init__(self, store: ExpertStore, layer: int) -> None:
+        super().__init__()
+        self.num_experts = store.shape.num_experts
+        self.weights = {
+            (expert, bits): (torch.from_numpy(prepared.w13), torch.from_numpy(prepared.w2))
+            for expert in range(self.num_experts)
+            for bits in sorted(store.available(layer, expert))
+            for prepared in [store.get(layer, expert, bits)]
+        }
+        self.bits: Tensor | None = None  # [sequences, E], 0 or 16 = full precision; None = all of them
+        self.routed: tuple[Tensor, Tensor] | None = None  # ids and weights [rows, k] of the last forward
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        self.routed = ids, gates
+        y = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            rows, slots = torch.where(ids == expert)
+            if self.bits is None:
+                widths = torch.full_like(rows, FULL_PRECISION_BITS)
+            else:
+                widths = self.bits[rows // (len(x) // len(self.bits)), expert]
+            for width in widths.unique().tolist():
+                chosen = widths == width
+                w13, w2 = self.weights[expert, width or FULL_PRECISION_BITS]
+                gate, up = (x[rows[chosen]] @ w13.T).chunk(2, dim=-1)
+                part = (torch.nn.functional.silu(gate) * up) @ w2.T
+                y.index_add_(0, rows[chosen], part * gates[rows[chosen], slots[chosen], None])
+        return y
+
+
+class MixedModel:
+    """The model with MixedExperts; one batch of sequences at a time: prompt once, decode once per plan."""
+
+    def __init__(self, model_dir: Path, store: ExpertStore) -> None:
+        self.model = MixtralForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.experts = [MixedExperts(store, layer) for layer in range(store.shape.num_layers)]
+        for block, experts in zip(self.model.model.layers, self.experts, strict=True):
+            block.mlp.experts = experts
+        self.cache, self.tokens = DynamicCache(), torch.empty(0)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor) -> list[RoutingStats]:
+        """Run the prompts of `tokens` [B, T] in full precision; the routing of each."""
+        self.cache, self.tokens = DynamicCache(), tokens
+        self._run(tokens[:, :PROMPT_TOKENS], None)
+        return self.routing_stats()
+
+    @torch.inference_mode()
+    def decode(self, bits: NDArray[np.uint8] | None) -> NDArray[np.float64]:
+        """Mean nll of each sequence after its prompt, experts at `bits` [B, L, E]. The first generated token is the
+        prefill's, so T - PROMPT_TOKENS - 1 tokens count."""
+        logits = self._run(self.tokens[:, PROMPT_TOKENS:], bits)[:, :-1]
+        self.cache.crop(PROMPT_TOKENS - self.tokens.shape[1])  # negative: how many to drop
+        targets = self.tokens[:, PROMPT_TOKENS + 1 :]
+        nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return nll.view(targets.shape).mean(dim=1).double().numpy()
+
+    def routing_stats(self) -> list[RoutingStats]:
+        """Routing of each sequence in the last forward."""
+        stacked = [torch.stack(parts, dim=1) for parts in zip(*(e.routed for e in self.experts), strict=True)]
+        ids, gates = (part.unflatten(0, (len(self.tokens), -1)).numpy() for part in stacked)  # [B, T, L, k]
+        num_experts = self.experts[0].num_experts
+        return [RoutingStats.from_choices(i, g, num_experts) for i, g in zip(ids, gates, strict=True)]
+
+    def _run(self, tokens: Tensor, bits: NDArray[np.uint8] | None) -> Tensor:
+        for layer, experts in enumerate(self.experts):
+            experts.bits = None if bits is None else torch.from_numpy(bits[:, layer].astype(np.int64))
+        return self.model(tokens, past_key_values=self.cache, use_cache=True).logits
+
+
+def held_out_sequences(model_dir: Path, per_domain: int) -> dict[str, Tensor]:
+    """{domain: [per_domain, T]}: <s> and a window of held-out text, windows spread evenly over the text."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    sequences = {}
+    for path in sorted((model_dir / "eval").glob("*.txt")):
+        ids = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
+        starts = np.linspace(0, len(ids) - SEQUENCE_TOKENS, per_domain).astype(int)
+        sequences[path.stem] = torch.tensor([[BEGIN, *ids[s : s + SEQUENCE_TOKENS - 1]] for s in starts])
+    return sequences
+
+
+def static_importance(model: MixedModel, model_dir: Path) -> ImportanceScore:
+    """The published formula over the calibration text, which shares nothing with the held-out texts."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    ids = tokenizer.encode((model_dir / "calibration.txt").read_text(), add_special_tokens=False).ids
+    starts = np.linspace(0, len(ids) - PROMPT_TOKENS, 2 * CALIBRATION_WINDOWS).astype(int)
+    windows = torch.tensor([[BEGIN, *ids[s : s + PROMPT_TOKENS - 1]] for s in starts])
+    stats = [one for batch in windows.split(32) for one in model.prefill(batch)]
+    merged = stats[0]
+    for one in stats[1:]:
+        merged = merged.merge(one)
+    return importance(merged)
+
+
+def loss_table(replicas: Path) -> LossTable:
+    files = ReplicaFiles(replicas)
+    return LossTable.from_measured(np.stack([files.layer_losses(n)[0] for n in range(files.manifest.model.num_layers)]))
+
+
+def plan_bits(
+    cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, loss: LossTable
+) -> NDArray[np.uint8]:
+    """[L, E], 0 where hot: what the policy decides for one sequence."""
+    policy = load_policy(
+        "prefill" if cell.source == "oracle" else cell.source, PolicySettings(bits=cell.selector, prior=prior)
+    )
+    budget = Budget(cell.hot_experts, cell.avg_bits)
+    score = policy.score(decode if cell.source == "oracle" else prompt)
+    placement = policy.place([score], None, budget)
+    return policy.assign(score, placement, loss, budget).bits
+
+
+def measure(
+    model: MixedModel, batches: Iterator[Tensor], cells: list[Cell], prior: ImportanceScore, loss: LossTable
+) -> tuple[NDArray[np.float64], dict[Cell, NDArray[np.float64]]]:
+    """nll of every sequence: in full precision [N], and in every cell [N]."""
+    full, by_cell = [], {cell: [] for cell in cells}
+    for tokens in batches:
+        prompts = model.prefill(tokens)
+        full.append(model.decode(None))
+        decodes = model.routing_stats()
+        done: dict[bytes, NDArray[np.float64]] = {}
+        for cell in cells:
+            plans = [plan_bits(cell, p, d, prior, loss) for p, d in zip(prompts, decodes, strict=True)]
+            bits = np.stack(plans)
+            if bits.tobytes() not in done:  # with no hot expert, uniform bits are the same whatever the importance
+                done[bits.tobytes()] = model.decode(bits)
+            by_cell[cell].append(done[bits.tobytes()])
+    return np.concatenate(full), {cell: np.concatenate(parts) for cell, parts in by_cell.items()}
+
+
+def mean_and_error(differences: NDArray[np.float64]) -> tuple[float, float]:
+    return float(differences.mean()), float(differences.std(ddof=1) / len(differences) ** 0.5)
+
+
+def results(full: NDArray[np.float64], by_cell: dict[Cell, NDArray[np.float64]]) -> list[dict[str, object]]:
+    rows = []
+    for cell, nll in by_cell.items():
+        uniform = by_cell[dataclasses.replace(cell, selector="uniform")]
+        delta, error = mean_and_error(nll - full)
+        gain, gain_error = mean_and_error(uniform - nll)
+        rows.append(
+            {
+                **dataclasses.asdict(cell),
+                "delta_nll": round(delta, 4),
+                "standard_error": round(error, 4),
+                "better_than_uniform": round(gain, 4),
+                "better_than_uniform_error": round(gain_error, 4),
+            }
+        )
+    return rows
+
+
+def print_table(rows: list[dict[str, object]], full: NDArray[np.float64], console: Console) -> None:
+    table = Table(title=f"nll above full precision ({full.mean():.4f}), standard error of the paired mean in brackets")
+    for name in ("average bits", "hot", "importance", *SELECTORS):
+        table.add_column(name, justify="right")
+    by_place: dict[tuple[object, ...], dict[object, str]] = {}
+    for row in rows:
+        place = by_place.setdefault((row["avg_bits"], row["hot_experts"], row["source"]), {})
+        place[row["selector"]] = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
+    for place, by_selector in by_place.items():
+        table.add_row(*map(str, place), *(by_selector[selector] for selector in SELECTORS))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--replicas", type=Path, help="default: the cache, where data-free ones are built if missing")
+    parser.add_argument("--sequences", type=int, default=16, help="per domain, of 512 tokens, the first 256 a prompt")
+    parser.add_argument("--avg-bits", type=float, nargs="+", default=[3, 2, 1.5])
+    parser.add_argument("--hot-experts", type=int, nargs="+", default=[4, 2, 0])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    replicas = arguments.replicas or default_cache_dir(model_digest(arguments.model))
+    if arguments.replicas is None and not (replicas / MANIFEST).exists():
+        build_data_free(arguments.model, replicas)
+    store = ExpertStore(arguments.model, replicas, kernel=ReferenceKernel())
+    model = MixedModel(arguments.model, store)
+    cells = [Cell(*point) for point in itertools.product(arguments.avg_bits, arguments.hot_experts, SELECTORS, SOURCES)]
+    prior, loss = static_importance(model, arguments.model), loss_table(replicas)
+    sequences = held_out_sequences(arguments.model, arguments.sequences)
+    console = Console(stderr=True)
+    full, by_cell = measure(model, track(sequences.values(), "held-out domains", console=console), cells, prior, loss)
+    rows = results(full, by_cell)
+    print_table(rows, full, Console(width=120))
+    summary = {
+        "model_digest": store.model_digest,
+        "replicas": store.replica_source,
+        "container": ReplicaFiles(replicas).manifest.container,
+        "sequences": len(full),
+        "decode_tokens": len(full) * (SEQUENCE_TOKENS - PROMPT_TOKENS - 1),
+        "full_precision_nll": round(float(full.mean()), 4),
+        "measured_seconds": round(time.monotonic() - began),
+        "cells": rows,
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
