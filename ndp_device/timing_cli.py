@@ -1,4 +1,4 @@
-"""`ndp-device time dram | idle | expert | hardware`: the timing model by hand. Simulated time only, nothing is measured.
+"""`ndp-device time dram | idle | expert | hardware`: the timing model by hand; simulated time, nothing is measured.
 
 Prints a table for people, then one JSON object as the last line of stdout.
 """
@@ -83,7 +83,7 @@ def expert(
     tokens: Annotated[int, typer.Option(help="Rows the expert serves")] = 1,
     pe_mode: Annotated[str | None, typer.Option(help=" | ".join(PE_MODES))] = None,
     launch: Annotated[str | None, typer.Option(help=" | ".join(LAUNCH_PATHS))] = None,
-    group_size: Annotated[int, typer.Option(help="Weights per scale and offset")] = 64,
+    group_size: Annotated[int, typer.Option(help="Weights per scale and offset")] = 128,
     scales: Annotated[bool, typer.Option(help="Count the scales and offsets")] = True,
     preset: PresetOption = "h100-ndp512",
     set_: SetOption = None,
@@ -121,7 +121,7 @@ def hardware(preset: PresetOption = "h100-ndp512", set_: SetOption = None) -> No
         quantity = sources[key]
         source = quantity.source if value == quantity.value else f"set by hand, preset has {quantity.value}"
         table.add_row(key, str(value), quantity.unit, source)
-    Console().print(table)
+    Console(width=100).print(table)
     _print({"preset": preset, "config_hash": chosen.config_hash, "values": values})
 
 
@@ -159,14 +159,14 @@ def _stage_table(title: str, timings: dict[str, Timing]) -> None:
     table.add_row("bound", *(timing.bound for timing in timings.values()))
     table.add_row("arrays busy", *(f"{timing.array_utilisation:.1%}" for timing in timings.values()))
     table.add_row("energy (indicative)", *(f"{timing.energy_pj / 1e6:,.1f} uJ" for timing in timings.values()))
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def _table(title: str, rows: dict[str, str]) -> None:
     table = Table("simulated", "", title=title)
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def _print(line: dict[str, Any]) -> None:

@@ -90,8 +90,8 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
     lines = channel_lines(dram, num_bytes)
     if dram.kind == "ideal":
         times = [stream(dram, lines, 0).total_ps]
-    elif streams > 1:
-        concurrent = ConcurrentStreams(dram, streams, placement, length=max(lines // streams, 1))
+    elif streams != 1:
+        concurrent = ConcurrentStreams(dram, streams, placement, length=max(lines // max(streams, 1), 1))
         times = [_concurrent_cycles(dram, concurrent, lines, idle) for idle in _moments(dram, 8)]
     elif lines <= _EXACT_LINES:
         times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, 256)]

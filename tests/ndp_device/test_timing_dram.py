@@ -1,0 +1,216 @@
+"""The DRAM model against arithmetic, against a controller that checks every cycle, and against itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from dram_by_cycle import ByCycle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.dram import Transfer, channel_lines, idle_ps, stream, transfer
+from ndp_device.timing.dram_controller import Controller, Idle
+from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
+from ndp_device.timing.spec import DramSpec, load_hardware
+
+DDR5 = load_hardware("h100-ndp512").dram
+LPDDR5 = load_hardware("h100-ndp512-lpddr5").dram
+MIB = 2**20
+
+
+def exact(dram: DramSpec, lines: int, to_refresh: int, *, skip: bool = True) -> int:
+    return Controller(dram, StreamMap(dram), Idle(to_refresh), lines, dram.outstanding, skip=skip).run().cycles
+
+
+def efficiency(num_bytes: int, dram: DramSpec, streams: int = 1, placement: str = "natural") -> float:
+    return transfer(dram, num_bytes, streams, placement).efficiency
+
+
+VARIANTS = [
+    DDR5,
+    LPDDR5,
+    replace(DDR5, refresh="off"),
+    replace(DDR5, bank_group_interleave=False),
+    replace(DDR5, outstanding=4),
+    replace(DDR5, queue_entries=8, faw=100, rrd_l=40),
+    replace(LPDDR5, refresh="per-bank"),
+    replace(LPDDR5, outstanding=3),
+]
+
+
+@pytest.mark.parametrize("dram", VARIANTS)
+@pytest.mark.parametrize(("lines", "to_refresh"), [(1, 9000), (5, 60), (40, 130), (150, 500), (150, 9000)])
+def test_jumping_between_commands_equals_looking_at_every_cycle(dram: DramSpec, lines: int, to_refresh: int) -> None:
+    dram = replace(dram, rfc=200)  # shorter than real, or the slow side spends its time on empty cycles
+    where = [StreamMap(dram).at(position) for position in range(lines)]
+    slow = ByCycle(dram, where, to_refresh, dram.outstanding).run()
+    assert exact(dram, lines, to_refresh) == slow
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2)), min_size=1, max_size=60),
+    st.integers(1, 2000),
+    st.sampled_from([replace(DDR5, rfc=200), LPDDR5, replace(LPDDR5, refresh="per-bank")]),
+)
+def test_any_pattern_of_banks_and_rows_equals_looking_at_every_cycle(
+    lines: list[tuple[int, int]], to_refresh: int, dram: DramSpec
+) -> None:
+    """Twelve banks, some in the same bank group, three rows: hits, conflicts, refreshes in between."""
+
+    class Listed:
+        period = 0
+
+        def at(self, position: int) -> tuple[int, int]:
+            return lines[position]
+
+        def block_end(self, position: int) -> int:
+            return position
+
+    fast = Controller(dram, Listed(), Idle(to_refresh), len(lines)).run().cycles
+    assert fast == ByCycle(dram, lines, to_refresh).run()
+
+
+@pytest.mark.parametrize("dram", VARIANTS)
+@pytest.mark.parametrize("to_refresh", [17, 3000, 12_001])
+def test_skipping_repeated_periods_changes_no_cycle(dram: DramSpec, to_refresh: int) -> None:
+    """2300 lines cross two row boundaries and, with DDR5, one or two refreshes."""
+    assert exact(dram, 2300, to_refresh) == exact(dram, 2300, to_refresh, skip=False)
+
+
+@pytest.mark.parametrize("dram", [DDR5, replace(DDR5, rfc=1315), LPDDR5, replace(DDR5, refresh="off")])
+@pytest.mark.parametrize("lines", [300, 1500, 8192, 20_000])
+def test_the_closed_form_equals_the_simulation(dram: DramSpec, lines: int) -> None:
+    """Within 0.15 % (a refresh that falls on a row boundary costs a few cycles more or less than the mean loss)."""
+    start = 5000
+    to_refresh = dram.refi - start % dram.refi
+    simulated = exact(dram, lines, to_refresh) + 1
+    computed = stream(dram, lines, dram.cycles_to_ps(start)).total_ps
+    assert computed == pytest.approx(dram.cycles_to_ps(simulated), rel=0.0015)
+
+
+def test_idle_latencies_are_the_standard_s_sums() -> None:
+    """DDR5: hit 46 + 8, closed + 46, conflict + 46 - 1 (a precharge acts one cycle earlier than an activate); LPDDR5:
+    one cycle to start the data clock, 17 + 2, closed + 15, conflict + 15. One cycle in which the line is offered."""
+    cycles = {"hit": 46 + 8, "closed": 46 + 46 + 8, "conflict": 45 + 46 + 46 + 8}
+    for case, expected in cycles.items():
+        assert idle_ps(DDR5, case) == DDR5.cycles_to_ps(1 + expected)
+    for case, expected in {"hit": 20, "closed": 35, "conflict": 50}.items():
+        assert idle_ps(LPDDR5, case) == LPDDR5.cycles_to_ps(1 + expected)
+
+
+def test_small_reads_are_bound_by_the_rate_of_activates() -> None:
+    """Lines 1, 2, 3 … 8 are in eight bank groups, activated 16 cycles apart: twice the burst."""
+    for lines in range(1, 9):
+        assert exact(DDR5, lines, 9000) == 46 + (lines - 1) * 16 + 46 + 8
+
+
+def test_without_refresh_a_long_stream_runs_at_the_peak_rate() -> None:
+    for dram in (DDR5, LPDDR5):
+        assert 0.995 < efficiency(64 * MIB, replace(dram, refresh="off")) <= 1.0
+
+
+def test_refresh_costs_its_own_time_and_reopening_the_rows() -> None:
+    """DDR5: tRFC 946 of every 12500 cycles; closing (24 + 46) and reopening the rows (46 + the ramp) on top."""
+    lost = 1 - efficiency(352 * 10**6, DDR5)
+    assert 946 / 12_500 < lost < (946 + 24 + 46 + 46 + 8 * 16) / 12_500
+
+
+def test_longer_refreshes_lose_more() -> None:
+    assert efficiency(64 * MIB, replace(DDR5, rfc=1315)) < efficiency(64 * MIB, DDR5) - 0.02
+
+
+def test_per_bank_refresh_loses_less_than_all_bank() -> None:
+    all_bank, per_bank = efficiency(16 * MIB, LPDDR5), efficiency(16 * MIB, replace(LPDDR5, refresh="per-bank"))
+    assert all_bank + 0.02 < per_bank < 1.0
+
+
+def test_without_bank_group_interleave_the_longer_gap_counts() -> None:
+    """One bank group alone gives burst / tCCD_L = half the rate; looking 32 lines ahead wins a little of it back."""
+    assert 0.45 < efficiency(16 * MIB, replace(DDR5, bank_group_interleave=False)) < 0.65
+
+
+def test_one_line_in_flight_pays_the_whole_latency_each_time() -> None:
+    """A row hit every 46 + 8 + 1 cycles instead of every 8, and a closed row for every eight rows of 128 lines."""
+    alone = efficiency(MIB, replace(DDR5, refresh="off", outstanding=1))
+    assert alone == pytest.approx(8 / 55, rel=0.10)
+    previous = alone
+    for outstanding in (2, 4, 8):
+        rate = efficiency(MIB, replace(DDR5, refresh="off", outstanding=outstanding))
+        assert rate > previous
+        previous = rate
+
+
+def test_streams_that_share_banks_are_slower() -> None:
+    staggered = efficiency(MIB, DDR5, streams=4, placement="staggered")
+    same_bank = efficiency(MIB, DDR5, streams=4, placement="same-bank")
+    assert same_bank < staggered <= efficiency(MIB, DDR5) + 0.01
+
+
+def test_natural_parts_of_one_allocation_lie_one_after_the_other() -> None:
+    parts = ConcurrentStreams(DDR5, 3, "natural", length=1024)
+    assert [parts.at(0), parts.at(4), parts.at(8)] == [StreamMap(DDR5).at(first) for first in (0, 1024, 2048)]
+
+
+def test_the_map_puts_bank_group_lowest_then_column_bank_rank_row() -> None:
+    """Eight bank groups, 128 lines, four banks, two ranks: the bank changes after 1024 lines, the rank after 4096."""
+    where = StreamMap(DDR5).at
+    assert where(0) == (0, 0)
+    assert where(1) == (4, 0)  # the next bank group
+    assert where(8) == (0, 0)  # the same row again
+    assert where(1024) == (1, 0)
+    assert where(4096) == (32, 0)
+    assert where(8192) == (0, 1)
+
+
+@pytest.mark.parametrize(("num_bytes", "lines"), [(0, 0), (1, 1), (64, 1), (65, 2), (256, 4), (5120, 4), (5121, 5)])
+def test_lines_of_the_most_loaded_channel(num_bytes: int, lines: int) -> None:
+    """20 channels x 256 B: 5120 bytes give every channel one stripe of four lines."""
+    assert channel_lines(DDR5, num_bytes) == lines
+
+
+@given(st.integers(1, 4000), st.integers(0, 4_000_000), st.sampled_from([DDR5, LPDDR5]))
+def test_more_lines_never_end_earlier(lines: int, start_ps: int, dram: DramSpec) -> None:
+    assert stream(dram, lines, start_ps).total_ps <= stream(dram, lines + 1, start_ps).total_ps
+
+
+@given(st.integers(1, 300_000), st.integers(0, 10**9), st.sampled_from([DDR5, LPDDR5]))
+def test_no_stream_is_faster_than_the_peak_rate(lines: int, start_ps: int, dram: DramSpec) -> None:
+    read = stream(dram, lines, start_ps)
+    assert read.total_ps >= dram.cycles_to_ps(lines * dram.burst)
+    assert read.refresh_stall_ps <= read.total_ps
+
+
+def test_a_stream_that_begins_in_a_refresh_waits_for_its_end() -> None:
+    """Phase 0: both ranks refresh for 946 cycles, the activate acts in its second cycle, ranks follow each other."""
+    inside, before = stream(DDR5, 4, 0), stream(DDR5, 4, DDR5.cycles_to_ps(5000))
+    assert inside.total_ps - before.total_ps == pytest.approx(DDR5.cycles_to_ps(946), abs=313)
+    assert before.refresh_stall_ps == 0
+
+
+def test_an_ideal_dram_reads_at_its_rate() -> None:
+    ideal = load_hardware("h100-ndp512", **{"dram.kind": "ideal"}).dram
+    assert stream(ideal, 4, 77).total_ps == 10_000  # 20 channels x 256 B at 512 GB/s
+    assert efficiency(512 * 10**6, ideal) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_transfer_reports_the_spread_over_start_times() -> None:
+    spread: Transfer = transfer(DDR5, MIB)
+    assert spread.min_ps < spread.mean_ps < spread.max_ps
+    assert spread.max_ps - spread.min_ps <= DDR5.cycles_to_ps(1200)  # at most one refresh more
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: transfer(DDR5, 0), "at least 1"),
+        (lambda: transfer(DDR5, MIB, 0), "streams"),
+        (lambda: transfer(DDR5, MIB, 2, "sideways"), "natural"),
+        (lambda: idle_ps(DDR5, "warm"), "hit, closed, conflict"),
+    ],
+)
+def test_impossible_questions_are_refused_in_one_sentence(call, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
