@@ -1,23 +1,22 @@
 """The job that fills a replica directory, layer by layer, and goes on where it was stopped. Knows files and settings.
 
-Does not know how a layer is quantized: that is data_free.py (from the weights alone) or calibrated.py (from text).
+How a layer is quantized is not its business: data_free.py does it from the weights alone, calibrated.py from text.
+torch and transformers are imported only where text is involved.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
-import numpy as np
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
-from ndp_device.calibration.data_free import quantize_nested
-from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.calibration import data_free
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.kernels.reference import to_float32
 from ndp_device.model_shape import ModelShape, model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
@@ -29,13 +28,19 @@ from ndp_device.replicas.format import (
     write_layer,
     write_manifest,
 )
-from ndp_device.replicas.replica import REPLICA_BITS, FullExpert, QuantizedExpert
+from ndp_device.replicas.replica import REPLICA_BITS
 
-TRACK_WEIGHTS: Mapping[int, float] = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
+TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
 
-_PROBE_ROWS = 64
 _WIDE = 1024
+_CAPTURE_BYTES = 8 << 30
+
+SolverName = Literal["nested", "independent", "auto-gptq"]
+"""nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
+
+MakeLayer = Callable[[int, Callable[[], None]], LayerReplicas]
+"""(layer, to be called after each expert) -> its replicas."""
 
 
 def default_cache_dir(model_digest: str) -> Path:
@@ -58,12 +63,12 @@ def build_data_free(
     group_size: int | None = None,
     show_progress: bool = True,
 ) -> Manifest:
-    """Nested replicas from the weights alone, in about 2 us per weight of one core; continues an interrupted build.
+    """Nested replicas from the weights alone, about 1 us per weight on one core; continues an interrupted build.
 
-    Its loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text.
+    Their loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text.
     """
     checkpoint = CheckpointExperts(model_dir)
-    track_weights = {width: TRACK_WEIGHTS[width] for width in sorted(bits)}
+    track_weights = {width: TRACK_WEIGHTS[width] for width in _checked_bits(bits)}
     manifest = Manifest(
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
@@ -72,50 +77,110 @@ def build_data_free(
         group_size=group_size or default_group_size(checkpoint.shape),
         source="data-free",
         solver={"name": "least-squares", "track_weights": list(track_weights.values())},
-        calibration={"inputs": "unit normal times the norm's weight", "rows": _PROBE_ROWS},
+        calibration={"inputs": "unit normal times the norm's weight", "rows": data_free.PROBE_ROWS},
     )
 
-    def make_layer(layer: int) -> LayerReplicas:
-        experts, losses = [], []
-        norm_weight = to_float32(*checkpoint.norm_weight(layer))
-        for expert in range(checkpoint.shape.num_experts):
-            full = checkpoint.expert(layer, expert)
-            w13, w2 = full_matrices(full)
-            quantized = [quantize_nested(matrix, manifest.group_size, track_weights) for matrix in (w13, w2)]
-            experts.append({b: QuantizedExpert(b, *(matrix[b] for matrix in quantized)) for b in track_weights})
-            rng = np.random.default_rng([layer, expert])
-            inputs = rng.standard_normal((_PROBE_ROWS, norm_weight.size), dtype=np.float32) * norm_weight
-            losses.append(expert_losses(inputs, full, experts[-1]))
-        loss, relative = (np.stack(table) for table in zip(*losses, strict=True))
-        nobody = np.zeros(checkpoint.shape.num_experts)
-        return LayerReplicas(tuple(experts), loss, relative, nobody.astype(np.int64), nobody)
+    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+        return data_free.quantize_layer(checkpoint, layer, manifest.group_size, track_weights, advance=advance)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
 
 
-def run_job(
-    out_dir: Path, manifest: Manifest, make_layer: Callable[[int], LayerReplicas], *, show_progress: bool
+def build_calibrated(
+    model_dir: Path,
+    out_dir: Path,
+    calibration_file: Path,
+    *,
+    bits: Sequence[int] | None = None,
+    group_size: int | None = None,
+    solver: SolverName = "nested",
+    num_sequences: int = 128,
+    sequence_length: int = 512,
+    seed: int = 0,
+    show_progress: bool = True,
 ) -> Manifest:
+    """Replicas by GPTQ against text, with a loss table from the eighth of the text that the solver did not see."""
+    import torch
+    import transformers
+
+    from ndp_device.calibration import auto_gptq, calibrated, capture, gptq
+
+    if solver not in get_args(SolverName):
+        raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
+    bits = _checked_bits(bits or (auto_gptq.BITS if solver == "auto-gptq" else REPLICA_BITS))
+    if solver == "auto-gptq":
+        if not set(bits) <= set(auto_gptq.BITS):
+            raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
+        auto_gptq.load_gptq_class()
+    checkpoint = CheckpointExperts(model_dir)
+    group_size = group_size or default_group_size(checkpoint.shape)
+    track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
+    solve = calibrated.load_solver(solver, group_size, track_weights)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    text = capture.CalibrationText.draw(
+        calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    manifest = Manifest(
+        model=checkpoint.shape,
+        model_digest=model_digest(model_dir),
+        container="nested" if solver == "nested" else "independent",
+        bits=bits,
+        group_size=group_size,
+        source="calibrated",
+        solver={
+            "name": solver,
+            "damp": calibrated.DAMP,
+            "polish_sweeps": 0 if solver == "auto-gptq" else gptq.POLISH_SWEEPS,
+            "track_weights": list(track_weights.values()) if solver == "nested" else [],
+        },
+        calibration={
+            "file": text.file_name,
+            "blake2b": text.blake2b,
+            "num_sequences": num_sequences,
+            "sequence_length": sequence_length,
+            "held_out_every": capture.HELD_OUT_EVERY,
+            "seed": seed,
+            "device": device.type,
+        },
+    )
+    captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]] = {}
+    layers_at_once = max(1, _CAPTURE_BYTES // (text.token_ids.numel() * checkpoint.shape.hidden_size * 4))
+
+    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+        num_layers, num_experts = checkpoint.shape.num_layers, checkpoint.shape.num_experts
+        if layer not in captured:
+            model = capture.load_model(model_dir, device)
+            captured.update(
+                capture.capture(model, text.token_ids, range(layer, min(layer + layers_at_once, num_layers)))
+            )
+        experts = [checkpoint.expert(layer, expert) for expert in range(num_experts)]
+        return calibrated.quantize_layer(experts, *captured.pop(layer), solve, device=device, advance=advance)
+
+    return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
     """Write every layer that is not there yet. The same job always writes the same bytes, so resuming is safe."""
     manifest = _resume(out_dir, manifest)
-    todo = [layer for layer in range(manifest.model.num_layers) if str(layer) not in manifest.layers]
-    bar = track(
-        todo,
-        f"{manifest.source} replicas of {manifest.model.name}",
-        total=manifest.model.num_layers,
-        completed=manifest.model.num_layers - len(todo),
-        console=Console(stderr=True),
-        disable=not show_progress,
-    )
-    for layer in bar:
-        manifest = write_layer(out_dir, layer, make_layer(layer), manifest)
+    shape = manifest.model
+    with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+        task = progress.add_task(
+            f"{manifest.source} replicas of {shape.name}",
+            total=shape.num_layers * shape.num_experts,
+            completed=len(manifest.layers) * shape.num_experts,
+        )
+        for layer in range(shape.num_layers):
+            if layer not in manifest.layers:
+                replicas = make_layer(layer, lambda: progress.advance(task))
+                manifest = write_layer(out_dir, layer, replicas, manifest)
     return manifest
 
 
-def full_matrices(full: FullExpert) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.float32]], ...]:
-    """(w13 [2I, H], w2 [H, I]) as float32."""
-    w1, w3, w2 = (to_float32(w, full.dtype) for w in (full.w1, full.w3, full.w2))
-    return np.concatenate([w1, w3]), w2
+def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:
+    if not bits or not set(bits) <= set(REPLICA_BITS):
+        raise ConfigError(f"bits must be a selection of {list(REPLICA_BITS)}, got {list(bits)}")
+    return tuple(sorted(set(bits)))
 
 
 def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
@@ -130,10 +195,10 @@ def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
             "choose another output directory, or delete that one"
         )
     whole = {}
-    for layer in present.layers:
+    for layer, file in present.layers.items():
         try:
-            check_layer_file(out_dir, int(layer), present, check_contents=True)
+            check_layer_file(out_dir, layer, present, check_contents=True)
         except (ReplicaError, OSError):
             continue
-        whole[layer] = present.layers[layer]
+        whole[layer] = file
     return msgspec.structs.replace(present, layers=whole)

@@ -8,13 +8,17 @@ Both steps lower that sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.kernels.reference import to_float32
+from ndp_device.replicas.checkpoint import CheckpointExperts
+from ndp_device.replicas.format import LayerReplicas
 from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import QuantizedMatrix
+from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
 
 Float32 = NDArray[np.float32]
 
@@ -22,6 +26,34 @@ _CLIP = 0.9
 """Starting range as a part of the group's min..max. The best of four ranges per group: 3 % less error, 4x the time."""
 _ROUNDS = 6
 """12 rounds: 1 % less error."""
+PROBE_ROWS = 64
+"""Random rows whose output error stands in for a loss table."""
+
+
+def quantize_layer(
+    checkpoint: CheckpointExperts,
+    layer: int,
+    group_size: int,
+    track_weights: Mapping[int, float],
+    *,
+    advance: Callable[[], None],
+) -> LayerReplicas:
+    """All experts of a layer; `advance` is called after each."""
+    norm_weight = to_float32(*checkpoint.norm_weight(layer))
+    experts, losses = [], []
+    for expert in range(checkpoint.shape.num_experts):
+        full = checkpoint.expert(layer, expert)
+        w1, w3, w2 = (to_float32(w, full.dtype) for w in (full.w1, full.w3, full.w2))
+        w13s = quantize_nested(np.concatenate([w1, w3]), group_size, track_weights)
+        w2s = quantize_nested(w2, group_size, track_weights)
+        experts.append({bits: QuantizedExpert(bits, w13s[bits], w2s[bits]) for bits in w13s})
+        rng = np.random.default_rng([layer, expert])
+        inputs = rng.standard_normal((PROBE_ROWS, norm_weight.size), dtype=np.float32) * norm_weight
+        losses.append(expert_losses(inputs, full, experts[-1]))
+        advance()
+    loss, relative_loss = (np.stack(table) for table in zip(*losses, strict=True))
+    nobody = np.zeros(len(experts))
+    return LayerReplicas(tuple(experts), loss, relative_loss, nobody.astype(np.int64), nobody)
 
 
 def quantize_nested(

@@ -42,7 +42,7 @@ class LayerFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Provenance of a replica directory. `layers` maps a layer's index (as text) to its file, once that is written."""
+    """Provenance of a replica directory. `layers` maps a layer to its file, once that is written."""
 
     model: ModelShape
     model_digest: str
@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     calibration: dict[str, str | int | float]
     format: str = FORMAT
     version: int = VERSION
-    layers: dict[str, LayerFile] = {}
+    layers: dict[int, LayerFile] = {}
 
     def __post_init__(self) -> None:
         if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_BITS)):
@@ -111,7 +111,7 @@ class ReplicaFiles:
                 f"{directory} holds replicas of {self.manifest.model.name} ({self.manifest.model_digest}), not of the "
                 f"model being served ({model_digest}): run vllm-ndp quantize for this model"
             )
-        missing = [n for n in range(self.manifest.model.num_layers) if str(n) not in self.manifest.layers]
+        missing = [n for n in range(self.manifest.model.num_layers) if n not in self.manifest.layers]
         if missing:
             raise ReplicaError(
                 f"{directory} is unfinished: {layer_file_name(missing[0])} and {len(missing) - 1} more layers are not "
@@ -178,7 +178,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def check_layer_file(directory: Path, layer: int, manifest: Manifest, *, check_contents: bool) -> MappedFile:
     """The layer's file, mapped, after comparing it with what the manifest promises."""
-    promised, path = manifest.layers[str(layer)], directory / layer_file_name(layer)
+    promised, path = manifest.layers[layer], directory / layer_file_name(layer)
     file = MappedFile(path)
     size = path.stat().st_size
     if size != promised.num_bytes:
@@ -213,7 +213,7 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
     contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
     _write_whole(directory / layer_file_name(layer), contents)
     entry = LayerFile(len(contents), hashlib.blake2b(contents, digest_size=16).hexdigest())
-    manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {str(layer): entry})
+    manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
     write_manifest(directory, manifest)
     return manifest
 
