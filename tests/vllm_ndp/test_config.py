@@ -1,0 +1,138 @@
+"""The plugin's settings: every one has a default that works, and nothing impossible can be asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import EMBEDDED, NdpSettings
+
+NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_no_settings_are_the_defaults(nothing: object):
+    assert NdpSettings.from_mapping(nothing) == NdpSettings()
+    assert NdpSettings().device == EMBEDDED
+
+
+def test_defaults_given_by_name_are_the_defaults():
+    assert NdpSettings.from_mapping(dataclasses.asdict(NdpSettings())) == NdpSettings()
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NdpSettings().avg_bits = 9.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("hot_expert", "hot_experts"),
+        ("avgbits", "avg_bits"),
+        ("cold-precision", "cold_precision"),
+        ("Replica", "replicas"),
+    ],
+)
+def test_an_unknown_setting_names_the_nearest_known_one(wrong: str, near: str):
+    with pytest.raises(ConfigError, match=f"unknown ndp setting '{wrong}': did you mean '{near}'"):
+        NdpSettings.from_mapping({wrong: 2})
+
+
+def test_a_setting_like_no_other_lists_all_known_ones():
+    with pytest.raises(ConfigError, match="known settings are hot_experts, ") as error:
+        NdpSettings.from_mapping({"zzzzzz": 2})
+    assert all(name in str(error.value) for name in NAMES)
+
+
+@given(st.text(max_size=20).filter(lambda name: name not in NAMES))
+def test_no_unknown_name_is_ever_accepted(name: str):
+    with pytest.raises(ConfigError, match="unknown ndp setting"):
+        NdpSettings.from_mapping({name: None})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("hot_experts", -1, "0 or more"),
+        ("avg_bits", 0.99, "1..4"),
+        ("avg_bits", 4.01, "1..4"),
+        ("avg_bits", float("nan"), "1..4"),
+        ("alpha", 1.5, "0..1"),
+        ("alpha", -0.1, "0..1"),
+        ("deadline_ms", 0, "positive"),
+        ("cold_precision", "half", "quantized, full"),
+        ("gain", "mean", "importance, mse"),
+        ("fallback", "none", "full, same"),
+        ("kernel", "cuda", "auto, reference, native"),
+        ("carrier", "pigeon", "auto, wire, slot"),
+        ("device", "udp://127.0.0.1:9", "ipc:// or tcp://"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_range_and_the_value(setting: str, value: Any, allowed: str):
+    with pytest.raises(ConfigError) as error:
+        NdpSettings.from_mapping({setting: value})
+    sentence = str(error.value)
+    assert setting in sentence
+    assert allowed in sentence
+    assert str(value) in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("hot_experts", 2.0),
+        ("hot_experts", "2"),
+        ("hot_experts", True),
+        ("avg_bits", "3"),
+        ("avg_bits", True),
+        ("avg_bits", None),
+        ("device", 5555),
+        ("replicas", 1),
+        ("report", 1),
+        ("report", "yes"),
+        ("policy_options", "alpha=1"),
+        ("policy_options", ["alpha"]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_not_converted(setting: str, value: Any):
+    with pytest.raises(ConfigError, match=f"ndp setting '{setting}' must be"):
+        NdpSettings.from_mapping({setting: value})
+
+
+@pytest.mark.parametrize("raw", [[], "hot_experts=2", 3])
+def test_settings_that_are_no_mapping_are_refused(raw: object):
+    with pytest.raises(ConfigError, match="must be a mapping of settings"):
+        NdpSettings.from_mapping(raw)
+
+
+def test_whole_numbers_are_taken_where_a_float_is_wanted():
+    """JSON writes 3.0 as 3."""
+    settings = NdpSettings.from_mapping({"avg_bits": 3, "deadline_ms": 250})
+    assert (settings.avg_bits, settings.deadline_ms) == (3.0, 250.0)
+    assert isinstance(settings.avg_bits, float)
+
+
+def test_policy_options_are_a_copy():
+    options = {"alpha": 0.7}
+    settings = NdpSettings.from_mapping({"policy_options": options})
+    options["alpha"] = 0.1
+    assert settings.policy_options == {"alpha": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_experts", "hot"), [(None, 8, 4), (None, 5, 2), (None, 1, 0), (0, 8, 0), (8, 8, 8)]
+)
+def test_hot_experts_are_half_of_them_unless_asked_otherwise(asked: int | None, num_experts: int, hot: int):
+    assert NdpSettings(hot_experts=asked).resolve_hot_experts(num_experts) == hot
+
+
+def test_more_hot_experts_than_the_model_has_are_refused():
+    with pytest.raises(ConfigError, match="'hot_experts' is 9, the model has only 8 experts per layer"):
+        NdpSettings(hot_experts=9).resolve_hot_experts(8)
