@@ -91,8 +91,10 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
     if dram.kind == "ideal":
         times = [stream(dram, lines, 0).total_ps]
     elif streams != 1:
-        concurrent = ConcurrentStreams(dram, streams, placement, length=max(lines // max(streams, 1), 1))
-        times = [_concurrent_cycles(dram, concurrent, lines, idle) for idle in _moments(dram, 8)]
+        chunk = dram.stripe_bytes // dram.line_bytes
+        length = ceil_div(lines, max(streams, 1) * chunk) * chunk
+        concurrent = ConcurrentStreams(dram, streams, placement, length)
+        times = [_concurrent_cycles(dram, concurrent, streams * length, idle) for idle in _moments(dram, 8)]
     elif lines <= _EXACT_LINES:
         times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, 256)]
     else:

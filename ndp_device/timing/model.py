@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import channel_lines, stream
 from ndp_device.timing.link import hop_in, hop_out, wire_bytes
+from ndp_device.timing.migration import migration
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import FULL_PRECISION_BITS, ExpertWork, Timing, Work
@@ -38,11 +39,26 @@ class _Phase:
         return ceil_div(whole_ps * num_bytes, self.num_bytes) if self.num_bytes else 0
 
 
+@dataclass(frozen=True)
+class _Bulk:
+    """A migration under way: until when, and which part of the DRAM's time it takes."""
+
+    until_ps: int = 0
+    dram_ps: int = 0
+    total_ps: int = 1
+
+    def delay_ps(self, start_ps: int, read_ps: int) -> int:
+        """How much longer a read of read_ps takes beside it: the DRAM serves both in turn."""
+        beside = min(max(self.until_ps - start_ps, 0), read_ps)
+        return ceil_div(beside * self.dram_ps, self.total_ps - self.dram_ps) if beside else 0
+
+
 @dataclass
 class _Pipeline:
     """DRAM and arrays of one command as they advance; times are absolute."""
 
     hardware: Hardware
+    bulk: _Bulk  # the migration that shares the DRAM
     stream_start_ps: int  # of the DRAM stream now running
     stream_lines: int = 0  # read since then
     dram_free_ps: int = 0
@@ -53,9 +69,8 @@ class _Pipeline:
 
     def read_end_ps(self, lines: int) -> int:
         """When `lines` more lines of the running stream are complete."""
-        return (
-            self.stream_start_ps + stream(self.hardware.dram, self.stream_lines + lines, self.stream_start_ps).total_ps
-        )
+        read = stream(self.hardware.dram, self.stream_lines + lines, self.stream_start_ps).total_ps
+        return self.stream_start_ps + read + self.bulk.delay_ps(self.stream_start_ps, read)
 
     def run(self, phase: _Phase) -> None:
         array = self.hardware.array
@@ -107,6 +122,7 @@ class DeviceModel:
         self._link_in_free_ps = 0
         self._device_free_ps = 0
         self._link_out_free_ps = 0
+        self._bulk = _Bulk()
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
@@ -119,7 +135,7 @@ class DeviceModel:
 
         start = max(arrived, self._device_free_ps)
         phases = [phase for expert in work.experts for phase in self._phases(work, expert)]
-        pipeline = _Pipeline(hardware, start, dram_free_ps=start, array_free_ps=start)
+        pipeline = _Pipeline(hardware, self._bulk, start, dram_free_ps=start, array_free_ps=start)
         for phase in phases:
             pipeline.run(phase)
         end = pipeline.finish()
@@ -172,6 +188,16 @@ class DeviceModel:
             pe_mode=hardware.array.pe_mode,
             config_hash=hardware.config_hash,
         )
+
+    def migrate(self, num_bytes: int, submit_ps: int) -> int:
+        """Weights leave for the GPU in bulk, one migration after the other; returns when the last byte has arrived.
+
+        Commands go on meanwhile: their activations pass the bulk on the link, and both share the DRAM.
+        """
+        move = migration(self.hardware, num_bytes)
+        done = max(submit_ps, self._bulk.until_ps) + move.total_ps
+        self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), max(move.total_ps, 1))
+        return done
 
     def _phases(self, work: Work, expert: ExpertWork) -> tuple[_Phase, _Phase]:
         array, dram = self.hardware.array, self.hardware.dram

@@ -157,7 +157,7 @@ class StepTime:
 
 @dataclass
 class StepClock:
-    """Simulated time of one serving engine. Per step: begin_step, then begin_layer/end_layer per layer, then end_step."""
+    """Simulated time of one engine. Per step: begin_step, then begin_layer and end_layer per layer, then end_step."""
 
     model: HostModel
     now_ps: int = 0
