@@ -1,0 +1,157 @@
+"""What one piece of work costs on modelled hardware, as tables that replay can index. Simulated picoseconds.
+
+    layer = attention + max( GPU experts , device ) + overhead          device = link + fill + sum over its experts
+
+Every number comes out of ndp_device.timing and host_timing; this file only asks them, once per distinct case, and
+averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
+(a test holds it within 2 % of DeviceModel). Knows sizes. Does not know traces, policies or systems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape, read_config
+from ndp_device.protocol.messages import execute_bytes
+from ndp_device.timing.link import bulk_ps, hop_in, hop_out
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
+from ndp_device.timing.spec import Hardware
+from ndp_device.timing.work import ExpertWork, Work
+from vllm_ndp.replay.host_timing import HostDims, HostModel
+
+WIDTH_CLASSES = (1, 2, 3, 4, FULL_PRECISION_BITS)
+_REFRESH_PHASES = 16
+_LONG = 200
+"""A command this many refresh intervals long meets one refresh more or less, which is below half a percent."""
+_REPEATS = 8
+_TABLE_BITS = FULL_PRECISION_BITS + 1
+
+
+def dims_of(model: str) -> HostDims:
+    """Sizes of a public shape by name, or of a checkpoint directory."""
+    if model in SHAPES or not Path(model).is_dir():
+        return HostDims.of_shape(public_shape(model))
+    shape, config = ModelShape.from_checkpoint(Path(model)), read_config(Path(model))
+    heads = int(config["num_attention_heads"])
+    return HostDims(
+        hidden=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads", heads)),
+        head_dim=int(config.get("head_dim") or shape.hidden_size // heads),
+        intermediate=shape.intermediate_size,
+        vocab=int(config["vocab_size"]),
+        dtype_bytes=4 if shape.dtype == "float32" else 2,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+    )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One model on one hardware. group_size: weights that share a float16 scale and offset in a replica."""
+
+    hardware: Hardware
+    dims: HostDims
+    group_size: int = 64
+    scales: bool = True
+
+    @cached_property
+    def host(self) -> HostModel:
+        return HostModel(self.hardware, self.dims)
+
+    def replica_bytes(self, bits: int) -> int:
+        """What one read of an expert moves in the device's DRAM."""
+        if bits == FULL_PRECISION_BITS:
+            return self.dims.expert_bytes
+        return expert_bytes(self.dims.hidden, self.dims.intermediate, bits, self.group_size, scales=self.scales)
+
+    def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
+        """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
+        table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
+        rows = self.hardware.array.rows
+        for bits in WIDTH_CLASSES:
+            for tokens in range(1, max_tokens + 1):  # up to `rows` tokens share a pass of the arrays
+                table[bits, tokens] = _device_expert_ps(self, bits, -(-tokens // rows) * rows)
+        table[:, 0] = 0.0
+        return table
+
+    @cached_property
+    def device_fill_ps(self) -> float:
+        """What a command takes beyond link and experts: decoding it and filling the pipeline."""
+        whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
+        return max(whole - _device_expert_ps(self, FULL_PRECISION_BITS, 1), 0.0)
+
+    def link_ps(self, rows: int, pairs: int) -> int:
+        """Both ways of one message with `rows` activations, and its launch."""
+        if rows == 0:
+            return 0
+        bytes_in, bytes_out = execute_bytes(rows, pairs, self.dims.hidden, self.dims.dtype_bytes)
+        inward, outward = hop_in(self.hardware.link, bytes_in), hop_out(self.hardware.link, bytes_out)
+        return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
+
+    def links_ps(self, max_rows: int) -> NDArray[np.float64]:
+        """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
+        pairs = max_rows * self.dims.top_k
+        return np.array([[self.link_ps(r, p) for p in range(pairs + 1)] for r in range(max_rows + 1)], np.float64)
+
+    def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
+        """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""
+        return np.array([self.host.hot_experts_ps([n]) for n in range(max_tokens + 1)], np.float64)
+
+    def fetch_ps(self, num_bytes: int | None = None) -> int:
+        """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
+        return bulk_ps(self.hardware.link, self.dims.expert_bytes if num_bytes is None else num_bytes)
+
+    def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One layer of a decode step with `rows` rows, for each total context in kv_tokens."""
+        values, inverse = np.unique(kv_tokens, return_inverse=True)
+        times = np.array([self.host.attention_ps(rows, int(tokens)) for tokens in values], np.float64)
+        return times[inverse].reshape(kv_tokens.shape)
+
+    @property
+    def overhead_ps(self) -> int:
+        return self.hardware.gpu.layer_overhead_ps
+
+    def require(self, num_experts: int, top_k: int) -> None:
+        """Raises ConfigError unless a trace with these sizes can be replayed on this model."""
+        if (num_experts, top_k) != (self.dims.num_experts, self.dims.top_k):
+            raise ConfigError(
+                f"the trace has {num_experts} experts top-{top_k}, the model {self.dims.num_experts} "
+                f"top-{self.dims.top_k}: name a model of the trace's routing shape"
+            )
+
+
+@lru_cache(maxsize=65536)
+def _device_expert_ps(costs: Costs, bits: int, tokens: int) -> float:
+    many, one = (_device_mean_ps(costs, bits, tokens, count) for count in (1 + _REPEATS, 1))
+    return (many - one) / _REPEATS
+
+
+def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:
+    """Mean over the refresh interval of a command with num_experts equal experts and the bytes of one row."""
+    dims, dram = costs.dims, costs.hardware.dram
+    bytes_in, bytes_out = execute_bytes(1, 1, dims.hidden, dims.dtype_bytes)
+    work = Work(
+        hidden_size=dims.hidden,
+        intermediate_size=dims.intermediate,
+        group_size=costs.group_size,
+        tokens=tokens,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        experts=tuple(ExpertWork(0, expert, bits, tokens, costs.replica_bytes(bits)) for expert in range(num_experts)),
+    )
+    first = DeviceModel(costs.hardware).execute(work, 0).total_ps
+    interval = dram.cycles_to_ps(dram.refi)
+    if dram.kind == "ideal" or dram.refresh == "off" or first > _LONG * interval:
+        return float(first)
+    moments = [phase * interval // _REFRESH_PHASES for phase in range(1, _REFRESH_PHASES)]
+    times = [DeviceModel(costs.hardware).execute(work, moment).total_ps for moment in moments]
+    return (first + sum(times)) / _REFRESH_PHASES

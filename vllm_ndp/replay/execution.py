@@ -1,0 +1,101 @@
+"""How long decode pairs and prompts take once it is settled where each pair runs. Vectorised over the whole trace.
+
+A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits, NOWHERE that the system
+accounts for the pair itself. Knows costs. Does not know why a pair runs where it runs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+
+NOWHERE = 255
+
+
+class Split(NamedTuple):
+    gpu_ps: NDArray[np.float64]  # [G, D, L]
+    device_ps: NDArray[np.float64]  # [G, D, L]
+
+    @property
+    def moe_ps(self) -> NDArray[np.float64]:
+        """GPU and device run at the same time; the slower one counts."""
+        return np.maximum(self.gpu_ps, self.device_ps)
+
+
+def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Split:
+    """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
+    b = batches.shape[1]
+    widths = np.where(batches.pairs, widths, NOWHERE)
+    device = costs.device_experts_ps(b)
+    by_width = np.zeros((256, b + 1))
+    by_width[: len(device)] = np.nan_to_num(device)
+    by_width[0] = costs.gpu_experts_ps(b)
+    on_device = (widths > 0) & (widths < NOWHERE)
+    if b == 1:  # a row never chooses an expert twice: every pair is an expert of its own
+        cost = by_width[:, 1][widths[:, 0]]
+        gpu = np.where(widths[:, 0] == 0, cost, 0.0).sum(axis=3)
+        dev = np.where(on_device[:, 0], cost, 0.0).sum(axis=3)
+    else:
+        gpu, dev = _grouped(batches, widths, by_width)
+    pairs = on_device.sum(axis=(1, 4))
+    rows = on_device.any(axis=4).sum(axis=1)
+    dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
+    return Split(gpu, dev)
+
+
+def _grouped(
+    batches: Batches, widths: NDArray[np.uint8], by_width: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rows that chose the same expert at the same width share one read of it."""
+    g, _, d, layers, _ = batches.shape
+    cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
+        :, None
+    ]
+    keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
+    distinct, counts = np.unique(keys[widths != NOWHERE], return_counts=True)
+    width = distinct & 255
+    where = (distinct >> 8) // batches.num_experts
+    cost = by_width[width, counts]
+    shape = (g, d, layers)
+    gpu, dev = (
+        np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
+        for side in (width == 0, width > 0)
+    )
+    return gpu, dev
+
+
+def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
+    """[G, B]: each prompt in full precision; experts that are not resident [G, L, E] are streamed over the link."""
+    g, b, _, layers, _ = batches.shape
+    factor = costs.dims.num_layers / layers
+    out = np.zeros((g, b))
+    for group in range(g):
+        for request, stats in enumerate(batches.prompts[group]):
+            rows = stats.num_tokens
+            layer_ps = 0
+            for counts, here in zip(stats.counts, resident[group], strict=True):
+                cold = counts[~here]
+                layer_ps += max(
+                    _hot(costs, int((counts[here] > 0).sum()), int(counts[here].sum())),
+                    _stream(costs, int((cold > 0).sum()), int(cold.sum())),
+                )
+            attended = rows * (rows + 1) // 2
+            attention = costs.host.attention_ps(rows, rows, attended) + costs.overhead_ps
+            out[group, request] = factor * layer_ps + costs.dims.num_layers * attention + costs.host.head_ps(1)
+    return out
+
+
+@lru_cache(maxsize=65536)
+def _hot(costs: Costs, touched: int, pairs: int) -> int:
+    return costs.host.roofline_ps(touched * costs.dims.expert_bytes, 2 * costs.dims.expert_weights * pairs)
+
+
+@lru_cache(maxsize=65536)
+def _stream(costs: Costs, touched: int, pairs: int) -> int:
+    return costs.host.prefill_stream_ps(touched, pairs)

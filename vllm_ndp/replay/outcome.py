@@ -1,0 +1,111 @@
+"""What replaying one system gave: simulated times, moved bytes, and the summary that `compare` prints.
+
+Knows arrays and averages. Does not know how a system works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+
+PS_PER_S = 1e12
+
+
+@dataclass
+class Outcome:
+    """Simulated. G groups, D steps, L layers of the trace; a model with more layers repeats the trace's."""
+
+    system: str
+    policy: str
+    moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
+    device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
+    gpu_ps: NDArray[np.float64]  # [G, D, L], GPU experts
+    prefill_ps: NDArray[np.float64]  # [G, B], of the whole model
+    migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
+    migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
+    hot_pairs: int  # decode pairs found in GPU memory
+    total_pairs: int
+    cold_bits: float  # sum over decode pairs computed off the GPU's full-precision experts
+    cold_pairs: int
+    loss: float = float("nan")
+    """Mean over decode pairs of gate * relative loss of the width it ran at; 0 = everything in full precision."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hit_mass(self) -> float:
+        return self.hot_pairs / self.total_pairs if self.total_pairs else float("nan")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One row of the comparison."""
+
+    system: str
+    policy: str
+    batch: int
+    decode_tokens_per_s: float
+    ttft_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    moe_ms_per_layer: float
+    hit_mass: float
+    migrated_gb: float
+    device_busy: float
+    avg_bits: float
+    loss: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            name: (None if isinstance(value, float) and not np.isfinite(value) else value)
+            for name, value in vars(self).items()
+        }
+
+
+def layer_factor(batches: Batches, costs: Costs) -> float:
+    """How many layers of the model one layer of the trace stands for."""
+    return costs.dims.num_layers / batches.shape[3]
+
+
+def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more."""
+    rows = batches.rows
+    attention = np.zeros(rows.shape)
+    head = np.zeros(rows.shape)
+    for count in np.unique(rows[rows > 0]).tolist():
+        here = rows == count
+        attention[here] = costs.attention_ps(count, batches.kv_tokens[here])
+        head[here] = costs.host.head_ps(count)
+    layers = costs.dims.num_layers * (attention + costs.overhead_ps)
+    total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
+    return np.where(rows > 0, total, np.nan)
+
+
+def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
+    steps = step_times(outcome, batches, costs)
+    running = ~np.isnan(steps)
+    decode_s = float(np.nansum(steps)) / PS_PER_S
+    # A request's first token comes when its group's prompts before it, and its own, are done, and the hot set moved.
+    first_token = np.cumsum(outcome.prefill_ps, axis=1) + outcome.migration_ps[:, None]
+    per_row = np.repeat(steps[running], batches.rows[running])  # every row of a step waits for the whole step
+    busy = layer_factor(batches, costs) * float(outcome.device_ps[running].sum()) / PS_PER_S
+    return Summary(
+        system=outcome.system,
+        policy=outcome.policy,
+        batch=batches.shape[1],
+        decode_tokens_per_s=float(batches.valid.sum()) / decode_s,
+        ttft_ms=float(first_token.mean()) / 1e9,
+        tpot_p50_ms=float(np.percentile(per_row, 50)) / 1e9,
+        tpot_p99_ms=float(np.percentile(per_row, 99)) / 1e9,
+        moe_ms_per_layer=float(outcome.moe_ps[running].mean()) / 1e9,
+        hit_mass=outcome.hit_mass,
+        migrated_gb=outcome.migrated_bytes / 1e9,
+        device_busy=busy / decode_s,
+        avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
+        loss=outcome.loss,
+    )

@@ -1,0 +1,41 @@
+"""One line of a reproduction: what was published, what we get, under which assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """published is None where the source gives no figure for this line."""
+
+    name: str
+    quantity: str
+    unit: str
+    published: float | None
+    ours: float
+    assumptions: str
+
+    @property
+    def deviation(self) -> float | None:
+        return None if self.published is None else self.ours / self.published - 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "deviation": self.deviation}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """All lines of one source, and what its own text contradicts."""
+
+    source: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def find(self, name: str, quantity: str) -> Row:
+        """The line of that name and quantity; raises KeyError."""
+        for row in self.rows:
+            if (row.name, row.quantity) == (name, quantity):
+                return row
+        raise KeyError(f"{name}: {quantity}")

@@ -1,0 +1,42 @@
+"""Every system that a trace can be replayed under, by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.replay.systems.adaptive import ADAPTIVE
+from vllm_ndp.replay.systems.context_aware import CONTEXT_AWARE
+from vllm_ndp.replay.systems.cxl_expert import CXL_EXPERT
+from vllm_ndp.replay.systems.fiddler import FIDDLER
+from vllm_ndp.replay.systems.gpu_on_demand import GPU_ON_DEMAND
+from vllm_ndp.replay.systems.hobbit import HOBBIT
+from vllm_ndp.replay.systems.moe_infinity import MOE_INFINITY
+from vllm_ndp.replay.systems.moepic import MOEPIC
+from vllm_ndp.replay.systems.monde import MONDE
+from vllm_ndp.replay.systems.system import Placing, System
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        CONTEXT_AWARE,
+        ADAPTIVE,
+        MONDE,
+        HOBBIT,
+        GPU_ON_DEMAND,
+        CXL_EXPERT,
+        MOEPIC,
+        FIDDLER,
+        MOE_INFINITY,
+    )
+}
+
+
+def system_named(name: str) -> System:
+    if name not in SYSTEMS:
+        nearest = difflib.get_close_matches(name, SYSTEMS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"system must be one of {', '.join(SYSTEMS)}, got {name!r}: did you mean {nearest!r}?")
+    return SYSTEMS[name]
+
+
+__all__ = ["SYSTEMS", "Placing", "System", "system_named"]

@@ -1,0 +1,104 @@
+"""Ours: the paper's system, and a hot set that follows decode with what the link has left over.
+
+The hot set starts as the policy's prefill placement. Every decode token decays the prompt's counts and adds its own.
+While the link is idle a copy may be under way: one expert at a time per group, the exchange that gains most over all
+layers, if the newcomer's count exceeds the leaver's by the hysteresis. Decode never waits: until a copy is complete
+the expert runs on the device as before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_pairs, run_prompts
+from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.systems.context_aware import gate_loss, moved_experts, plan_groups
+from vllm_ndp.replay.systems.system import Placing, System
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    memory = float(placing.options.get("memory_tokens", 128.0))
+    if memory < 1:
+        raise ConfigError(f"memory_tokens must be at least 1, got {memory}")
+    g = batches.shape[0]
+    hot, before, bits = plan_groups(batches, placing)
+    moved = moved_experts(batches, placing, hot, before) * layer_factor(batches, costs)
+    # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.
+    current, bits = hot.copy(), bits.copy()
+    heat = np.stack([_prompt_heat(batches, group, memory) for group in range(g)])
+    widths = np.empty(batches.ids.shape, np.uint8)
+    copies_per_step = _copies_per_step(batches, costs, bits)
+    credit = np.zeros(g)
+    copied = 0
+    groups = np.arange(g)
+    for step, tokens in batches.tokens_per_expert():
+        ids = batches.ids[:, :, step]
+        widths[:, :, step] = np.take_along_axis(bits, ids, axis=3)
+        heat = (1.0 - 1.0 / memory) * heat + tokens
+        credit = np.minimum(credit + copies_per_step, 1.0)
+        hottest = np.where(current, -np.inf, heat).argmax(axis=2)
+        coldest = np.where(current, heat, np.inf).argmin(axis=2)
+        came = np.take_along_axis(heat, hottest[:, :, None], 2)[:, :, 0]
+        left = np.take_along_axis(heat, coldest[:, :, None], 2)[:, :, 0]
+        gain = np.where(current.any(axis=2) & ~current.all(axis=2), came - (1 + placing.hysteresis) * left, 0.0)
+        layer = gain.argmax(axis=1)
+        go = np.flatnonzero((gain[groups, layer] > 0) & (credit >= 1.0) & (batches.rows[:, step] > 0))
+        at, new, old = layer[go], hottest[go, layer[go]], coldest[go, layer[go]]
+        current[go, at, new], current[go, at, old] = True, False
+        bits[go, :, at, old] = bits[go, :, at, new]
+        bits[go, :, at, new] = 0
+        credit[go] = 0.0
+        copied += len(go)
+    split = run_pairs(batches, widths, costs)
+    executed = np.broadcast_to(batches.pairs, widths.shape)
+    cold = executed & (widths > 0)
+    factor = layer_factor(batches, costs)
+    return Outcome(
+        system="adaptive",
+        policy=f"{placing.policy_name} then decode",
+        moe_ps=split.moe_ps,
+        device_ps=split.device_ps,
+        gpu_ps=split.gpu_ps,
+        prefill_ps=run_prompts(batches, before, costs),
+        migration_ps=np.array([costs.host.migration_ps(round(count)) for count in moved], np.float64),
+        migrated_bytes=(float(moved.sum()) + copied * factor) * costs.dims.expert_bytes,
+        hot_pairs=int((executed & (widths == 0)).sum()),
+        total_pairs=int(executed.sum()),
+        cold_bits=float(widths[cold].sum()),
+        cold_pairs=int(cold.sum()),
+        loss=gate_loss(batches, widths, placing),
+        notes={"copies": copied},
+    )
+
+
+def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.float64]:
+    """Counts of the prompts as if their last `memory` tokens were alike: what a decayed count would be by now."""
+    heat = np.zeros(batches.prompts[group][0].counts.shape)
+    for stats in batches.prompts[group]:
+        heat += stats.counts * (min(memory, stats.num_tokens) / max(stats.num_tokens, 1))
+    return heat
+
+
+def _copies_per_step(batches: Batches, costs: Costs, bits: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """[G], how much of one expert's copy (all layers the trace's layer stands for) fits beside one decode step."""
+    first = np.take_along_axis(bits[:, :, None], batches.ids[:, :, :1], axis=4)
+    widths = np.full(batches.ids.shape, 255, np.uint8)
+    widths[:, :, :1] = first
+    step_ps = run_pairs(batches, widths, costs).moe_ps[:, 0].sum(axis=1) * layer_factor(batches, costs)
+    copies: NDArray[np.float64] = step_ps / (costs.fetch_ps() * max(layer_factor(batches, costs), 1.0))
+    return copies
+
+
+ADAPTIVE = System(
+    "adaptive",
+    (
+        "the link's idle time is worth one step's expert time per step; activations are too small to count against it",
+        "one exchange at a time per group; a trace with fewer layers than the model moves all layers it stands for",
+    ),
+    True,
+    replay,
+)

@@ -1,0 +1,115 @@
+"""The paper (arXiv 2512.04476): hot experts on the GPU in fp16, cold ones computed by the device at 1-4 bits.
+
+Placement and bits are decided when a group's prompts are done and hold for its whole decode. The policy is a parameter,
+so this file also replays static, random, prior-shrunk and clairvoyant placement on the same hardware.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.planning.plan import Placement
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_pairs, run_prompts
+from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.systems.system import Placing, System
+
+
+def plan_groups(batches: Batches, placing: Placing) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.uint8]]:
+    """(hot, hot before) [G, L, E] and bits [G, B, L, E] of every group in turn."""
+    g, b, _, layers, _ = batches.shape
+    shape = (layers, batches.num_experts)
+    hot, before = np.zeros((2, g, *shape), np.bool_)
+    bits = np.zeros((g, b, *shape), np.uint8)
+    current = np.zeros(shape, np.bool_)
+    current[:, : placing.budget.num_hot] = True  # as the plugin starts: the lowest ids, before anything is known
+    for group in range(g):
+        before[group] = current
+        known = (batches.decodes if placing.clairvoyant else batches.prompts)[group]
+        scores = [placing.policy.score(stats) for stats in known]
+        placement = placing.policy.place(scores, Placement(current), placing.budget)
+        if placing.migration == "budgeted":
+            ranking = np.sum([score.values for score in scores], axis=0)
+            placement = Placement(few_moves(current, ranking, placing.migration_budget, placing.hysteresis))
+        current = hot[group] = placement.hot
+        for request, score in enumerate(scores):
+            bits[group, request] = placing.policy.assign(score, placement, placing.loss, placing.budget).bits
+    return hot, before, bits
+
+
+def few_moves(hot: NDArray[np.bool_], ranking: NDArray[np.float64], most: int, hysteresis: float) -> NDArray[np.bool_]:
+    """Exchange the least important hot expert for the most important cold one, up to `most` times per layer,
+    while the newcomer's score exceeds the other's by the factor 1 + hysteresis."""
+    out = hot.copy()
+    for layer, row in enumerate(ranking):
+        leaving = np.flatnonzero(hot[layer])[np.argsort(row[hot[layer]], kind="stable")][:most]
+        coming = np.flatnonzero(~hot[layer])[np.argsort(-row[~hot[layer]], kind="stable")][: len(leaving)]
+        leaving = leaving[: len(coming)]
+        worth = row[coming] > (1 + hysteresis) * row[leaving]
+        out[layer, leaving[worth]], out[layer, coming[worth]] = False, True
+    return out
+
+
+def moved_experts(
+    batches: Batches, placing: Placing, hot: NDArray[np.bool_], before: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """[G], experts that must cross the link between prefill and decode."""
+    if placing.migration == "free":
+        moves = np.zeros_like(hot)
+    elif placing.migration == "once":
+        moves = hot
+    else:
+        moves = hot & ~before
+        if placing.migration in ("kept", "budgeted"):
+            streamed = np.array([np.any([stats.counts > 0 for stats in group], axis=0) for group in batches.prompts])
+            moves = moves & ~streamed
+    count: NDArray[np.int64] = moves.sum(axis=(1, 2), dtype=np.int64)
+    return count
+
+
+def gate_loss(batches: Batches, widths: NDArray[np.uint8], placing: Placing) -> float:
+    """Mean over decode pairs of gate x loss of the width it ran at; 0 in full precision."""
+    layers, experts = placing.loss.mse.shape[:2]
+    table = np.zeros((layers, experts, 256))
+    table[:, :, 1:5] = placing.loss.mse / placing.loss.mse[:, :, :1].mean()
+    lost = table[np.arange(layers)[:, None], batches.ids, widths] * batches.weights
+    return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    hot, before, bits = plan_groups(batches, placing)
+    # [G, B, L, E] looked up by [G, B, D, L, k]
+    widths = np.take_along_axis(bits[:, :, None], batches.ids, axis=4)
+    split = run_pairs(batches, widths, costs)
+    moved = moved_experts(batches, placing, hot, before) * layer_factor(batches, costs)
+    executed = np.broadcast_to(batches.pairs, widths.shape)
+    cold = executed & (widths > 0)
+    return Outcome(
+        system="context_aware",
+        policy=placing.policy_name,
+        moe_ps=split.moe_ps,
+        device_ps=split.device_ps,
+        gpu_ps=split.gpu_ps,
+        prefill_ps=run_prompts(batches, before, costs),
+        migration_ps=np.array([costs.host.migration_ps(round(count)) for count in moved], np.float64),
+        migrated_bytes=float(moved.sum()) * costs.dims.expert_bytes,
+        hot_pairs=int((executed & (widths == 0)).sum()),
+        total_pairs=int(executed.sum()),
+        cold_bits=float(widths[cold].sum()),
+        cold_pairs=int(cold.sum()),
+        loss=gate_loss(batches, widths, placing),
+    )
+
+
+CONTEXT_AWARE = System(
+    "context_aware",
+    (
+        "placement and bits fixed after prefill; one placement per group (sum of importances), bits per request",
+        "GPU and device overlap within a layer, experts of one side run one after the other",
+        "prompts run in full precision: resident experts on the GPU, the others streamed over the link",
+    ),
+    True,
+    replay,
+)

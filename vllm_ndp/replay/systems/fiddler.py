@@ -1,0 +1,67 @@
+"""Fiddler (arXiv 2402.07033): popular experts on the GPU, a missing one on the CPU or copied, whichever is faster.
+
+Activations cross the link, weights do so only when many rows share them. The placement is static popularity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_prompts
+from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.systems.cpu import HostCpu
+from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    cpu = HostCpu()
+    g, b, d, layers, _ = batches.shape
+    resident = np.broadcast_to(
+        popular_placement(placing.prior, placing.budget.num_hot), (g, layers, batches.num_experts)
+    )
+    gpu = costs.gpu_experts_ps(b)
+    on_cpu = cpu.experts_ps(costs, b, costs.dims.expert_bytes, cpu.memory_bytes_per_s)
+    activations = 2 * costs.dims.hidden * costs.dims.dtype_bytes * np.arange(b + 1)
+    hop = np.array([costs.fetch_ps(int(n)) for n in activations], np.float64)
+    fetch = costs.fetch_ps()
+    moe, gpu_ps = np.zeros((2, g, d, layers))
+    fetched = hit_pairs = cpu_pairs = 0
+    for step, tokens in batches.tokens_per_expert():
+        hits = np.where(resident, tokens, 0)
+        misses = np.where(resident, 0, tokens)
+        on_host = (misses > 0) & (on_cpu[misses] + hop[misses] <= fetch + gpu[misses])
+        copied = (misses > 0) & ~on_host
+        gpu_ps[:, step] = gpu[hits].sum(axis=2) + np.where(copied, fetch + gpu[misses], 0.0).sum(axis=2)
+        cpu_ps = np.where(on_host, on_cpu[misses] + hop[misses], 0.0).sum(axis=2)
+        moe[:, step] = np.maximum(gpu_ps[:, step], cpu_ps)
+        fetched += int(copied.sum())
+        hit_pairs += int(hits.sum())
+        cpu_pairs += int(misses[on_host].sum())
+    return Outcome(
+        system="fiddler",
+        policy="static",
+        moe_ps=moe,
+        device_ps=np.zeros((g, d, layers)),
+        gpu_ps=gpu_ps,
+        prefill_ps=run_prompts(batches, resident, costs),
+        migration_ps=np.zeros(g),
+        migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        hot_pairs=hit_pairs,
+        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
+        cold_bits=16.0 * cpu_pairs,
+        cold_pairs=cpu_pairs,
+        loss=0.0,
+    )
+
+
+FIDDLER = System(
+    "fiddler",
+    (
+        "CPU: 20 TFLOP/s (seed 002), 307 GB/s (8 x DDR5-4800); fp16 weights on both sides",
+        "CPU and GPU run side by side; prompts follow the GPU path",
+    ),
+    False,
+    replay,
+)

@@ -1,0 +1,124 @@
+"""HOBBIT (arXiv 2411.01433): a missing expert of little weight in the mixture is fetched in low precision, or skipped.
+
+Unimportance of the i-th choice of a token = gate weight of the choices before it: up to T1 (0.6) high precision, up to
+T2 (0.9) low, beyond that skipped. Two caches, high (fp16) and low (int4), share the GPU memory of num_hot experts per
+layer. Eviction priority = w1 recency + w2 frequency + w3 high-precision frequency, records reset per sequence. Later
+gates evaluated on this layer's input start copies early (accuracy 96 %).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_prompts
+from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.systems.cache import LaneCache
+from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+
+T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
+LOW_BITS = 4
+PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
+W_RECENCY, W_FREQUENCY, W_HIGH = 0.4, 0.3, 0.3  # [O] the paper tunes them on calibration data; they sum to 1
+
+HIGH, LOW, SKIP = 0, 1, 2
+
+
+def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = T2) -> NDArray[np.uint8]:
+    """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
+    order = np.argsort(-weights, axis=-1, kind="stable")
+    ranked = np.take_along_axis(weights, order, axis=-1).astype(np.float64)
+    total = np.maximum(ranked.sum(axis=-1, keepdims=True), 1e-12)
+    before = (ranked.cumsum(axis=-1) - ranked) / total
+    by_rank = np.where(before <= t1, HIGH, np.where(before <= t2, LOW, SKIP)).astype(np.uint8)
+    classes = np.empty_like(by_rank)
+    np.put_along_axis(classes, order, by_rank, axis=-1)
+    return classes
+
+
+def _priority(cache: LaneCache) -> NDArray[np.float64]:
+    steps = max(cache.step, 1)
+    recency = np.maximum(cache.last_used, 0) / steps
+    return (W_RECENCY * recency + (W_FREQUENCY + W_HIGH) * cache.frequency / steps).astype(np.float64)
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    t1, t2 = float(placing.options.get("t1", T1)), float(placing.options.get("t2", T2))
+    g, b, d, layers, _ = batches.shape
+    low_slots = int(placing.options.get("low_slots", min(placing.budget.num_hot, 1) * 16 // LOW_BITS))
+    high_slots = max(placing.budget.num_hot - -(-low_slots * LOW_BITS // 16), 0)
+    high_start = np.broadcast_to(popular_placement(placing.prior, high_slots), (g, layers, batches.num_experts))
+    both = popular_placement(placing.prior, min(high_slots + low_slots, batches.num_experts))
+    low_start = np.broadcast_to(both & ~high_start[0], high_start.shape)
+    high_cache, low_cache = LaneCache(high_start, high_slots, _priority), LaneCache(low_start, low_slots, _priority)
+    classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)
+    gpu = costs.gpu_experts_ps(b)
+    low_bytes = costs.dims.expert_bytes * LOW_BITS // 16
+    high_fetch, low_fetch = costs.fetch_ps(), costs.fetch_ps(low_bytes)
+    attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
+    moe, on_gpu = np.zeros((2, g, d, layers))
+    moved_bytes = 0.0
+    hit_pairs = 0
+    window = np.full((g, 1), attention)
+    for step in range(d):
+        high, low = (_tokens(batches, classes, step, kind) for kind in (HIGH, LOW))
+        low = np.where(high > 0, 0, low)  # an expert that some row needs in high precision serves all rows
+        high_hits = high_cache.touch(high, high > 0)
+        wanted = (low > 0) & ~high_cache.cached
+        low_hits = low_cache.touch(np.where(wanted, low, 0), wanted)
+        high_misses, low_misses = ((high > 0) & ~high_hits).sum(axis=2), (wanted & ~low_hits).sum(axis=2)
+        compute = (gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low])).sum(axis=2)
+        fetch = high_misses * high_fetch + low_misses * low_fetch
+        before = np.concatenate([window, compute[:, :-1] + attention], axis=1)  # while the layer before runs
+        moe[:, step] = fetch - PREFETCH_ACCURACY * np.minimum(fetch, before) + compute
+        on_gpu[:, step] = compute
+        moved_bytes += float(high_misses.sum()) * costs.dims.expert_bytes + float(low_misses.sum()) * low_bytes
+        hit_pairs += int(high[high_hits].sum() + low[low_hits].sum() + low[(low > 0) & high_cache.cached].sum())
+    executed = np.broadcast_to(batches.pairs, batches.ids.shape)
+    mix = [float((classes[executed] == kind).mean()) for kind in (HIGH, LOW, SKIP)]
+    low_pairs = int((classes[executed] == LOW).sum())
+    return Outcome(
+        system="hobbit",
+        policy=f"T1 {t1:g} T2 {t2:g}",
+        moe_ps=moe,
+        device_ps=np.zeros((g, d, layers)),
+        gpu_ps=on_gpu,
+        prefill_ps=run_prompts(batches, high_start, costs),
+        migration_ps=np.zeros(g),
+        migrated_bytes=moved_bytes * layer_factor(batches, costs),
+        hot_pairs=hit_pairs,
+        total_pairs=int(executed.sum()),
+        cold_bits=float(LOW_BITS * low_pairs),
+        cold_pairs=low_pairs,
+        notes={
+            "high": mix[HIGH],
+            "low": mix[LOW],
+            "skipped": mix[SKIP],
+            "high_slots": high_slots,
+            "low_slots": low_slots,
+        },
+    )
+
+
+def _tokens(batches: Batches, classes: NDArray[np.uint8], step: int, kind: int) -> NDArray[np.int64]:
+    """[G, L, E], rows that want each expert in this precision."""
+    g, _, _, layers, _ = batches.shape
+    cell = (np.arange(g)[:, None, None, None] * layers + np.arange(layers)[:, None]) * batches.num_experts
+    keys = (cell + batches.ids[:, :, step])[classes[:, :, step] == kind]
+    counts = np.bincount(keys, minlength=g * layers * batches.num_experts)
+    return counts.reshape(g, layers, batches.num_experts).astype(np.int64)
+
+
+HOBBIT = System(
+    "hobbit",
+    (
+        "T1 0.6, T2 0.9 and prefetch accuracy 0.96 as published; fp16 + int4",
+        "one of the num_hot fp16 places per layer holds four int4 experts instead; caches are per layer",
+        "the layer-distance term of the published priority is constant inside a per-layer cache and drops out",
+        "a prefetched copy hides behind the layer before; a wrong one costs nothing, which is optimistic",
+    ),
+    False,
+    replay,
+)

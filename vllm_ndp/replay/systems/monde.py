@@ -1,0 +1,101 @@
+"""MoNDE (arXiv 2405.18832): every expert stays near memory in fp16; per layer the H most loaded ones move to the GPU.
+
+H = BW_link / (BW_link + BW_device) x active experts. How H is rounded decides the baseline at small batches, so it is
+an option: floor and ceil (a third-party simulator uses ceil), round, or cost, the H that makes the layer shortest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import FULL_PRECISION_BITS
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_prompts
+from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.systems.system import Placing, System
+
+ROUNDINGS = ("floor", "round", "ceil", "cost")
+
+
+def moved_share(costs: Costs) -> float:
+    """0.0588 = 32 / (32 + 512) with the peak rates of the public re-implementation; ours from the preset."""
+    link, device = costs.hardware.link.bulk_bytes_per_s, costs.hardware.dram.peak_bytes_per_s
+    return link / (link + device)
+
+
+def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray[np.int64]:
+    """H for each number of active experts; not defined for `cost`, which needs times."""
+    exact = share * active
+    rounded: NDArray[np.float64] = {"floor": np.floor(exact), "round": np.rint(exact)}.get(rounding, np.ceil(exact))
+    return rounded.astype(np.int64)
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    rounding = str(placing.options.get("h_rounding", "cost"))
+    if rounding not in ROUNDINGS:
+        raise ConfigError(f"h_rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    g, b, d, layers, _ = batches.shape
+    device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
+    fetch, share = costs.fetch_ps(), moved_share(costs)
+    moe, on_device, on_gpu = np.zeros((3, g, d, layers))
+    moved_pairs = moved = 0
+    for step, tokens in batches.tokens_per_expert():
+        ranked = -np.sort(-tokens, axis=2)  # most loaded first
+        active = (ranked > 0).sum(axis=2)
+        span = int(active.max())
+        if span == 0:
+            continue
+        ranked = ranked[:, :, :span]
+        zero = np.zeros((g, layers, 1))
+        cost = device[ranked]
+        rest = np.concatenate([cost[:, :, ::-1].cumsum(axis=2)[:, :, ::-1], zero], axis=2)  # [.., h]: all after h
+        left = np.concatenate([ranked[:, :, ::-1].cumsum(axis=2)[:, :, ::-1], zero], axis=2).astype(np.int64)
+        rows = np.minimum(left, batches.rows[:, step, None, None])
+        device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
+        # Copies run ahead of compute: the GPU ends with the last copy and its expert.
+        copies = fetch * np.minimum(np.arange(span + 1), active[:, :, None])
+        gpu_ps = copies + np.concatenate([zero, gpu[ranked]], axis=2)
+        if rounding == "cost":
+            chosen = np.maximum(gpu_ps, device_ps).argmin(axis=2)
+        else:
+            chosen = np.minimum(num_moved(active, share, rounding), active)
+        device_ps, gpu_ps, after = (
+            np.take_along_axis(a, chosen[:, :, None], 2)[:, :, 0] for a in (device_ps, gpu_ps, left)
+        )
+        on_device[:, step], on_gpu[:, step] = device_ps, np.where(chosen > 0, gpu_ps, 0.0)
+        moe[:, step] = np.maximum(device_ps, on_gpu[:, step])
+        moved += int(chosen.sum())
+        moved_pairs += int((left[:, :, 0] - after).sum())
+    pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())
+    nothing = np.zeros((g, layers, batches.num_experts), np.bool_)
+    return Outcome(
+        system="monde",
+        policy=f"H {rounding}",
+        moe_ps=moe,
+        device_ps=on_device,
+        gpu_ps=on_gpu,
+        prefill_ps=run_prompts(batches, nothing, costs),
+        migration_ps=np.zeros(g),
+        migrated_bytes=moved * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        hot_pairs=moved_pairs,
+        total_pairs=pairs,
+        cold_bits=float(FULL_PRECISION_BITS * (pairs - moved_pairs)),
+        cold_pairs=pairs - moved_pairs,
+        loss=0.0,
+        notes={"h_share": share},
+    )
+
+
+MONDE = System(
+    "monde",
+    (
+        "no expert is cached on the GPU between steps; device and copies to the GPU run side by side",
+        "h_rounding=cost unless told otherwise; copies are pipelined with GPU compute",
+        "prompts stream all experts to the GPU (MoNDE's own prefill rule is not public)",
+    ),
+    False,
+    replay,
+)

@@ -1,0 +1,71 @@
+"""What a system is: a way to decode a trace on modelled hardware. One file each; `SYSTEMS` in __init__ lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.outcome import Outcome
+
+MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
+"""free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
+kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What every system is told; it uses what it has a use for."""
+
+    policy: Policy
+    budget: Budget
+    loss: LossTable
+    prior: ImportanceScore
+    """Popularity known beforehand: what caches start from."""
+    clairvoyant: bool = False
+    """The policy scores the decode itself instead of the prompt: the oracle."""
+    migration: str = "difference"
+    migration_budget: int = 1
+    """Moves per layer and prefill under `budgeted`."""
+    hysteresis: float = 0.1
+    """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
+    options: dict[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.migration not in MIGRATIONS:
+            raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
+        if self.migration_budget < 0 or self.hysteresis < 0:
+            raise ConfigError(
+                f"migration_budget and hysteresis must be at least 0, got {self.migration_budget}, {self.hysteresis}"
+            )
+
+    @property
+    def policy_name(self) -> str:
+        return "oracle" if self.clairvoyant else self.policy.name
+
+
+@dataclass(frozen=True)
+class System:
+    """name, what is assumed (printed beside every number), whether it follows a placement policy, and the replay."""
+
+    name: str
+    assumptions: tuple[str, ...]
+    follows_policy: bool
+    replay: Callable[[Batches, Costs, Placing], Outcome]
+
+
+def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]:
+    """[L, E], the num_hot most popular experts: a cache's content before the first request."""
+    order = np.argsort(-prior.values, axis=1, kind="stable")[:, :num_hot]
+    hot = np.zeros(prior.values.shape, np.bool_)
+    np.put_along_axis(hot, order, True, axis=1)
+    return hot
