@@ -19,7 +19,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
     "kernel": ("auto", "reference", "native"),
-    "carrier": ("auto", "wire", "slot"),
 }
 
 
@@ -49,8 +48,6 @@ class NdpSettings:
     pe_mode: str = "bit_scalable"
     kernel: str = "auto"
     """What the embedded device computes with."""
-    carrier: str = "auto"
-    """How bytes reach the device: `slot` = shared memory, `wire` = ZeroMQ, `auto` = slot where it can be had."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = "full"

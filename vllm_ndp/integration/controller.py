@@ -10,7 +10,9 @@ One controller per worker; the layers attach themselves while vLLM loads the mod
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from vllm_ndp.integration.dispatch import LayerDispatch
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import HotSlots, StagingSlot, make_slot_kernel
 from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.recording import RunRecorder
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import PAIR_KINDS, StepContext
@@ -34,8 +37,6 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy, read_prior
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -84,6 +85,10 @@ class NdpController:
         self.planner: Planner
         self.runner: Any = None
         self._by_index: dict[int, HotSlots] = {}
+        self.activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
+        self.recorder: RunRecorder | None = None
+        self._digest = ""
+        self._step_start_s = 0.0
         self._report_on = vllm_config.kv_transfer_config is not None and settings.report
         self._replicas: Path | None = None
         self._planned: dict[str, dict[str, float]] = {}
@@ -127,7 +132,7 @@ class NdpController:
         self.runner = runner
         num_hot = self.settings.resolve_hot_experts(self.pool.shape.num_experts)
         identity = self.settings.cold_precision == "full"
-        digest = model_digest(self.model_dir)
+        self._digest = digest = model_digest(self.model_dir)
         losses = LossTable.nominal(*self.pool_shape)
         if not identity and num_hot < self.pool.shape.num_experts:
             self._replicas = device_link.find_replicas(self.settings, self.model_dir, digest)
@@ -139,8 +144,6 @@ class NdpController:
     def _policy(self) -> Any:
         options = dict(self.settings.policy_options)
         if isinstance(options.get("prior"), str):
-            from pathlib import Path
-
             options["prior"] = read_prior(Path(options["prior"]))
         try:
             policy_settings = PolicySettings(**{"alpha": self.settings.alpha, "bits": self.settings.gain, **options})
@@ -162,6 +165,9 @@ class NdpController:
             self.pool.shape.top_k,
             self._by_index[0].w13.device,
         )
+        if self.settings.record is not None:
+            self.recorder = RunRecorder(self, Path(self.settings.record), self._digest)
+            self.recorder.note_plan(0)
         residency.show(self.status())
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -170,9 +176,12 @@ class NdpController:
         spans = self.tracker.update(scheduler_output)
         if not spans:
             return
+        self._step_start_s = time.perf_counter()
         self.device.check()
-        self._replan()
         self.totals.steps += 1
+        if self.recorder is not None:
+            self.recorder.note_requests(self.totals.steps, spans)
+        self._replan()
         self.totals.preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.step = StepContext(self, self.totals.steps, spans)
         self._reported = False
@@ -191,6 +200,8 @@ class NdpController:
         self.clock.migrate(done.migrated_experts)
         self.totals.prefills += len(alive)
         self.totals.migrated_experts += done.migrated_experts
+        if self.recorder is not None:
+            self.recorder.note_plan(self.totals.steps)
         for request in running:
             if request.bits is not None:
                 self._planned[request.request_id] = {
@@ -206,12 +217,14 @@ class NdpController:
             return None
         self._reported = True
         tokens = tuple(span.request.request_id for span in step.spans.values() if span.yields_token)
-        time = self.clock.end_step(len(tokens))
+        simulated = self.clock.end_step(len(tokens))
         pairs = step.pairs_by_request()
+        if self.recorder is not None:
+            self.recorder.note_step(step, simulated, time.perf_counter() - self._step_start_s)
         for counts in pairs.values():
             for kind, count in counts.items():
                 self.totals.pairs[kind] += count
-        return StepReport(time.start_ps, time.end_ps, tuple(step.spans), tokens, pairs, self._planned)
+        return StepReport(simulated.start_ps, simulated.end_ps, tuple(step.spans), tokens, pairs, self._planned)
 
     def end_step(self) -> None:
         step, self.step = self.step, None
@@ -227,6 +240,9 @@ class NdpController:
                 self._ended.append(span.request)
 
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
         if hasattr(self, "device"):
             self.device.close()
 
@@ -260,6 +276,7 @@ class NdpController:
             "gain": self.settings.gain,
             "avg_bits": self.settings.avg_bits,
             "slot_kernel": getattr(self._by_index[0].kernel, "isa", "triton"),
+            "record": self.settings.record or "off",
             "report": "in kv_transfer_params['ndp']"
             if self._report_on
             else "off (a KV connector of yours, or report=false)",

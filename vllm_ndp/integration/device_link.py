@@ -54,6 +54,13 @@ def load_losses(replicas: Path, shape: ModelShape) -> LossTable:
     return LossTable.from_measured(load_loss_table(replicas)[0])
 
 
+def _packed_sizes(model_dir: Path, replicas: Path | None) -> tuple[dict[int, int], int]:
+    """Bytes that one read of an expert moves in the DRAM, by width, and the group size; as the device counts them."""
+    store = ExpertStore(model_dir, replicas, kernel=load_kernel("reference"))
+    sizes = {bits: store.expert_bytes(0, 0, bits) for bits in store.available(0, 0)}
+    return sizes, store.group_size
+
+
 class LocalReplicas:
     """The device's arithmetic in this process: the same replicas, the same kernel (`fallback="same"`)."""
 
@@ -99,6 +106,7 @@ class DeviceLink:
             )
         with Probe(address) as probe:
             self.description = probe.describe()
+        self.expert_bytes, self.group_size = _packed_sizes(model_dir, replicas)
         self.local_replicas: LocalReplicas | None = None
         if settings.fallback == "same":
             self.local_replicas = LocalReplicas(model_dir, replicas, settings.kernel)

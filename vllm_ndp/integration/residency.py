@@ -35,6 +35,7 @@ def residency_table(status: dict[str, Any]) -> Table:
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}"),
         ("policy", f"{status['policy']}, gain {status['gain']}, average {status['avg_bits']:g} bits"),
         ("slot kernel", status["slot_kernel"]),
+        ("routing trace", status["record"]),
         ("per-request report", status["report"]),
     ]
     for what, value in rows:
