@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ndp_device.errors import NdpError
+from vllm_ndp.quantize_cli import quantize
 
 app = typer.Typer(
     help="Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -61,6 +62,9 @@ def verify(
     print_json(result)
     if result["tokens_identical"] != result["tokens_total"] or result["sidecar_mismatches"]:
         raise typer.Exit(1)
+
+
+app.command()(quantize)
 
 
 def main() -> None:

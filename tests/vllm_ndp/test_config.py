@@ -70,7 +70,6 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("gain", "mean", "importance, mse"),
         ("fallback", "none", "full, same"),
         ("kernel", "cuda", "auto, reference, native"),
-        ("carrier", "pigeon", "auto, wire, slot"),
         ("device", "udp://127.0.0.1:9", "ipc:// or tcp://"),
     ],
 )
