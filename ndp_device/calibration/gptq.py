@@ -31,6 +31,7 @@ class _Solution:
     """Column c multiplies input order[c]. loss[k] = trace((W - Q_k) H (W - Q_k)') / trace(W H W')."""
 
     order: Tensor  # int64 [C]
+    group_of: Tensor  # int64 [C]
     codes: Tensor  # uint8 [N, C]
     scale: Tensor  # float32 [K, N, G]
     offset: Tensor
@@ -48,10 +49,13 @@ def quantize(
     # times 4 per bit, about what a bit buys: else the narrowest track alone would choose the order
     value = torch.tensor([4.0**b for b in tracks.bits], dtype=torch.float64, device=weights.device)
     best = min(solutions, key=lambda solution: float(solution.loss @ value))
+    codes, scale, offset = _polished(weights[:, best.order], hessian[best.order][:, best.order], best, tracks)
     perm = None if best is solutions[0] else best.order.cpu().numpy().astype(np.int32)
-    planes = pack(best.codes.cpu().numpy(), tracks.bits[-1])
-    scale, offset = (values.cpu().numpy().astype(np.float16) for values in (best.scale, best.offset))
-    return {b: QuantizedMatrix(b, planes[:b], scale[k], offset[k], group_size, perm) for k, b in enumerate(tracks.bits)}
+    planes = pack(codes.cpu().numpy(), tracks.bits[-1])
+    scales, offsets = (values.cpu().numpy().astype(np.float16) for values in (scale, offset))
+    return {
+        b: QuantizedMatrix(b, planes[:b], scales[k], offsets[k], group_size, perm) for k, b in enumerate(tracks.bits)
+    }
 
 
 def _solve(weights: Tensor, hessian: Tensor, order: Tensor, group_size: int, tracks: Tracks, damp: float) -> _Solution:
@@ -70,42 +74,50 @@ def _solve(weights: Tensor, hessian: Tensor, order: Tensor, group_size: int, tra
     group_of = torch.arange(num_columns, device=weights.device) // group_size
     scale, offset = (torch.stack(parts, -1) for parts in zip(*fits, strict=True))
     scale, offset = refit(weights, hessian, codes, scale, offset, group_of, tracks)
-    for _ in range(POLISH_SWEEPS):
-        _polish(weights, hessian, codes, scale, offset, group_of, tracks)
-        scale, offset = refit(weights, hessian, codes, scale, offset, group_of, tracks)
     error = (_dequantize(codes, scale, offset, group_of, tracks) - weights).double()
     loss = ((error @ hessian) * error).sum((1, 2)) / ((weights.double() @ hessian) * weights).sum()
-    return _Solution(order, codes, scale, offset, loss)
+    return _Solution(order, group_of, codes, scale, offset, loss)
 
 
 def _quantize_group(block: Tensor, factor: Tensor, table: LevelTable, codes: Tensor) -> Tensor:
     """Fill codes [N, g] column by column, passing errors on within block [K, N, g]; returns the errors [K, N, g]."""
     errors = torch.empty_like(block)
     for c in range(block.shape[2]):
-        codes[:, c], levels = table.nearest(block[:, :, c])
-        errors[:, :, c] = (block[:, :, c] - levels) / factor[c, c]
-        block[:, :, c:] -= errors[:, :, c, None] * factor[c, c:]
+        column = block[:, :, c : c + 1]
+        chosen, _ = table.nearest(column)
+        codes[:, c] = chosen[:, 0]
+        errors[:, :, c : c + 1] = (column - table.of(chosen)) / factor[c, c]
+        block[:, :, c:] -= errors[:, :, c : c + 1] * factor[c, c:]
     return errors
 
 
-def _polish(
-    weights: Tensor, hessian: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks
-) -> None:
-    """One pass of coordinate descent: each code anew, all others fixed, against the full Hessian. In place.
+def _polished(weights: Tensor, hessian: Tensor, solution: _Solution, tracks: Tracks) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and offset after some passes of coordinate descent: each code anew, all others fixed.
 
-    With R = (Q - W) H, the best real value of column c is q_c - R_c / H[c, c].
+    With R = (Q - W) H, the best real value of column c is q_c - R_c / H[c, c]. R is kept up to date within a group, and
+    for the other groups when the group is done.
     """
-    hessian = hessian.float()
-    quantized = _dequantize(codes, scale, offset, group_of, tracks)
-    residual = (quantized - weights) @ hessian
-    for group in range(scale.shape[2]):
-        table = LevelTable(scale[:, :, group], offset[:, :, group], tracks)
-        for c in (group_of == group).nonzero()[:, 0].tolist():
-            if hessian[c, c] <= 0:  # an input that never came: any code is as good
-                continue
-            codes[:, c], levels = table.nearest(quantized[:, :, c] - residual[:, :, c] / hessian[c, c])
-            residual += (levels - quantized[:, :, c])[:, :, None] * hessian[c]
-            quantized[:, :, c] = levels
+    codes, scale, offset, group_of = solution.codes, solution.scale, solution.offset, solution.group_of
+    hessian32 = hessian.float()
+    for _ in range(POLISH_SWEEPS):
+        quantized = _dequantize(codes, scale, offset, group_of, tracks)
+        residual = (quantized - weights) @ hessian32
+        for group in range(scale.shape[2]):
+            columns = (group_of == group).nonzero()[:, 0]
+            table = LevelTable(scale[:, :, group], offset[:, :, group], tracks)
+            before, own = quantized[:, :, columns], hessian32[columns][:, columns]
+            after, local = before.clone(), residual[:, :, columns]
+            for i, c in enumerate(columns.tolist()):
+                if own[i, i] > 0:  # else an input that never came: any code is as good
+                    column = slice(i, i + 1)
+                    chosen, _ = table.nearest(before[:, :, column] - local[:, :, column] / own[i, i])
+                    codes[:, c] = chosen[:, 0]
+                    after[:, :, column] = table.of(chosen)
+                    local += (after[:, :, column] - before[:, :, column]) * own[i]
+            residual += (after - before) @ hessian32[columns]
+            quantized[:, :, columns] = after
+        scale, offset = refit(weights, hessian, codes, scale, offset, group_of, tracks)
+    return codes, scale, offset
 
 
 def _dequantize(codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks) -> Tensor:

@@ -39,20 +39,23 @@ class Tracks:
 
 
 class LevelTable:
-    """What every code means to every track in one group: levels [K, N, 2**B]; and which code suits given weights."""
+    """What every code means to every track in one group of columns, and which code suits given weights best."""
 
     def __init__(self, scale: Tensor, offset: Tensor, tracks: Tracks) -> None:
         prefixes = tracks.prefixes(torch.arange(1 << tracks.bits[-1], device=scale.device))
-        self.levels = scale[:, :, None] * prefixes[:, None, :] + offset[:, :, None]
+        self._levels = scale[:, :, None] * prefixes[:, None, :] + offset[:, :, None]  # [K, N, codes]
         # sum_k cost_k (w_k - level_k)**2 differs between codes only in these two terms
-        self._slope = (-2 * tracks.cost[:, None, None]) * self.levels
-        self._constant = (tracks.cost[:, None, None] * self.levels**2).sum(0)
+        self._slope = ((-2 * tracks.cost[:, None, None]) * self._levels).permute(1, 0, 2).contiguous()  # [N, K, codes]
+        self._constant = (tracks.cost[:, None, None] * self._levels**2).sum(0)[:, None, :]  # [N, 1, codes]
 
     def nearest(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """One column, as each track sees it [K, N] -> (codes uint8 [N], their levels [K, N])."""
-        codes = (self._constant + (self._slope * weights[:, :, None]).sum(0)).argmin(-1)
-        levels = self.levels.gather(2, codes.expand(len(weights), -1)[:, :, None])[:, :, 0]
-        return codes.to(torch.uint8), levels
+        """Weights as each track sees them [K, N, m] -> (codes [N, m], their cost less a part common to all codes)."""
+        cost, codes = torch.baddbmm(self._constant, weights.permute(1, 2, 0), self._slope).min(-1)
+        return codes, cost
+
+    def of(self, codes: Tensor) -> Tensor:
+        """Codes [N, m] -> levels [K, N, m]."""
+        return self._levels.gather(2, codes.expand(len(self._levels), -1, -1))
 
 
 def fit_levels(block: Tensor, importance: Tensor, tracks: Tracks) -> tuple[Tensor, Tensor]:
@@ -64,11 +67,11 @@ def fit_levels(block: Tensor, importance: Tensor, tracks: Tracks) -> tuple[Tenso
     fits = []
     for clip in _CLIPS:
         start = ((middle_track - (high + low) / 2) / (span * clip) + 0.5) * top
-        codes = start.round().clamp(0, top).to(torch.uint8)
+        codes = start.round().clamp(0, top).to(torch.int64)
         for _ in range(_ROUNDS):
             scale, offset = _least_squares(block, codes, importance, tracks)
-            codes, error = _nearest_alone(block, scale, offset, tracks)
-        fits.append(((error * importance).sum(1), scale, offset))
+            codes, cost = LevelTable(scale, offset, tracks).nearest(block)
+        fits.append(((cost * importance).sum(1), scale, offset))
     errors, scales, offsets = (torch.stack(parts) for parts in zip(*fits, strict=True))
     best = errors.argmin(0).expand_as(scales[:1])
     return scales.gather(0, best)[0], offsets.gather(0, best)[0]
@@ -105,18 +108,6 @@ def _least_squares(block: Tensor, codes: Tensor, importance: Tensor, tracks: Tra
     variance = (centred * prefixes).sum(-1)
     scale = as_stored((centred * block).sum(-1) / torch.where(variance > 1e-12, variance, 1))
     return scale, as_stored(mean - scale * prefix_mean)
-
-
-def _nearest_alone(block: Tensor, scale: Tensor, offset: Tensor, tracks: Tracks) -> tuple[Tensor, Tensor]:
-    """The best code of every weight of a group, and its cost: [N, g] each. One code at a time, to save memory."""
-    levels = LevelTable(scale, offset, tracks).levels
-    best = torch.full_like(block[0], torch.inf)
-    codes = torch.zeros_like(block[0], dtype=torch.uint8)
-    for code in range(levels.shape[2]):
-        cost = (tracks.cost[:, None, None] * (block - levels[:, :, code, None]) ** 2).sum(0)
-        codes.masked_fill_(cost < best, code)
-        best = torch.minimum(best, cost)
-    return codes, best
 
 
 def _refit_rows(
