@@ -194,9 +194,11 @@ class DeviceModel:
 
         Commands go on meanwhile: their activations pass the bulk on the link, and both share the DRAM.
         """
+        if num_bytes == 0:
+            return submit_ps
         move = migration(self.hardware, num_bytes)
         done = max(submit_ps, self._bulk.until_ps) + move.total_ps
-        self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), max(move.total_ps, 1))
+        self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
         return done
 
     def _phases(self, work: Work, expert: ExpertWork) -> tuple[_Phase, _Phase]:

@@ -1,0 +1,94 @@
+"""`ndp-device time …` as people and scripts call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ndp_device.__main__ import app
+from ndp_device.timing.dram import idle_ps, transfer
+from ndp_device.timing.spec import PE_MODES, load_hardware
+
+
+def last_line(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["time", *arguments])
+    assert result.exit_code == 0, result.output
+    line = json.loads(result.output.splitlines()[-1])
+    assert isinstance(line, dict)
+    return line
+
+
+def test_dram_prints_what_the_model_says() -> None:
+    line = last_line("dram", "--bytes", "1MiB")
+    expected = transfer(load_hardware("h100-ndp512").dram, 2**20)
+    assert line["mean_ps"] == expected.mean_ps
+    assert {"mean_ps", "min_ps", "max_ps", "gb_per_s", "efficiency"} <= line.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--refresh", "off"],
+        ["--bank-group-interleave", "off"],
+        ["--outstanding", "4"],
+        ["--preset", "h100-ndp512-lpddr5", "--refresh", "per-bank"],
+        ["--set", "dram.rfc=1315"],
+        ["--streams", "2", "--placement", "same-bank"],
+    ],
+)
+def test_dram_ablations_change_the_time(options: list[str]) -> None:
+    plain = ["--preset", options[1]] if options[0] == "--preset" else []
+    size = ["--bytes", "262144"]
+    assert last_line("dram", *size, *options)["mean_ps"] != last_line("dram", *size, *plain)["mean_ps"]
+
+
+@pytest.mark.parametrize("case", ["hit", "closed", "conflict"])
+def test_idle_prints_picoseconds(case: str) -> None:
+    assert last_line("idle", "--preset", "h100-ndp512", "--case", case)["ps"] == idle_ps(
+        load_hardware("h100-ndp512").dram, case
+    )
+
+
+def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
+    options = ["--model", "mixtral-8x7b", "--bits", "3", "--tokens", "4"]
+    line = last_line("expert", *options, "--pe-mode", "fp16_dequant")
+    stages = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
+    total = sum(line[f"{stage}_ps"] for stage in stages) - line["overlap_saved_ps"]
+    assert line["total_ps"] == total == line["total_ps_by_pe_mode"]["fp16_dequant"]
+    assert line["pe_mode"] == "fp16_dequant"
+    assert set(line["total_ps_by_pe_mode"]) == set(PE_MODES)
+    assert last_line("expert", *options)["total_ps"] == line["total_ps_by_pe_mode"]["bit_scalable"]
+
+
+def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
+    line = last_line("hardware", "--preset", "h200-gen5", "--set", "gpu.hbm_efficiency_percent=80")
+    assert line["values"]["gpu.hbm_efficiency_percent"] == 80
+    assert line["config_hash"] == load_hardware("h200-gen5", hbm_efficiency_percent=80).config_hash
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dram", "--bytes", "12 parsecs"], "--bytes must be a whole number"),
+        (["dram", "--bytes", "0"], "at least 1"),
+        (["dram", "--bytes", "64", "--set", "rfc"], "section.field=value"),
+        (["dram", "--bytes", "64", "--set", "dram.channels=0"], "dram.channels must be at least 1"),
+        (["idle", "--case", "warm"], "hit, closed, conflict"),
+        (["expert", "--bits", "5"], "bits must be one of"),
+        (["expert", "--bits", "3", "--tokens", "0"], "--tokens"),
+        (["expert", "--bits", "3", "--model", "gpt"], "unknown model"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ndp_device.timing_cli", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stdout + done.stderr

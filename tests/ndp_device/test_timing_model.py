@@ -1,0 +1,310 @@
+"""Commands on the device: limits, conservation, monotony, both sides of every edge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.arrays import matrix_time, swiglu_ps, weight_passes
+from ndp_device.timing.dram import channel_lines, stream
+from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape, single_expert_work
+from ndp_device.timing.spec import PE_MODES, Hardware, load_hardware
+from ndp_device.timing.units import PS_PER_S
+from ndp_device.timing.work import BOUNDS, ExpertWork, Timing, Work
+
+HARDWARE = load_hardware("h100-ndp512")
+IDEAL_DRAM = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})
+FAST_ARRAYS = load_hardware("h100-ndp512", clock_hz=10**15, tile_bytes=64)
+MIXTRAL = public_shape("mixtral-8x7b")
+
+
+def work_of(*experts: tuple[int, int], hidden: int = 1024, intermediate: int = 2048, scales: bool = True) -> Work:
+    """Experts as (bits, tokens), one message for all."""
+    tokens = max((count for _, count in experts), default=0)
+    return Work(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        group_size=128,
+        tokens=tokens,
+        bytes_in=2 * hidden * tokens,
+        bytes_out=4 * hidden * tokens,
+        experts=tuple(
+            ExpertWork(0, number, bits, count, expert_bytes(hidden, intermediate, bits, 128, scales=scales))
+            for number, (bits, count) in enumerate(experts)
+        ),
+    )
+
+
+def run(hardware: Hardware, work: Work, submit_ps: int = 0) -> Timing:
+    return DeviceModel(hardware).execute(work, submit_ps)
+
+
+def device_ps(timing: Timing) -> int:
+    return timing.dram_ps + timing.compute_ps + timing.dequant_ps + timing.vector_ps - timing.overlap_saved_ps
+
+
+def mixtral(bits: int, tokens: int, hardware: Hardware, *, scales: bool = False) -> Timing:
+    return run(hardware, single_expert_work(MIXTRAL, bits, tokens, 128, scales=scales))
+
+
+EXPERTS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 40)), min_size=0, max_size=5)
+ANY_HARDWARE = st.sampled_from(
+    [HARDWARE, IDEAL_DRAM, FAST_ARRAYS]
+    + [load_hardware("h100-ndp512", pe_mode=mode) for mode in PE_MODES]
+    + [load_hardware("h100-ndp512-lpddr5", launch="dma"), load_hardware("h200-gen5", double_buffered=False)]
+    + [load_hardware("seed002-cxl-ndp"), load_hardware("seed002-cxl-amx")]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EXPERTS, ANY_HARDWARE, st.integers(0, 10**8))
+def test_the_stages_add_up_to_the_total(experts: list[tuple[int, int]], hardware: Hardware, submit_ps: int) -> None:
+    timing = run(hardware, work_of(*experts), submit_ps)
+    around = timing.launch_ps + timing.link_in_ps + timing.queue_ps + timing.link_out_ps + timing.completion_ps
+    assert around + device_ps(timing) == timing.total_ps == timing.done_ps - submit_ps
+    assert timing.overlap_saved_ps >= 0
+    assert timing.bound in BOUNDS
+    assert 0 <= timing.array_utilisation <= 1
+    assert 0 <= timing.dram_efficiency <= 1
+    assert timing.refresh_stall_ps <= timing.dram_ps
+
+
+@settings(max_examples=60, deadline=None)
+@given(EXPERTS, ANY_HARDWARE)
+def test_the_device_never_beats_its_dram_or_its_arrays(experts: list[tuple[int, int]], hardware: Hardware) -> None:
+    timing = run(hardware, work_of(*experts))
+    assert timing.weight_bytes >= sum(expert.dram_bytes for expert in work_of(*experts).experts)
+    assert device_ps(timing) >= timing.weight_bytes * PS_PER_S // hardware.dram.peak_bytes_per_s
+    assert device_ps(timing) >= max(timing.dram_ps, timing.compute_ps, timing.dequant_ps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(EXPERTS, st.sampled_from([HARDWARE, IDEAL_DRAM]), st.integers(0, 4), st.booleans())
+def test_more_tokens_or_bits_are_never_faster(
+    experts: list[tuple[int, int]], hardware: Hardware, which: int, more_bits: bool
+) -> None:
+    if not experts:
+        return
+    wider = {1: 2, 2: 3, 3: 4, 4: 8, 8: 16, 16: 16}
+    bits, tokens = experts[which % len(experts)]
+    more = list(experts)
+    more[which % len(experts)] = (wider[bits], tokens) if more_bits else (bits, tokens + 1)
+    # an earlier or later end may meet one refresh more, so it is the end that is compared, with that much slack
+    slack = hardware.dram.cycles_to_ps(1200) if hardware.dram.kind == "bank" else 0
+    assert run(hardware, work_of(*more)).done_ps >= run(hardware, work_of(*experts)).done_ps - slack
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ({"clock_hz": 2 * 10**9}, {}),
+        ({"units": 128}, {}),
+        ({}, {"rfc": 1315}),
+        ({"refresh": "off"}, {}),
+        ({}, {"load_to_use_ps": 400_000}),
+        ({}, {"launch": "dma"}),
+        ({}, {"double_buffered": False}),
+        ({"raw_bytes_per_s": 63 * 10**9}, {}),
+    ],
+)
+@pytest.mark.parametrize("bits", [2, 16])
+def test_better_hardware_is_never_slower(faster: dict[str, int], slower: dict[str, int], bits: int) -> None:
+    work = work_of((bits, 3), (bits, 9))
+    better, worse = (load_hardware("h100-ndp512", **values) for values in (faster, slower))
+    assert run(better, work).total_ps <= run(worse, work).total_ps
+
+
+def test_with_fast_arrays_an_expert_takes_exactly_its_dram_stream() -> None:
+    """V1: the arrays hide in the stream; only the last tile and SwiGLU (below a nanosecond here) come on top."""
+    for bits in (2, 16):
+        timing = mixtral(bits, 1, FAST_ARRAYS)
+        lines = channel_lines(FAST_ARRAYS.dram, timing.weight_bytes)
+        alone = stream(FAST_ARRAYS.dram, lines, timing.start_ps).total_ps
+        assert alone <= device_ps(timing) <= alone + 1000
+
+
+def test_with_ideal_dram_an_expert_takes_exactly_its_cycles() -> None:
+    """V1: gate and up 4096 x ceil(28672 / 256) = 458752, down 14336 x 16 = 229376, two fills of 10."""
+    fast = replace(IDEAL_DRAM, dram=replace(IDEAL_DRAM.dram, ideal_bytes_per_s=10**18))
+    timing = mixtral(16, 4, fast)
+    assert timing.compute_ps == (458_752 + 229_376 + 20) * 1000
+    assert device_ps(timing) == pytest.approx(timing.compute_ps + timing.vector_ps, rel=1e-6)
+
+
+def test_nothing_to_do_costs_the_way_there_and_back() -> None:
+    """Load-to-use 250 ns and half of it for the posted write, 20 ns to decode."""
+    timing = run(HARDWARE, Work(1024, 2048, 128, 0, 0, 0, ()))
+    assert timing.total_ps == 125_000 + 20_000 + 250_000
+    assert timing.bound == "link"
+
+
+def test_fp16_is_balanced_up_to_four_tokens_and_compute_doubles_at_five() -> None:
+    """V3: 64 x 4 columns x 2 B x 1 GHz = 512 GB/s: with ideal DRAM 0.688 ms for one to four tokens of Mixtral-8x7B."""
+    times = [device_ps(mixtral(16, tokens, IDEAL_DRAM)) for tokens in (1, 4, 5, 8)]
+    assert times[0] == pytest.approx(688.1e6, rel=2e-3)
+    assert times[1] == pytest.approx(times[0], rel=1e-3)
+    assert times[2] == pytest.approx(2 * times[0], rel=2e-3)
+    assert times[3] == pytest.approx(times[2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "scales", "gain3", "gain2"),
+    [
+        ("bit_scalable", False, 16 / 3, 16 / 2),
+        ("bit_scalable", True, 16 / 3.25, 16 / 2.25),
+        ("bit_scalable_pow2", False, 16 / 4, 16 / 2),
+        ("fp16_dequant", False, 1.0, 1.0),
+        ("int8", False, 2.0, 2.0),
+    ],
+)
+def test_what_few_bits_gain_depends_on_the_multipliers(mode: str, scales: bool, gain3: float, gain2: float) -> None:
+    """V3, ideal DRAM, one token: fp16 time / k-bit time. 0.25 bit per weight of scales and offsets at groups of 128."""
+    hardware = load_hardware("h100-ndp512", pe_mode=mode, **{"dram.kind": "ideal"})
+    full = device_ps(mixtral(16, 1, hardware))
+    for bits, gain in ((3, gain3), (2, gain2)):
+        assert full / device_ps(mixtral(bits, 1, hardware, scales=scales)) == pytest.approx(gain, rel=0.01)
+
+
+def test_dequantisation_counts_once_it_is_slower_than_the_arrays() -> None:
+    """The arrays take 4 weights a cycle and unit at one token: 4 hide, 3 do not."""
+    at4, at3 = (
+        mixtral(3, 1, load_hardware("h100-ndp512", pe_mode="fp16_dequant", dequant_weights_per_cycle=rate))
+        for rate in (4, 3)
+    )
+    assert at4.total_ps == pytest.approx(688.1e6, rel=0.01)
+    assert device_ps(at3) / device_ps(at4) == pytest.approx(4 / 3, rel=0.01)
+
+
+def test_weights_are_read_again_when_the_activations_do_not_fit() -> None:
+    """Half of 64 x 128 KiB holds 4 MiB / (2 x (4096 + 14336) B) = 113 tokens."""
+    array = HARDWARE.array
+    assert weight_passes(array, 4096, 14336, 113) == 1
+    assert weight_passes(array, 4096, 14336, 114) == 2
+    assert mixtral(2, 114, HARDWARE).weight_bytes == 2 * mixtral(2, 113, HARDWARE).weight_bytes
+
+
+def test_partial_passes_of_the_arrays_cost_whole_ones() -> None:
+    """4 rows and 256 columns a pass: 5 tokens or 257 columns need a second one; three of 16 bits round up."""
+    array = HARDWARE.array
+    assert matrix_time(array, 100, 256, 4, 16).compute_ps == (100 + 10) * 1000
+    assert matrix_time(array, 100, 257, 4, 16).compute_ps == (200 + 10) * 1000
+    assert matrix_time(array, 100, 256, 5, 16).compute_ps == (200 + 10) * 1000
+    assert matrix_time(array, 100, 256, 4, 3).compute_ps == (19 + 10) * 1000
+    assert matrix_time(array, 100, 256, 0, 3).compute_ps == 0
+    assert swiglu_ps(array, 256, 1) == 1000
+    assert swiglu_ps(array, 257, 1) == 2000
+
+
+def test_a_second_command_waits_for_the_first_and_says_so() -> None:
+    model = DeviceModel(HARDWARE)
+    work = work_of((4, 1))
+    first, second = model.execute(work, 0), model.execute(work, 0)
+    assert first.queue_ps == 0
+    assert second.start_ps == first.start_ps + device_ps(first)
+    assert second.queue_ps == pytest.approx(device_ps(first), rel=0.01)
+    third = model.execute(work, 0)
+    assert third.bound == "queue"  # it waited for two
+    later = model.execute(work, third.done_ps)
+    assert later.queue_ps == 0
+
+
+def test_a_command_split_in_two_reads_the_same_bytes_and_ends_no_earlier() -> None:
+    whole = run(HARDWARE, work_of((3, 2), (2, 2)))
+    model = DeviceModel(HARDWARE)
+    parts = [model.execute(work_of((3, 2)), 0), model.execute(work_of((2, 2)), 0)]
+    assert sum(part.weight_bytes for part in parts) == whole.weight_bytes
+    assert parts[-1].done_ps >= whole.done_ps - HARDWARE.dram.cycles_to_ps(1200)
+
+
+def test_the_same_commands_give_the_same_times_again() -> None:
+    """V8: a fresh model, the same works and submit times: equal to the picosecond in every field."""
+    works = [(work_of((bits, bits), (2, 1)), 10_000_000 * bits) for bits in (1, 2, 3, 4, 16)]
+    runs = []
+    for _ in range(2):
+        model = DeviceModel(load_hardware("h100-ndp512"))
+        runs.append([model.execute(work, submit) for work, submit in works])
+    assert runs[0] == runs[1]
+
+
+def test_a_migration_slows_the_dram_by_its_share_and_leaves_no_trace_when_it_is_over() -> None:
+    """25.6 of about 468 GB/s: an expert read beside a long migration takes about 6 % longer."""
+    work = work_of((16, 1), hidden=4096, intermediate=14336)
+    alone, beside = DeviceModel(HARDWARE), DeviceModel(HARDWARE)
+    arrived = beside.migrate(10**9, 0)
+    assert arrived == pytest.approx(10**9 / 25.6e9 * 1e12, rel=0.001)
+    ratio = beside.execute(work, 0).dram_ps / alone.execute(work, 0).dram_ps
+    assert ratio == pytest.approx(1 + 25.6 / (468.5 - 25.6), rel=0.005)
+    late = arrived + (-arrived % (10**6 * 3900))
+    assert beside.execute(work, late).total_ps == alone.execute(work, late).total_ps
+    assert beside.migrate(0, 5) == 5
+
+
+def test_the_launch_path_is_an_option_with_a_price() -> None:
+    """8 KiB in, 16 KiB out. CXL.mem: 85 wire bytes per 64 B line. DMA: two launches of 6 us, a poll of 1 us."""
+    cxl, dma = load_hardware("h100-ndp512").link, load_hardware("h100-ndp512", launch="dma").link
+    assert wire_bytes(cxl, 8192) == 128 * 85
+    assert wire_bytes(dma, 8192) == 8192 + 64 * 26
+    assert wire_bytes(cxl, 1) == 85
+    assert wire_bytes(cxl, 0) == wire_bytes(dma, 0) == 0
+    assert hop_in(cxl, 0).wire_ps * 2 == hop_out(cxl, 0).wire_ps == 250_000
+    assert hop_in(dma, 8192).launch_ps == 6_000_000
+    assert hop_out(dma, 8192).completion_ps == 1_000_000
+    gap = mixtral(3, 1, load_hardware("h100-ndp512", launch="dma")).total_ps - mixtral(3, 1, HARDWARE).total_ps
+    assert 12_000_000 < gap < 17_000_000
+
+
+def test_bulk_copies_reach_the_effective_rate() -> None:
+    assert bulk_ps(HARDWARE.link, 25_600_000) == 6_000_000 + 500_000 + 1_000_000_000
+    assert bulk_ps(HARDWARE.link, 0) == 0
+
+
+def test_energy_counts_events_once() -> None:
+    """32 bytes of weights: one DRAM access (1.11 nJ), two of the scratchpad (2 x 0.113 nJ), 20 rows opened (1.8 nJ)."""
+    work = Work(1, 1, 1, 1, 0, 0, (ExpertWork(0, 0, 4, 1, 32),))
+    assert run(HARDWARE, work).energy_pj == 1110 + 226 + 20 * 1800
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_public_shapes_have_the_published_number_of_expert_weights(name: str) -> None:
+    """Routed experts alone, in 10^9."""
+    published = {
+        "mixtral-8x7b": 45.1,
+        "mixtral-8x22b": 135.3,
+        "qwen3-30b-a3b": 29.0,
+        "olmoe": 6.44,
+        "deepseek-v3": 653.9,
+        "qwen3-next": 77.3,
+    }
+    shape = SHAPES[name]
+    total = shape.num_layers * shape.num_experts * shape.weights_per_expert
+    assert total / 1e9 == pytest.approx(published[name], rel=0.005)
+
+
+def test_bytes_of_a_replica() -> None:
+    """[2I, H] and [H, I] of 8 x 16: 3 x 128 weights at 3 bits = 144 B; groups of 16: 32 rows x 1 + 8 rows x 1 x 4 B."""
+    assert expert_bytes(8, 16, 3, 16, scales=False) == 144
+    assert expert_bytes(8, 16, 3, 16) == 144 + 4 * (32 + 8)
+    assert expert_bytes(8, 16, 16, 16) == 768
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ExpertWork(0, 0, 5, 1, 1), "bits"),
+        (lambda: ExpertWork(0, 0, 4, -1, 1), "tokens"),
+        (lambda: Work(0, 1, 1, 1, 1, 1, ()), "hidden_size"),
+        (lambda: Work(1, 1, 1, 1, -1, 1, ()), "bytes_in"),
+        (lambda: public_shape("mixtral-8x7"), "did you mean 'mixtral-8x7b'"),
+        (lambda: expert_bytes(8, 8, 5, 8), "bits"),
+        (lambda: expert_bytes(8, 8, 4, 0), "group size"),
+    ],
+)
+def test_impossible_work_is_refused(call, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
