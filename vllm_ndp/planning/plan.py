@@ -19,7 +19,8 @@ from ndp_device.model_shape import FULL_PRECISION_BITS
 from vllm_ndp.planning.stats import frozen_array
 
 WIDTHS = (1, 2, 3, 4)
-_ALLOWED_BITS = np.array([0, *WIDTHS, FULL_PRECISION_BITS], np.uint8)
+_ALLOWED_BITS = (0, *WIDTHS, FULL_PRECISION_BITS)
+_IS_ALLOWED = np.isin(np.arange(256), _ALLOWED_BITS)
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class BitwidthPlan:
         object.__setattr__(self, "bits", frozen_array(self.bits, np.uint8))
         if self.bits.ndim != 2 or self.bits.size == 0:
             raise ValueError(f"a bitwidth plan must be [L, E], got {list(self.bits.shape)}")
-        if not np.isin(self.bits, _ALLOWED_BITS).all():
-            raise ValueError(f"bits must be one of {_ALLOWED_BITS.tolist()}, got {np.unique(self.bits).tolist()}")
+        if not _IS_ALLOWED[self.bits].all():
+            raise ValueError(f"bits must be one of {list(_ALLOWED_BITS)}, got {np.unique(self.bits).tolist()}")
 
     @property
     def average(self) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.calibration.build import default_group_size
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape, read_config
 from ndp_device.protocol.messages import execute_bytes
@@ -56,12 +57,18 @@ def dims_of(model: str) -> HostDims:
 
 @dataclass(frozen=True)
 class Costs:
-    """One model on one hardware. group_size: weights that share a float16 scale and offset in a replica."""
+    """One model on one hardware."""
 
     hardware: Hardware
     dims: HostDims
-    group_size: int = 64
     scales: bool = True
+    """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
+
+    @cached_property
+    def group_size(self) -> int:
+        """Weights that share a scale, by the rule replicas are built with."""
+        d = self.dims
+        return default_group_size(ModelShape("replay", d.num_layers, d.num_experts, d.top_k, d.hidden, d.intermediate))
 
     @cached_property
     def host(self) -> HostModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
-from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
 from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, LiveSetup
@@ -167,13 +168,28 @@ class _Engine:
         return bits
 
 
-def replay_live(trace: Trace, policy: Policy, loss: LossTable, budget: Budget) -> LiveReplay:
-    """Replay a recorded run under the policy it ran with. Raises TraceError when the trace is not of a live run."""
+def recorded_policy(trace: Trace) -> tuple[Policy, Budget]:
+    """The policy and budget of the recorded run, from the plugin's settings in its provenance."""
+    setup, settings = trace.provenance.live, trace.provenance.settings
+    if setup is None:
+        raise TraceError("the trace does not hold a live run: record one with the plugin's 'record' setting")
+    options = dict(settings.get("policy_options", {}))
+    if isinstance(options.get("prior"), str):
+        options["prior"] = read_prior(Path(options["prior"]))
+    bits = "full" if settings["cold_precision"] == "full" else settings["gain"]
+    policy = load_policy(settings["policy"], PolicySettings(**{"alpha": settings["alpha"], "bits": bits, **options}))
+    return policy, Budget(setup.hot_experts, settings["avg_bits"])
+
+
+def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
+    """Replay a recorded run under the policy it ran with. Raises TraceError when the trace is not of a live run.
+
+    loss: of the replicas the run used; ReplicaFiles know it.
+    """
+    policy, budget = recorded_policy(trace)
     setup, p = trace.provenance.live, trace.provenance
-    if setup is None or not trace.events:
-        raise TraceError(
-            "the trace does not hold a live run with placement: record one with the plugin's 'record' setting"
-        )
+    if setup is None or not len(trace.events.get("step", ())):
+        raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
     hardware = load_hardware(setup.preset, **setup.overrides)
     hot = np.zeros((p.num_layers, p.num_experts), np.bool_)
     hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
@@ -223,8 +239,8 @@ def replay_live(trace: Trace, policy: Policy, loss: LossTable, budget: Budget) -
 
 
 def _bounds(steps: NDArray[np.int32]) -> Sequence[int]:
-    ordered = np.sort(steps)
-    return (np.flatnonzero(np.diff(ordered)) + 1).tolist()
+    bounds: list[int] = (np.flatnonzero(np.diff(np.sort(steps))) + 1).tolist()
+    return bounds
 
 
 def _recorded_plans(trace: Trace) -> dict[int, dict[int, NDArray[np.uint8]]]:

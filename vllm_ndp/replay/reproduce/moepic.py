@@ -81,8 +81,8 @@ def reproduce_moepic() -> Reproduction:
         (
             "mechanism read from third-party descriptions; the equations of the published solver are not public",
             "seed 003 is inverted: the top part is cached, the whole expert is computed and the split is lossless",
-            "the published interior optimum of theta is not reproduced: on routing with any skew a cache of whole experts "
-            "saves more bytes per slot than one of tops, and nothing public in the mechanism outweighs that",
+            "the published interior optimum of theta is not reproduced: on routing with any skew a cache of whole "
+            "experts saves more bytes per slot than one of tops, and nothing public outweighs that",
             "seed 003's '24 GB A100' and 'NVLink' have no support",
         ),
     )

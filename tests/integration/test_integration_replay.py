@@ -1,0 +1,55 @@
+"""A recorded run of real vLLM, replayed under its own policy, takes the same simulated time to the picosecond."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import MODEL, PROMPTS, engine
+
+from ndp_device.calibration.build import default_cache_dir
+from ndp_device.calibration.loss_table import load_loss_table
+from ndp_device.model_shape import model_digest
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.replay.live import replay_live
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+
+def record(directory: Path, settings: dict, **options) -> Trace:
+    from vllm import SamplingParams
+
+    with engine(settings={**settings, "record": str(directory)}, **options) as llm:
+        lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+        llm.generate(list(PROMPTS), lengths)
+        llm.generate([PROMPTS[0] * 4, PROMPTS[0]], lengths[:2])  # a longer prompt, and one the prefix cache knows
+        llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
+        llm.generate(PROMPTS[2], lengths[0])
+    return Trace.load(directory, model_digest=model_digest(MODEL))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"hot_experts": 4, "avg_bits": 2.0}, {}),
+        ({"hot_experts": 2, "avg_bits": 1.5, "gain": "mse"}, {"max_num_batched_tokens": 32, "max_num_seqs": 3}),
+        ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
+        ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
+    ],
+    ids=["plain", "chunked", "identity", "all-cold"],
+)
+def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
+    trace = record(tmp_path / "trace", settings, **options)
+    if settings.get("cold_precision") == "full":
+        loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
+    else:
+        loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[0])
+    replayed = replay_live(trace, loss)
+    assert len(replayed.steps) > 20
+    assert replayed.fallback_steps == 0
+    assert replayed.plan_mismatches == 0
+    assert np.array_equal(replayed.start_ps, replayed.recorded_start_ps)
+    assert np.array_equal(replayed.step_ps, replayed.recorded_step_ps)
+    assert replayed.identical
