@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -61,14 +63,10 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) -> tuple[bytes, bytearray]:
-    """The two frames of `message`. `tensors` must be what messages.TENSORS lists for its type."""
-    wanted = TENSORS.get(type(message))
-    body = bytearray()
-    if wanted is not None:
-        specs, body = _pack(type(message), wanted, tensors or {})
+    """The two frames of `message`. `tensors` must be what messages.TENSORS lists for its type, in that order."""
+    specs, body = _pack(type(message), tensors or {})
+    if specs:
         message = msgspec.structs.replace(message, tensors=specs)
-    elif tensors:
-        raise LocalProtocolError(f"{type(message).__name__} carries no tensors, got {sorted(tensors)}")
     unsealed = _ENCODER.encode(message)[:-_CRC_BYTES]
     if len(unsealed) + _CRC_BYTES > MAX_HEADER_BYTES:
         raise LocalProtocolError(
@@ -135,58 +133,67 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _pack(
-    kind: type[Message], wanted: dict[str, tuple[tuple[str, ...], int]], tensors: Mapping[str, NDArray[Any]]
-) -> tuple[tuple[TensorSpec, ...], bytearray]:
-    if tensors.keys() != wanted.keys():
-        raise LocalProtocolError(f"{kind.__name__} carries {list(wanted)}, got {list(tensors)}")
-    specs, offset = [], 0
-    for name, (dtypes, rank) in wanted.items():
-        array = tensors[name]
-        dtype = _DTYPE_NAMES.get(array.dtype) or str(array.dtype)  # str() of a dtype costs 5 us: not on the way
-        if dtype not in dtypes or array.ndim != rank:
-            raise LocalProtocolError(
+@dataclass(frozen=True)
+class _Layout:
+    """How the tensors of one message lie in its body."""
+
+    specs: tuple[TensorSpec, ...]
+    counts: tuple[int, ...]
+    num_bytes: int
+
+
+@lru_cache(maxsize=1024)  # a model asks with a handful of shapes, thousands of times a second
+def _layout(kind: type[Message], described: tuple[tuple[str, str, tuple[int, ...]], ...]) -> _Layout:
+    """Raises ValueError unless (name, dtype, shape) of each tensor are what messages.TENSORS lists for `kind`."""
+    wanted = TENSORS.get(kind, {})
+    names = [name for name, _, _ in described]
+    if names != list(wanted):
+        raise ValueError(f"{kind.__name__} must carry tensors {list(wanted)}, got {names}")
+    specs, counts, offset = [], [], 0
+    for (name, dtype, shape), (dtypes, rank) in zip(described, wanted.values(), strict=True):
+        if dtype not in dtypes or len(shape) != rank:
+            raise ValueError(
                 f"tensor {name} of {kind.__name__} must be {' or '.join(dtypes)} with {rank} dimensions, "
-                f"got {dtype}{list(array.shape)}"
+                f"got {dtype}{list(shape)}"
             )
-        specs.append(TensorSpec(name, dtype, array.shape, offset))
-        offset = _aligned(offset + array.nbytes)
+        specs.append(TensorSpec(name, dtype, shape, offset))
+        counts.append(math.prod(shape))
+        offset = _aligned(offset + counts[-1] * DTYPES[dtype].itemsize)
     if offset > MAX_BODY_BYTES:
-        raise LocalProtocolError(f"a body may have at most {MAX_BODY_BYTES} bytes, got {offset}: send fewer rows")
-    body = bytearray(offset)
-    for spec in specs:
-        array = tensors[spec.name]
-        if array.nbytes:
+        raise ValueError(f"a body may have at most {MAX_BODY_BYTES} bytes, got {offset}: send fewer rows")
+    return _Layout(tuple(specs), tuple(counts), offset)
+
+
+def _pack(kind: type[Message], tensors: Mapping[str, NDArray[Any]]) -> tuple[tuple[TensorSpec, ...], bytearray]:
+    # str() of a dtype costs 5 us: only for the sentence of an error
+    described = tuple((n, _DTYPE_NAMES.get(a.dtype) or str(a.dtype), a.shape) for n, a in tensors.items())
+    try:
+        layout = _layout(kind, described)
+    except ValueError as error:
+        raise LocalProtocolError(str(error)) from None
+    body = bytearray(layout.num_bytes)
+    for spec, array in zip(layout.specs, tensors.values(), strict=True):
+        if array.size:
             body[spec.offset : spec.offset + array.nbytes] = np.ascontiguousarray(array).data.cast("B")
-    return tuple(specs), body
+    return layout.specs, body
 
 
 def _unpack(kind: type[Message], specs: tuple[TensorSpec, ...], body: Buffer) -> Tensors:
-    wanted = TENSORS.get(kind, {})
-    if [spec.name for spec in specs] != list(wanted):
-        raise RemoteProtocolError(f"{kind.__name__} must carry tensors {list(wanted)}, got {[s.name for s in specs]}")
+    try:
+        layout = _layout(kind, tuple((spec.name, spec.dtype, spec.shape) for spec in specs))
+    except ValueError as error:
+        raise RemoteProtocolError(str(error)) from None
+    if layout.specs != specs:
+        wanted, got = ([spec.offset for spec in where] for where in (layout.specs, specs))
+        raise RemoteProtocolError(f"the tensors of {kind.__name__} must start at bytes {wanted}, got {got}")
+    if layout.num_bytes != len(body):
+        raise RemoteProtocolError(
+            f"the tensors of {kind.__name__} take {layout.num_bytes} bytes, but its body has {len(body)}"
+        )
     tensors: Tensors = {}
-    end = 0
-    for spec, (dtypes, rank) in zip(specs, wanted.values(), strict=True):
-        if spec.dtype not in dtypes or len(spec.shape) != rank:
-            raise RemoteProtocolError(
-                f"tensor {spec.name} of {kind.__name__} must be {' or '.join(dtypes)} with {rank} dimensions, "
-                f"got {spec.dtype}{list(spec.shape)}"
-            )
-        dtype = DTYPES[spec.dtype]
-        count = math.prod(spec.shape)
-        start, num_bytes = end, count * dtype.itemsize
-        if spec.offset != start:
-            raise RemoteProtocolError(f"tensor {spec.name} must start at byte {start}, got {spec.offset}")
-        end = _aligned(start + num_bytes)
-        if end > len(body):
-            raise RemoteProtocolError(
-                f"tensor {spec.name}: {spec.dtype}{list(spec.shape)} needs a body of {end} bytes, got {len(body)}"
-            )
-        array = np.frombuffer(body, dtype, count, start)
+    for spec, count in zip(specs, layout.counts, strict=True):
+        array = np.frombuffer(body, DTYPES[spec.dtype], count, spec.offset)
         if not array.flags.aligned:
             array = array.copy()
-        tensors[spec.name] = array if rank == 1 else array.reshape(spec.shape)
-    if end != len(body):
-        raise RemoteProtocolError(f"the tensors of {kind.__name__} take {end} bytes, but its body has {len(body)}")
+        tensors[spec.name] = array if len(spec.shape) == 1 else array.reshape(spec.shape)
     return tensors

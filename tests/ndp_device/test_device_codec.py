@@ -204,10 +204,10 @@ SPECS = [list(spec) for spec in msgpack.unpackb(codec.encode(EXECUTE, {"x": X, *
         ({"tensors": [["x", "float64", [2, 3], 0], *SPECS[1:]]}, "float64"),
         ({"tensors": [["x", "float32", [6], 0], *SPECS[1:]]}, "2 dimensions"),
         ({"tensors": [["x", "float32", [-2, -3], 0], *SPECS[1:]]}, "tensors"),
-        ({"tensors": [["x", "float32", [1 << 40, 1 << 40], 0], *SPECS[1:]]}, "needs a body"),
-        ({"tensors": [["x", "float32", [2, 3], 64], *SPECS[1:]]}, "must start at byte 0"),
-        ({"tensors": [["x", "float32", [2, 3], 4], *SPECS[1:]]}, "must start at byte 0"),
-        ({"tensors": [*SPECS[:4], ["gates", "float32", [64], 256]]}, "needs a body of 512 bytes, got 320"),
+        ({"tensors": [["x", "float32", [1 << 40, 1 << 40], 0], *SPECS[1:]]}, "at most"),
+        ({"tensors": [["x", "float32", [2, 3], 64], *SPECS[1:]]}, r"must start at bytes \[0, 64"),
+        ({"tensors": [["x", "float32", [2, 3], 4], *SPECS[1:]]}, r"must start at bytes \[0, 64"),
+        ({"tensors": [*SPECS[:4], ["gates", "float32", [64], 256]]}, "take 512 bytes, but its body has 320"),
         ({"tensors": [*SPECS[:4], ["gates", "float32", [0], 256]]}, "take 256 bytes, but its body has 320"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -311,9 +311,9 @@ def test_random_bytes_are_one_error(header: bytes, body: bytes) -> None:
 def test_we_refuse_to_send_what_the_peer_would_refuse() -> None:
     with pytest.raises(LocalProtocolError, match="must be float32 or bfloat16 or float16"):
         codec.encode(EXECUTE, {"x": X.astype(np.float64), **PAIRS})
-    with pytest.raises(LocalProtocolError, match="carries"):
+    with pytest.raises(LocalProtocolError, match="must carry"):
         codec.encode(EXECUTE, PAIRS)
-    with pytest.raises(LocalProtocolError, match="no tensors"):
+    with pytest.raises(LocalProtocolError, match="must carry"):
         codec.encode(msg.Ping(1), {"x": X})
     with pytest.raises(LocalProtocolError, match="at most"):
         codec.encode(EXECUTE, {"x": np.zeros((4097, 4096), np.float32), **PAIRS})
