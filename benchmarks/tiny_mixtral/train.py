@@ -128,6 +128,17 @@ class Run:
         if (out / "state.json").exists():
             self.restore()
 
+    def learn(self, batch: Tensor, part_of_rate: float) -> float:
+        """One step; returns the loss before it."""
+        loss = self.model(batch, labels=batch, output_router_logits=True).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.muon.step(part_of_rate * MUON_RATE)
+        self.adam.step(part_of_rate, self.step)
+        self.model.zero_grad()
+        self.step += 1
+        return loss.item()
+
     def tensors(self) -> dict[str, Tensor]:
         groups = {
             "parameter": dict(self.model.named_parameters()),
@@ -173,23 +184,17 @@ def main() -> None:
     run, batches = Run(arguments.out, arguments.seed), Batches(arguments.corpus, arguments.seed)
     held_out = held_out_tokens(MODEL / "eval", Tokenizer.from_file(str(MODEL / "tokenizer.json")))
 
+    tokens_per_step = len(batches.tokens) * WINDOW_TOKENS
     began, before = time.monotonic(), run.elapsed_s
-    progress = 0.0
+    progress = max(run.step / arguments.steps, run.elapsed_s / (60 * arguments.minutes))
     while progress < 1:
-        batch = batches[run.step]
-        loss = run.model(batch, labels=batch, output_router_logits=True).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), CLIP_NORM)
+        rate = part_of_rate(run.step, progress)
+        loss = run.learn(batches[run.step], rate)
         run.elapsed_s = before + time.monotonic() - began
-        progress = max((run.step + 1) / arguments.steps, run.elapsed_s / (60 * arguments.minutes))
-        rate = part_of_rate(run.step, min(progress, 1.0))
-        run.muon.step(rate * MUON_RATE)
-        run.adam.step(rate, run.step)
-        run.model.zero_grad()
-        run.step += 1
+        progress = max(run.step / arguments.steps, run.elapsed_s / (60 * arguments.minutes))
         if run.step % 50 == 0:
-            tokens_per_s = run.step * batch.numel() / run.elapsed_s
-            print(f"step {run.step} loss {loss.item():.3f} rate {rate:.3f} {tokens_per_s:.0f} tokens/s", flush=True)
+            tokens_per_s = run.step * tokens_per_step / run.elapsed_s
+            print(f"step {run.step} loss {loss:.3f} rate {rate:.3f} {tokens_per_s:.0f} tokens/s", flush=True)
         if run.step % LOOK_EVERY == 0:
             scores = {domain: round(perplexity(run.model, t, LOOK_WINDOWS), 2) for domain, t in held_out.items()}
             run.log.append({"step": run.step, "elapsed_s": round(run.elapsed_s), "perplexity_of_first_windows": scores})
@@ -202,7 +207,7 @@ def main() -> None:
     scores = {domain: round(perplexity(exported, tokens), 2) for domain, tokens in held_out.items()}
     result = {
         "steps": run.step,
-        "tokens": run.step * batch.numel(),
+        "tokens": run.step * tokens_per_step,
         "measured_minutes": round(run.elapsed_s / 60, 1),
         "perplexity": scores,
         "geometric_mean": round(geometric_mean(list(scores.values())), 2),
