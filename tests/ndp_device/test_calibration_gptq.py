@@ -1,0 +1,186 @@
+"""The solver against its definitions: exhaustive codes, plain rounding, the same weights at one width alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ndp_device.calibration import data_free, gptq
+from ndp_device.calibration.hessian import blend, inverse_factor, own_weight, second_moment
+from ndp_device.kernels.reference import dequantize
+from ndp_device.replicas.packing import pack, unpack
+from ndp_device.replicas.replica import QuantizedMatrix
+
+NESTED = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
+
+
+def correlated_problem(seed: int, rows: int, columns: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Weights [N, C] and the second moment of inputs with a falling spectrum and a few loud channels."""
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(columns, columns)) / np.arange(1, columns + 1) ** 0.5
+    inputs = rng.normal(size=(tokens, columns)) @ mixing.T
+    inputs[:, ::7] *= 3
+    weights = rng.standard_t(4, size=(rows, columns))
+    return torch.tensor(weights, dtype=torch.float32), second_moment(torch.tensor(inputs, dtype=torch.float32))
+
+
+def relative_loss(weights: Tensor, hessian: Tensor, quantized: NDArray[np.float32]) -> float:
+    error = (torch.from_numpy(quantized) - weights).double()
+    return float(((error @ hessian) * error).sum() / ((weights.double() @ hessian) * weights).sum())
+
+
+def rounded(weights: Tensor, bits: int, group_size: int) -> NDArray[np.float32]:
+    """Round to nearest on each group's min..max."""
+    groups = weights.split(group_size, dim=1)
+    steps = (1 << bits) - 1
+    done = []
+    for group in groups:
+        low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
+        done.append(((group - low) / (high - low) * steps).round() / steps * (high - low) + low)
+    return torch.cat(done, 1).numpy()
+
+
+def test_the_second_moment_is_the_mean_outer_product() -> None:
+    inputs = torch.randn(5000, 6, generator=torch.Generator().manual_seed(0))
+    np.testing.assert_allclose(
+        second_moment(inputs), (inputs.double().T @ inputs.double()) / 5000, rtol=1e-5, atol=1e-6
+    )
+    assert (second_moment(inputs[:0]) == 0).all()
+
+
+def test_an_expert_without_tokens_takes_its_layers_moment_and_many_tokens_its_own() -> None:
+    """At 512 tokens both count the same, the layer's scaled to the expert's trace: (2 + 2) / 2 on the diagonal."""
+    own, layer = 2 * torch.eye(3, dtype=torch.float64), 7 * torch.eye(3, dtype=torch.float64)
+    assert own_weight(0) == 0
+    assert (blend(own * 0, layer, own_weight(0)) == layer).all()
+    assert own_weight(512) == 0.5
+    np.testing.assert_allclose(blend(own, layer, 0.5), own)
+    assert own_weight(10**6) > 0.999
+
+
+def test_the_factor_is_of_the_damped_inverse_even_where_the_hessian_is_singular() -> None:
+    _, hessian = correlated_problem(0, 1, 12, 100)
+    upper = inverse_factor(hessian, 0.01).double()
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(12)
+    np.testing.assert_allclose(upper.T @ upper @ damped, np.eye(12), atol=1e-4)
+    assert (upper == upper.triu()).all()
+    assert inverse_factor(torch.zeros(4, 4, dtype=torch.float64), 0.01).isfinite().all()
+    with pytest.raises(ValueError, match="not finite"):
+        inverse_factor(hessian * torch.nan, 0.01)
+
+
+def test_one_bit_codes_of_a_short_row_are_nearly_the_best_of_all_256() -> None:
+    """8 columns in one group: every code with its own best scale and offset is tried."""
+    ratios = []
+    for seed in range(12):
+        weights, hessian = correlated_problem(seed, 1, 8, 64)
+        best = np.inf
+        for code in itertools.product((0.0, 1.0), repeat=8):
+            design = torch.tensor([code, (1.0,) * 8], dtype=torch.float64)
+            normal = design @ hessian @ design.T + 1e-9 * torch.eye(2)
+            fit = torch.linalg.solve(normal, design @ hessian @ weights[0].double())
+            best = min(best, relative_loss(weights, hessian, (fit @ design)[None].float().numpy()))
+        ours = gptq.quantize(weights, hessian, group_size=8, track_weights={1: 1.0}, damp=0.01)[1]
+        ratios.append(relative_loss(weights, hessian, dequantize(ours)) / best)
+    assert min(ratios) > 0.999  # nothing beats exhaustive search
+    assert np.mean(ratios) < 1.5
+    assert np.median(ratios) < 1.2
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_error_feedback_loses_far_less_than_rounding(bits: int) -> None:
+    weights, hessian = correlated_problem(1, 32, 64, 2000)
+    ours = gptq.quantize(weights, hessian, group_size=32, track_weights={bits: 1.0}, damp=0.01)[bits]
+    assert relative_loss(weights, hessian, dequantize(ours)) < 0.6 * relative_loss(
+        weights, hessian, rounded(weights, bits, 32)
+    )
+
+
+def test_nested_widths_are_prefixes_and_lose_at_most_twice_what_codes_of_their_own_do() -> None:
+    """Three times at 4 bits, where everything is small and the tracks weigh least."""
+    weights, hessian = correlated_problem(2, 48, 96, 3000)
+    nested = gptq.quantize(weights, hessian, group_size=32, track_weights=NESTED, damp=0.01)
+    losses = {bits: relative_loss(weights, hessian, dequantize(matrix)) for bits, matrix in nested.items()}
+    assert losses[4] < losses[3] < losses[2] < losses[1]
+    for bits, matrix in nested.items():
+        np.testing.assert_array_equal(unpack(matrix.planes), unpack(nested[4].planes) >> (4 - bits))
+        alone = gptq.quantize(weights, hessian, group_size=32, track_weights={bits: 1.0}, damp=0.01)[bits]
+        assert losses[bits] < (3 if bits == 4 else 2) * relative_loss(weights, hessian, dequantize(alone))
+
+
+def test_cutting_a_wide_code_is_no_substitute_for_nested_tracks() -> None:
+    """2 bits by the top planes of 4-bit codes on the 4-bit grid, mid-points as levels, against the 2-bit track."""
+    weights, hessian = correlated_problem(3, 48, 96, 3000)
+    wide = gptq.quantize(weights, hessian, group_size=32, track_weights={4: 1.0}, damp=0.01)[4]
+    scale, offset = wide.scale.astype(np.float32), wide.offset.astype(np.float32)
+    cut = QuantizedMatrix(
+        2, wide.planes[:2], (4 * scale).astype(np.float16), (offset + 1.5 * scale).astype(np.float16), 32, wide.perm
+    )
+    nested = gptq.quantize(weights, hessian, group_size=32, track_weights=NESTED, damp=0.01)[2]
+    assert relative_loss(weights, hessian, dequantize(nested)) < 0.5 * relative_loss(weights, hessian, dequantize(cut))
+
+
+def test_columns_are_reordered_only_where_that_lowers_the_loss() -> None:
+    weights, hessian = correlated_problem(4, 64, 32, 1000)
+    loud_last = torch.logspace(-1, 1, 32, dtype=torch.float64)
+    hessian = loud_last[:, None] * hessian * loud_last
+    matrix = gptq.quantize(weights, hessian, group_size=8, track_weights={2: 1.0}, damp=0.01)[2]
+    assert matrix.perm is not None
+    assert matrix.perm.tolist() == hessian.diagonal().argsort(descending=True).tolist()
+    uncorrelated = torch.eye(32, dtype=torch.float64)
+    assert gptq.quantize(weights, uncorrelated, group_size=8, track_weights={2: 1.0}, damp=0.01)[2].perm is None
+
+
+@pytest.mark.parametrize("columns", [8, 40, 72])
+def test_a_last_group_may_be_short(columns: int) -> None:
+    weights, hessian = correlated_problem(5, 8, columns, 400)
+    matrices = gptq.quantize(weights, hessian, group_size=32, track_weights=NESTED, damp=0.01)
+    assert matrices[4].scale.shape == (8, -(-columns // 32))
+    assert relative_loss(weights, hessian, dequantize(matrices[4])) < 0.01
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_matrix_that_few_tokens_reached_is_no_worse_than_rounding_on_what_its_layer_sees(tokens: int) -> None:
+    weights, layer = correlated_problem(6, 16, 32, 1000)
+    own = second_moment(torch.randn(tokens, 32, generator=torch.Generator().manual_seed(1)))
+    hessian = blend(own, layer, own_weight(tokens))
+    for bits, matrix in gptq.quantize(weights, hessian, group_size=16, track_weights=NESTED, damp=0.1).items():
+        assert np.isfinite(dequantize(matrix)).all()
+        assert relative_loss(weights, layer, dequantize(matrix)) < relative_loss(
+            weights, layer, rounded(weights, bits, 16)
+        )
+
+
+def test_constant_weights_and_silent_inputs_stay_finite() -> None:
+    weights = torch.zeros(4, 16)
+    weights[1] = 1.5
+    weights[2, 3] = 100.0
+    matrices = gptq.quantize(
+        weights, torch.zeros(16, 16, dtype=torch.float64), group_size=8, track_weights=NESTED, damp=0.1
+    )
+    for matrix in matrices.values():
+        np.testing.assert_allclose(dequantize(matrix), weights, rtol=1e-3, atol=0.01)
+
+
+def test_the_same_problem_gives_the_same_bytes() -> None:
+    weights, hessian = correlated_problem(7, 16, 32, 500)
+    first, again = (gptq.quantize(weights, hessian, group_size=16, track_weights=NESTED, damp=0.01) for _ in range(2))
+    for bits in NESTED:
+        assert first[bits].planes.tobytes() == again[bits].planes.tobytes()
+        assert first[bits].scale.tobytes() == again[bits].scale.tobytes()
+
+
+def test_without_data_the_nested_fit_is_close_to_the_best_uniform_grid_of_each_width() -> None:
+    weights = np.random.default_rng(8).normal(size=(64, 128)).astype(np.float32)
+    matrices = data_free.quantize_nested(weights, 64, NESTED)
+    # quantization of a unit normal: optimal (Lloyd-Max) distortion at 1, 2, 3, 4 bits
+    for bits, best in {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}.items():
+        error = np.mean((dequantize(matrices[bits]) - weights) ** 2)
+        assert error < 1.35 * best
+        np.testing.assert_array_equal(unpack(matrices[bits].planes), unpack(matrices[4].planes) >> (4 - bits))
+    assert pack(unpack(matrices[4].planes), 4).tobytes() == matrices[4].planes.tobytes()
