@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.host_timing import HostDims, HostModel
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
+from vllm_ndp.traces.trace import Trace
 
 MS_PS = 1e9
 FULL_BITS = 16.0
@@ -231,10 +233,32 @@ def h_rule_rows() -> Iterator[Row]:
         yield Row("H rule", f"{model.name} ours 3-bit over ceil", "x", None, ceil / ours, "row A over ceil")
 
 
-def reproduce_paper() -> Reproduction:
+def trace_rows(trace: Trace, shape: str) -> Iterator[Row]:
+    """The same ratios from replaying a trace on the full model: banks, refresh, links and scales included."""
+    model = next((model for model in MODELS if model.name == shape), None)
+    for bits in (3, 2):
+        settings = CompareSettings(
+            model=shape,
+            systems=("context_aware", "monde"),
+            policies=("prefill",),
+            num_hot=None if model is None else model.num_hot,
+            avg_bits=float(bits),
+        )
+        result = compare(trace, settings)
+        ours = next(row for row in result.rows if row.system == "context_aware")
+        text = f"hit rate {ours.hit_mass:.3f} on {trace.provenance.model}, {result.num_requests} requests, h100-ndp512"
+        for row in result.rows:
+            if row.system == "monde":
+                ratio = ours.decode_tokens_per_s / row.decode_tokens_per_s
+                published = None if model is None or "ceil" in row.policy else model.decode_ratio[3 - bits]
+                yield Row("trace", f"{shape} {bits}-bit over MoNDE ({row.policy})", "x", published, ratio, text)
+
+
+def reproduce_paper(trace: Trace | None = None, shape: str = "mixtral-8x7b") -> Reproduction:
+    driven = () if trace is None else tuple(trace_rows(trace, shape))
     return Reproduction(
         "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems, arXiv 2512.04476",
-        (*variant_rows(), *inversion_rows(), *end_to_end_rows(), *h_rule_rows()),
+        (*variant_rows(), *inversion_rows(), *end_to_end_rows(), *h_rule_rows(), *driven),
         (
             "with the stated hardware the model gives 6.3-7.1x / 7.1-8.4x over MoNDE with everything on the device, "
             "3.4-4.4x / 4.0-5.6x over MoNDE with an equal split, and meets 8.7/11.2 only with about 7 % of layer-steps "

@@ -6,6 +6,7 @@ import difflib
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.replay.systems.adaptive import ADAPTIVE
+from vllm_ndp.replay.systems.balanced import BALANCED
 from vllm_ndp.replay.systems.context_aware import CONTEXT_AWARE
 from vllm_ndp.replay.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.replay.systems.fiddler import FIDDLER
@@ -20,6 +21,7 @@ SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
         CONTEXT_AWARE,
+        BALANCED,
         ADAPTIVE,
         MONDE,
         HOBBIT,

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_pairs, run_prompts
+from vllm_ndp.replay.execution import run_pairs
 from vllm_ndp.replay.outcome import Outcome, layer_factor
-from vllm_ndp.replay.systems.context_aware import gate_loss, moved_experts, plan_groups
+from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
 
 
@@ -26,7 +26,6 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         raise ConfigError(f"memory_tokens must be at least 1, got {memory}")
     g = batches.shape[0]
     hot, before, bits = plan_groups(batches, placing)
-    moved = moved_experts(batches, placing, hot, before) * layer_factor(batches, costs)
     # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.
     current, bits = hot.copy(), bits.copy()
     heat = np.stack([_prompt_heat(batches, group, memory) for group in range(g)])
@@ -53,26 +52,10 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         bits[go, :, at, new] = 0
         credit[go] = 0.0
         copied += len(go)
-    split = run_pairs(batches, widths, costs)
-    executed = np.broadcast_to(batches.pairs, widths.shape)
-    cold = executed & (widths > 0)
-    factor = layer_factor(batches, costs)
-    return Outcome(
-        system="adaptive",
-        policy=f"{placing.policy_name} then decode",
-        moe_ps=split.moe_ps,
-        device_ps=split.device_ps,
-        gpu_ps=split.gpu_ps,
-        prefill_ps=run_prompts(batches, before, costs),
-        migration_ps=np.array([costs.host.migration_ps(round(count)) for count in moved], np.float64),
-        migrated_bytes=(float(moved.sum()) + copied * factor) * costs.dims.expert_bytes,
-        hot_pairs=int((executed & (widths == 0)).sum()),
-        total_pairs=int(executed.sum()),
-        cold_bits=float(widths[cold].sum()),
-        cold_pairs=int(cold.sum()),
-        loss=gate_loss(batches, widths, placing),
-        notes={"copies": copied},
-    )
+    outcome = finish("adaptive", batches, costs, placing, widths, hot, before, copied * layer_factor(batches, costs))
+    outcome.policy += " then decode"
+    outcome.notes["copies"] = copied
+    return outcome
 
 
 def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.float64]:

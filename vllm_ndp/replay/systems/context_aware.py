@@ -78,29 +78,43 @@ def gate_loss(batches: Batches, widths: NDArray[np.uint8], placing: Placing) -> 
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    hot, before, bits = plan_groups(batches, placing)
-    # [G, B, L, E] looked up by [G, B, D, L, k]
-    widths = np.take_along_axis(bits[:, :, None], batches.ids, axis=4)
+def finish(
+    name: str,
+    batches: Batches,
+    costs: Costs,
+    placing: Placing,
+    widths: NDArray[np.uint8],
+    hot: NDArray[np.bool_],
+    before: NDArray[np.bool_],
+    copied_experts: float = 0.0,
+) -> Outcome:
+    """Run pairs at the widths [G, B, D, L, k] and account for them; copied_experts moved during decode."""
     split = run_pairs(batches, widths, costs)
     moved = moved_experts(batches, placing, hot, before) * layer_factor(batches, costs)
     executed = np.broadcast_to(batches.pairs, widths.shape)
     cold = executed & (widths > 0)
     return Outcome(
-        system="context_aware",
+        system=name,
         policy=placing.policy_name,
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
         gpu_ps=split.gpu_ps,
         prefill_ps=run_prompts(batches, before, costs),
         migration_ps=np.array([costs.host.migration_ps(round(count)) for count in moved], np.float64),
-        migrated_bytes=float(moved.sum()) * costs.dims.expert_bytes,
+        migrated_bytes=(float(moved.sum()) + copied_experts) * costs.dims.expert_bytes,
         hot_pairs=int((executed & (widths == 0)).sum()),
         total_pairs=int(executed.sum()),
         cold_bits=float(widths[cold].sum()),
         cold_pairs=int(cold.sum()),
         loss=gate_loss(batches, widths, placing),
     )
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    hot, before, bits = plan_groups(batches, placing)
+    # [G, B, L, E] looked up by [G, B, D, L, k]
+    widths = np.take_along_axis(bits[:, :, None], batches.ids, axis=4)
+    return finish("context_aware", batches, costs, placing, widths, hot, before)
 
 
 CONTEXT_AWARE = System(

@@ -1,0 +1,286 @@
+"""The lab's commands: import or synthesise traces, replay them, compare systems, reproduce figures, analyse, report.
+
+Mounted into `vllm-ndp` by cli.py. Every command prints one JSON object as its last line. Knows options and tables.
+Does not know how anything is computed, and needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ndp_device.calibration.build import default_cache_dir
+from ndp_device.calibration.loss_table import load_loss_table
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.policies import PolicySettings, read_prior
+from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare
+from vllm_ndp.replay.live import replay_live
+from vllm_ndp.replay.reproduce import (
+    Reproduction,
+    reproduce_cxl_expert,
+    reproduce_hobbit,
+    reproduce_moepic,
+    reproduce_paper,
+)
+from vllm_ndp.replay.systems import SYSTEMS
+from vllm_ndp.traces.importers import IMPORTERS, ImportSettings, import_trace
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+SOURCES = ("paper", "cxl-expert", "hobbit", "moepic")
+
+TraceOption = Annotated[Path, typer.Option("--trace", help="Trace directory.")]
+ModelOption = Annotated[str, typer.Option(help="Public model shape, or a checkpoint directory.")]
+HardwareOption = Annotated[str, typer.Option(help="Hardware preset.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Hardware override, e.g. array.pe_mode=fp16_dequant.")
+]
+ReplicasOption = Annotated[Path | None, typer.Option(help="Replica directory whose loss table is used.")]
+
+
+def lab_commands(app: typer.Typer) -> None:
+    """Mount every command of this file."""
+    app.command("trace-import")(trace_import)
+    app.command("trace-synth")(trace_synth)
+    app.command("replay")(replay_command)
+    app.command("compare")(compare_command)
+    app.command("reproduce")(reproduce_command)
+
+
+def trace_import(
+    source: Annotated[Path, typer.Argument(help="File or directory that somebody else recorded.")],
+    out: Annotated[Path, typer.Option(help="Trace directory to write.")],
+    kind: Annotated[str, typer.Option("--format", help=f"One of {', '.join(IMPORTERS)}.")],
+    model: Annotated[str, typer.Option(help="Name of the model, for the provenance.")] = "unknown",
+    num_experts: Annotated[int, typer.Option(help="Experts per layer; 0 = largest id seen plus one.")] = 0,
+    sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of those sequences.")] = 256,
+) -> None:
+    """Read routing recorded by vLLM, SGLang, Megatron, FLAME-MoE or from .npz into a trace."""
+    trace = import_trace(source, kind, ImportSettings(model, num_experts, sequence_len, prompt_len))
+    trace.save(out)
+    _finish(_describe(trace, out))
+
+
+def trace_synth(
+    out: Annotated[Path, typer.Option(help="Trace directory to write.")],
+    model: Annotated[str, typer.Option(help="Public model shape.")] = "mixtral-8x7b",
+    requests: Annotated[int, typer.Option()] = 32,
+    prompt_len: Annotated[int, typer.Option()] = 256,
+    decode_len: Annotated[int, typer.Option()] = 256,
+    concentration: Annotated[float, typer.Option(help="Popularity: small is skewed, large is even.")] = 5.0,
+    signal: Annotated[float, typer.Option(help="Request-level signal; 0 is the null.")] = 1.0,
+    drift: Annotated[float, typer.Option(help="0..1, how far a request's taste turns by its end.")] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Make a trace with known skew, request signal and drift."""
+    settings = SyntheticSettings.of_shape(
+        model,
+        num_requests=requests,
+        prompt_len=prompt_len,
+        decode_len=decode_len,
+        concentration=concentration,
+        signal=signal,
+        drift=drift,
+        seed=seed,
+    )
+    trace = synthetic_trace(settings, model)
+    trace.save(out)
+    _finish(_describe(trace, out))
+
+
+def replay_command(
+    trace: TraceOption,
+    replicas: ReplicasOption = None,
+) -> None:
+    """Replay a recorded run of the plugin under its own policy and check its simulated times to the picosecond."""
+    recorded = Trace.load(trace)
+    replayed = replay_live(recorded, _losses(recorded, replicas, nominal="full" in _precision(recorded)))
+    off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
+    _finish(
+        {
+            "steps": len(replayed.steps),
+            "steps_identical": int((~off).sum()),
+            "plan_mismatches": replayed.plan_mismatches,
+            "fallback_steps": replayed.fallback_steps,
+            "simulated_ps": int(replayed.start_ps[-1] + replayed.step_ps[-1]),
+            "identical": replayed.identical,
+        }
+    )
+    if not replayed.identical:
+        raise typer.Exit(1)
+
+
+def compare_command(
+    trace: TraceOption,
+    systems: Annotated[str, typer.Option(help="Names, comma-separated, or all.")] = "all",
+    policies: Annotated[str, typer.Option(help="Names, comma-separated, or all.")] = "all",
+    model: ModelOption = "mixtral-8x7b",
+    hardware: HardwareOption = "h100-ndp512",
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
+    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
+    avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 2.0,
+    bits: Annotated[str, typer.Option(help="How bits are chosen: importance, mse or uniform.")] = "importance",
+    batch_rule: Annotated[str, typer.Option(help="sum, max, tokens or fairness.")] = "sum",
+    migration: Annotated[str, typer.Option(help="free, once, difference, kept or budgeted.")] = "kept",
+    prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
+    prior_tokens: Annotated[float, typer.Option(help="Tokens the prior is worth.")] = PolicySettings.prior_tokens,
+    replicas: ReplicasOption = None,
+    set_: SetOption = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
+) -> None:
+    """Every system and policy on one trace and one modelled hardware. All times are simulated."""
+    recorded = Trace.load(trace)
+    settings = CompareSettings(
+        model=model,
+        hardware=hardware,
+        overrides=_overrides(set_),
+        systems=tuple(SYSTEMS) if systems == "all" else tuple(systems.split(",")),
+        policies=ALL_POLICIES if policies == "all" else tuple(policies.split(",")),
+        batches=_integers(batch, "--batch"),
+        num_hot=hot,
+        avg_bits=avg_bits,
+        bits=bits,
+        batch_rule=batch_rule,
+        prior_tokens=prior_tokens,
+        migration=migration,
+    )
+    started = time.perf_counter()
+    loss = None if replicas is None else _losses(recorded, replicas)
+    result = compare(recorded, settings, prior=None if prior is None else read_prior(prior), loss=loss)
+    columns = list(result.rows[0].as_dict())
+    table = Table(
+        title=f"{model} on {hardware} ({result.config_hash}), {result.num_requests} requests; simulated times"
+    )
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if name in ("system", "policy") else "right")
+    for row in result.rows:
+        table.add_row(*(_cell(value) for value in row.as_dict().values()))
+    Console(width=200).print(table)
+    for name in settings.systems:
+        for assumption in SYSTEMS[name].assumptions:
+            print(f"  {name}: {assumption}")
+    for note in result.skipped:
+        print(f"  skipped {note}")
+    if csv_file is not None:
+        with csv_file.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(row.as_dict() for row in result.rows)
+    _finish(
+        {
+            "trace": str(trace),
+            "model": model,
+            "hardware": hardware,
+            "config_hash": result.config_hash,
+            "num_requests": result.num_requests,
+            "rows": [row.as_dict() for row in result.rows],
+            "skipped": result.skipped,
+            "measured_seconds": round(time.perf_counter() - started, 3),
+        }
+    )
+
+
+def reproduce_command(
+    source: Annotated[str, typer.Argument(help=f"One of {', '.join(SOURCES)}.")],
+    physical: Annotated[bool, typer.Option(help="cxl-expert: real bytes instead of the stated ones.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="paper, hobbit: also trace-driven figures.")] = None,
+    model: ModelOption = "mixtral-8x7b",
+) -> None:
+    """Published figures, ours and the assumptions, row by row."""
+    recorded = None if trace is None else Trace.load(trace)
+    if source == "paper":
+        result = reproduce_paper(recorded, model)
+    elif source == "cxl-expert":
+        result = reproduce_cxl_expert(physical)
+    elif source == "hobbit":
+        result = reproduce_hobbit(recorded)
+    elif source == "moepic":
+        result = reproduce_moepic()
+    else:
+        raise ConfigError(f"reproduce knows {', '.join(SOURCES)}, got {source!r}")
+    _print_reproduction(result)
+    _finish({"source": result.source, "rows": [row.as_dict() for row in result.rows], "notes": list(result.notes)})
+
+
+def _print_reproduction(result: Reproduction) -> None:
+    table = Table(title=result.source)
+    for name in ("row", "quantity", "published", "ours", "unit", "off by", "assumptions"):
+        table.add_column(name, justify="right" if name in ("published", "ours", "off by") else "left")
+    for row in result.rows:
+        off = "" if row.deviation is None else f"{100 * row.deviation:+.1f} %"
+        published = "" if row.published is None else f"{row.published:g}"
+        table.add_row(row.name, row.quantity, published, f"{row.ours:.4g}", row.unit, off, row.assumptions)
+    Console(width=200).print(table)
+    for note in result.notes:
+        print(f"  note: {note}")
+
+
+def _losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> LossTable:
+    """Of the given replicas, else of those the run used, else of the cache."""
+    p = trace.provenance
+    if replicas is None and not nominal:
+        used = p.settings.get("replicas")
+        replicas = Path(used) if used else default_cache_dir(p.model_digest)
+    if nominal or replicas is None:
+        return LossTable.nominal(p.num_layers, p.num_experts)
+    loss = LossTable.from_measured(load_loss_table(replicas)[0])
+    if loss.mse.shape[:2] != (p.num_layers, p.num_experts):
+        raise ConfigError(
+            f"the replicas in {replicas} have [layers, experts] {list(loss.mse.shape[:2])}, the trace "
+            f"[{p.num_layers}, {p.num_experts}]: give the replicas of the trace's model"
+        )
+    return loss
+
+
+def _precision(trace: Trace) -> str:
+    return str(trace.provenance.settings.get("cold_precision", ""))
+
+
+def _describe(trace: Trace, directory: Path) -> dict[str, Any]:
+    p = trace.provenance
+    return {
+        "trace": str(directory),
+        "model": p.model,
+        "requests": len(trace.prompt_len),
+        "rows": len(trace.step),
+        "layers": p.num_layers,
+        "experts": p.num_experts,
+        "top_k": p.top_k,
+        "weights": p.weights,
+    }
+
+
+def _overrides(pairs: list[str] | None) -> dict[str, str | int]:
+    out: dict[str, str | int] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set must be name=value, got {pair!r}")
+        out[name] = int(value) if value.lstrip("-").isdigit() else value
+    return out
+
+
+def _integers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} must be whole numbers separated by commas, got {text!r}") from None
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _finish(result: dict[str, Any]) -> None:
+    print(json.dumps(result, allow_nan=False), flush=True)

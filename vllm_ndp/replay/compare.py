@@ -1,0 +1,167 @@
+"""Every system and policy on the same trace and the same modelled hardware, as one table.
+
+Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. Knows which
+variants of a system are worth a row of their own. Does not know how a system works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ndp_device.errors import ConfigError, TraceError
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs, dims_of
+from vllm_ndp.replay.outcome import Outcome, Summary, summarise
+from vllm_ndp.replay.systems import SYSTEMS, Placing, System, system_named
+from vllm_ndp.traces.trace import Trace
+
+ORACLE = "oracle"
+ALL_POLICIES = (*POLICIES, ORACLE)
+VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
+    "balanced": ({"spill_bits": 3}, {"spill_bits": 2}),
+    "monde": ({"h_rounding": "floor"}, {"h_rounding": "ceil"}, {"h_rounding": "cost"}),
+    "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
+}
+PRIOR_EVERY = 4
+
+
+@dataclass(frozen=True)
+class CompareSettings:
+    """What to compare on what."""
+
+    model: str = "mixtral-8x7b"
+    hardware: str = "h100-ndp512"
+    overrides: dict[str, str | int] = field(default_factory=dict)
+    systems: tuple[str, ...] = tuple(SYSTEMS)
+    policies: tuple[str, ...] = ALL_POLICIES
+    batches: tuple[int, ...] = (1,)
+    num_hot: int | None = None
+    """None: half of the experts, as the plugin."""
+    avg_bits: float = 2.0
+    bits: str = "importance"
+    batch_rule: str = "sum"
+    prior_tokens: float = PolicySettings.prior_tokens
+    migration: str = "kept"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.systems:
+            system_named(name)
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: list[Summary]
+    outcomes: list[tuple[Outcome, Batches]]
+    """As the rows, with everything behind them."""
+    skipped: list[str]
+    config_hash: str
+    num_requests: int
+
+
+def split_requests(trace: Trace) -> tuple[Trace, Trace]:
+    """(held out for the prior, replayed): every PRIOR_EVERY-th request, which takes some of every domain."""
+    every = range(len(trace.prompt_len))
+    known = [r for r in every if r % PRIOR_EVERY == 0]
+    return trace.select(known), trace.select([r for r in every if r % PRIOR_EVERY])
+
+
+def popularity(trace: Trace) -> ImportanceScore:
+    """Counts of all tokens of a trace, prompt and decode."""
+    p = trace.provenance
+    merged = RoutingStats.from_choices(trace.ids, trace.weights, p.num_experts)
+    return ImportanceScore.from_weights(merged.counts)
+
+
+def compare(
+    trace: Trace, settings: CompareSettings, *, prior: ImportanceScore | None = None, loss: LossTable | None = None
+) -> Comparison:
+    """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
+    p = trace.provenance
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+    costs.require(p.num_experts, p.top_k)
+    if prior is None:
+        if len(trace.prompt_len) < 2:
+            raise TraceError("a prior needs requests of its own: record more than one request, or give --prior")
+        known, trace = split_requests(trace)
+        prior = popularity(known)
+    loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
+    budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
+    policy_settings = PolicySettings(
+        bits=settings.bits,
+        batch_rule=settings.batch_rule,
+        seed=settings.seed,
+        prior=prior,
+        prior_tokens=settings.prior_tokens,
+    )
+    policies = {name: load_policy("prefill" if name == ORACLE else name, policy_settings) for name in settings.policies}
+    rows, outcomes, skipped = [], [], []
+    for batch in settings.batches:
+        if batch > len(trace.prompt_len):
+            skipped.append(f"batch {batch}: only {len(trace.prompt_len)} requests to replay")
+            continue
+        batches = Batches.of(trace, batch)
+        for system, policy, options in _combinations(settings):
+            name = policy or "prefill"
+            placing = Placing(
+                policy=policies.get(name) or load_policy("prefill", policy_settings),
+                budget=budget,
+                loss=loss,
+                prior=prior,
+                clairvoyant=policy == ORACLE,
+                migration=settings.migration,
+                options=options,
+            )
+            outcome = system.replay(batches, costs, placing)
+            rows.append(summarise(outcome, batches, costs))
+            outcomes.append((outcome, batches))
+    if not rows:
+        raise TraceError(skipped[0])
+    return Comparison(rows, outcomes, skipped, costs.hardware.config_hash, len(trace.prompt_len))
+
+
+def _combinations(
+    settings: CompareSettings,
+) -> Iterator[tuple[System, str | None, dict[str, float | str]]]:
+    for name in settings.systems:
+        system = system_named(name)
+        if system.follows_policy:
+            for policy in settings.policies:
+                for options in VARIANTS.get(name, ({},)):
+                    yield system, policy, options
+        else:
+            for options in VARIANTS.get(name, ({},)):
+                yield system, None, options
+
+
+def best_is_oracle(rows: Sequence[Summary]) -> bool:
+    """Whether no static placement of the same batch covers more decode pairs than the clairvoyant one."""
+    for batch in {row.batch for row in rows}:
+        same = [r for r in rows if r.batch == batch and r.system == "context_aware"]
+        oracle = [r.hit_mass for r in same if r.policy == ORACLE]
+        if oracle and max(r.hit_mass for r in same) > oracle[0] + 1e-12:
+            return False
+    return True
+
+
+def as_columns(rows: Sequence[Summary]) -> dict[str, list[object]]:
+    """Rows turned into columns, for CSV and tables."""
+    names = list(rows[0].as_dict())
+    return {name: [row.as_dict()[name] for row in rows] for name in names}
+
+
+def mean_and_standard_error(values: np.ndarray) -> tuple[float, float]:
+    """Over requests; the error is NaN for fewer than two."""
+    spread = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
+    return float(values.mean()), spread

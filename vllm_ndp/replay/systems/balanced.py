@@ -1,0 +1,82 @@
+"""Ours: the paper's placement, but a hot expert's rows may run on the device when that shortens the layer.
+
+Two fp16 experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device, which is
+idle in just those layers. So per layer the hot experts of least gate weight go to the device at `spill_bits`, as many
+as make max(GPU, device) smallest. The copies are there already: the device keeps replicas of every expert. Costs
+precision, which `loss` shows; the hot set, the bits of cold experts and migration stay the policy's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.plan import WIDTHS
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.execution import run_pairs
+from vllm_ndp.replay.outcome import Outcome
+from vllm_ndp.replay.systems.context_aware import finish, plan_groups
+from vllm_ndp.replay.systems.system import Placing, System
+
+DEFAULT_SPILL_BITS = 3
+
+
+def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:
+    """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`."""
+    g, b, d, layers, _ = batches.shape
+    experts = batches.num_experts
+    device, gpu, links = costs.device_experts_ps(b)[bits], costs.gpu_experts_ps(b), costs.links_ps(b)
+    base = run_pairs(batches, widths, costs)
+    out = widths.copy()
+    hot = (widths == 0) & batches.pairs
+    cell = (np.arange(g)[:, None, None, None] * layers + np.arange(layers)[:, None]) * experts
+    for step in range(d):
+        here = hot[:, :, step]
+        keys = (cell + batches.ids[:, :, step])[here]
+        size = g * layers * experts
+        rows = np.bincount(keys, minlength=size).reshape(g, layers, experts)
+        gates = np.bincount(keys, weights=batches.weights[:, :, step][here], minlength=size).reshape(rows.shape)
+        order = np.argsort(np.where(rows > 0, gates, np.inf), axis=2, kind="stable")
+        span = int((rows > 0).sum(axis=2).max())
+        if span < 2:
+            continue
+        order = order[:, :, :span]
+        ranked = np.take_along_axis(rows, order, axis=2)  # least gate weight first
+        zero = np.zeros((g, layers, 1))
+        moved = np.concatenate([zero, np.cumsum(device[ranked], axis=2)], axis=2)
+        left = np.concatenate([np.cumsum(gpu[ranked][:, :, ::-1], axis=2)[:, :, ::-1], zero], axis=2)
+        already = base.device_ps[:, step, :, None]
+        # A layer without a cold pair pays for the message; one that has it pays only for the added experts.
+        message = np.where((already == 0) & (moved > 0), costs.device_fill_ps + links[1, 1], 0.0)
+        best = np.maximum(left, already + moved + message).argmin(axis=2)
+        spilled = np.zeros((g, layers, experts), np.bool_)
+        np.put_along_axis(spilled, order, np.arange(span) < best[:, :, None], axis=2)
+        chosen = spilled[np.arange(g)[:, None, None, None], np.arange(layers)[:, None], batches.ids[:, :, step]]
+        out[:, :, step] = np.where(here & chosen, bits, out[:, :, step])
+    return out
+
+
+def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+    bits = int(placing.options.get("spill_bits", DEFAULT_SPILL_BITS))
+    if bits not in WIDTHS:
+        raise ConfigError(f"spill_bits must be one of {list(WIDTHS)}, got {bits}")
+    hot, before, planned = plan_groups(batches, placing)
+    widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
+    spilled = spill(batches, widths, costs, bits)
+    outcome = finish("balanced", batches, costs, placing, spilled, hot, before)
+    outcome.policy += f", spill {bits}"
+    outcome.notes["spilled_pairs"] = int(((spilled != widths) & batches.pairs).sum())
+    return outcome
+
+
+BALANCED = System(
+    "balanced",
+    (
+        "the device holds replicas of hot experts too; the choice is made per layer from the router's output alone",
+        "hot experts of least gate weight are spilled first, at 3 bits unless told otherwise",
+    ),
+    True,
+    replay,
+)
