@@ -110,6 +110,10 @@ class BatchRows:
         return cls(tuple(spans), owner, positions, positions >= prompt_lens[owner])
 
     @property
+    def all_decode(self) -> bool:
+        return len(self.prefill_rows) == 0
+
+    @property
     def num_rows(self) -> int:
         return len(self.owner)
 

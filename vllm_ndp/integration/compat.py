@@ -5,12 +5,17 @@ Also the few places where vLLM versions differ. Knows vLLM's configuration objec
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape
+from ndp_device.model_shape import ModelShape, model_digest
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,7 +23,33 @@ if TYPE_CHECKING:
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:
     additional = vllm_config.additional_config
-    return NdpSettings.from_mapping(additional.get("ndp") if isinstance(additional, dict) else None)
+    if not isinstance(additional, dict):
+        return NdpSettings()
+    if "ndp" not in additional:
+        _refuse_misplaced(additional)
+    return NdpSettings.from_mapping(additional.get("ndp"))
+
+
+def _refuse_misplaced(additional: dict[str, object]) -> None:
+    """Other plugins keep their settings beside ours; a key that can only be meant for us must not be ignored."""
+    known = {field.name for field in dataclasses.fields(NdpSettings)}
+    for name in additional:
+        if name in known or difflib.get_close_matches(name.lower(), ["ndp"], n=1, cutoff=0.6):
+            raise ConfigError(f'additional_config has no "ndp" but {name!r}: write {{"ndp": {{"hot_experts": ...}}}}')
+
+
+def hardware_of(settings: NdpSettings) -> Hardware:
+    return load_hardware(settings.hardware, **{"array.pe_mode": settings.pe_mode})
+
+
+def policy_of(settings: NdpSettings) -> Policy:
+    options = {"alpha": settings.alpha, "bits": settings.gain, **settings.policy_options}
+    known = {field.name for field in dataclasses.fields(PolicySettings)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(f"ndp setting 'policy_options' has no {unknown[0]!r}: known are {', '.join(sorted(known))}")
+    if isinstance(options.get("prior"), str):
+        options["prior"] = read_prior(Path(options["prior"]))
+    return load_policy(settings.policy, PolicySettings(**options))
 
 
 def model_dir(vllm_config: VllmConfig) -> Path:
@@ -55,8 +86,14 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     for refused, what in refusals:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
-    shape = ModelShape.from_checkpoint(model_dir(vllm_config))
-    settings.resolve_hot_experts(shape.num_experts)
+    directory = model_dir(vllm_config)
+    shape = ModelShape.from_checkpoint(directory)
+    num_hot = settings.resolve_hot_experts(shape.num_experts)
+    hardware_of(settings)
+    policy_of(settings)
+    if settings.replicas is not None and settings.cold_precision == "quantized" and num_hot < shape.num_experts:
+        # sizes and headers only; the device reads and hashes every byte when it starts
+        ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings
 
 

@@ -19,7 +19,6 @@ import torch
 
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import model_digest
-from ndp_device.timing.spec import load_hardware
 from vllm_ndp.integration import compat, device_link, residency
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.device_link import DeviceLink
@@ -33,7 +32,6 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import PAIR_KINDS, StepContext
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import PolicySettings, load_policy, read_prior
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ class NdpController:
         self.totals = Totals()
         self.step: StepContext | None = None
         self.tracker = RequestTracker()
-        self.hardware = load_hardware(settings.hardware, **{"array.pe_mode": settings.pe_mode})
+        self.hardware = compat.hardware_of(settings)
         self.clock = StepClock(HostModel(self.hardware, _host_dims(vllm_config, self.pool)))
         self.staging: StagingSlot
         self.sidecar: RoutingSidecar
@@ -138,18 +136,10 @@ class NdpController:
             self._replicas = device_link.find_replicas(self.settings, self.model_dir, digest)
             losses = device_link.load_losses(self._replicas, self.pool.shape)
         self.device = DeviceLink(self.settings, self.hardware, self.model_dir, digest, self._replicas)
-        self.planner = Planner(self, self._policy(), Budget(num_hot, self.settings.avg_bits), losses, identity=identity)
+        self.planner = Planner(
+            self, compat.policy_of(self.settings), Budget(num_hot, self.settings.avg_bits), losses, identity=identity
+        )
         self.planner.start()
-
-    def _policy(self) -> Any:
-        options = dict(self.settings.policy_options)
-        if isinstance(options.get("prior"), str):
-            options["prior"] = read_prior(Path(options["prior"]))
-        try:
-            policy_settings = PolicySettings(**{"alpha": self.settings.alpha, "bits": self.settings.gain, **options})
-        except TypeError as error:
-            raise ConfigError(f"ndp setting 'policy_options': {error}") from None
-        return load_policy(self.settings.policy, policy_settings)
 
     def create_sidecar(self, kv_cache_config: Any) -> None:
         """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape
+from vllm_ndp.config import NdpSettings
 
 PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
@@ -25,8 +26,8 @@ PROMPTS = {
 
 
 def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, tokens: int) -> dict[str, Any]:
-    if not (model / "config.json").exists():
-        raise ConfigError(f"no checkpoint in {model}: run from the checkout, or give --model DIR")
+    shape = ModelShape.from_checkpoint(model)
+    NdpSettings(hot_experts=hot_experts, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
     beside = model.with_name(model.name + "-replicas")
     if replicas is None and (beside / "manifest.json").exists():
         replicas = beside

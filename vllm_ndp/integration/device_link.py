@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
+from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.kernels import load_kernel
 from ndp_device.model_shape import ModelShape
 from ndp_device.probe import Probe
+from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
@@ -32,7 +33,9 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path:
     if settings.replicas is not None:
         return Path(settings.replicas)
     cached: Path = default_cache_dir(digest)
-    if not (cached / "manifest.json").exists():
+    try:
+        ReplicaFiles(cached, model_digest=digest, check_contents=False)
+    except ReplicaError:  # none yet, or an earlier build was stopped: the builder keeps what is whole
         say(
             f"no replicas given for {model_dir.name}: building data-free ones once in {cached} "
             "(`vllm-ndp quantize` makes better ones from calibration text)"
@@ -98,18 +101,26 @@ class DeviceLink:
             address = self.process.address
         self.address = address
         self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms)
+        try:
+            self._agree(settings, hardware)
+            self.expert_bytes, self.group_size = _packed_sizes(model_dir, replicas)
+            self.local_replicas = (
+                LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
+            )
+        except BaseException:
+            self.close()  # nobody else knows the process we started
+            raise
+
+    def _agree(self, settings: NdpSettings, hardware: Hardware) -> None:
         welcome = self.client.connect()
         if welcome.config_hash != hardware.config_hash:
             raise ConfigError(
-                f"the device at {address} simulates {welcome.hardware} ({welcome.config_hash:.12}), the settings ask "
-                f"for {settings.hardware} with pe_mode {settings.pe_mode} ({hardware.config_hash:.12}): make them equal"
+                f"the device at {self.address} simulates {welcome.hardware} ({welcome.config_hash:.12}), "
+                f"the settings ask for {settings.hardware} with pe_mode {settings.pe_mode} "
+                f"({hardware.config_hash:.12}): make them equal"
             )
-        with Probe(address) as probe:
+        with Probe(self.address) as probe:
             self.description = probe.describe()
-        self.expert_bytes, self.group_size = _packed_sizes(model_dir, replicas)
-        self.local_replicas: LocalReplicas | None = None
-        if settings.fallback == "same":
-            self.local_replicas = LocalReplicas(model_dir, replicas, settings.kernel)
 
     @property
     def pid(self) -> int | None:

@@ -10,6 +10,7 @@ computed here. Knows tensors of one layer; does not know how a plan was made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceUnavailable
-from vllm_ndp.integration.hot_slots import HotSlots
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, CpuSlotKernel, HotSlots
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController
@@ -41,11 +42,53 @@ class Pairs(NamedTuple):
         return Pairs(self.rows[keep], self.experts[keep], self.gates[keep])
 
 
+@dataclass
+class FewPairs:
+    """The pairs of a few rows as lists. A cold pair is aliased to a slot its row reads anyway, with weight 0."""
+
+    slots: list[list[int]]  # [T][k], no -1
+    gates: list[list[float]]  # [T][k], 0 where cold
+    pairs_in_slot: dict[int, int]
+    rows_without: list[int]  # rows with no hot pair: aliased to somebody else's slot
+    cold_rows: list[int]
+    cold_experts: list[int]
+    cold_gates: list[float]
+
+    @classmethod
+    def split(cls, slot_of: list[int], ids: list[list[int]], gates: list[list[float]]) -> FewPairs:
+        few = cls([[slot_of[expert] for expert in row] for row in ids], gates, {}, [], [], [], [])
+        for row, (row_slots, row_ids) in enumerate(zip(few.slots, ids, strict=True)):
+            own = max(row_slots)
+            if own < 0:
+                few.rows_without.append(row)
+            for column, slot in enumerate(row_slots):
+                if slot >= 0:
+                    few.pairs_in_slot[slot] = few.pairs_in_slot.get(slot, 0) + 1
+                    continue
+                few.cold_rows.append(row)
+                few.cold_experts.append(row_ids[column])
+                few.cold_gates.append(gates[row][column])
+                gates[row][column] = 0.0
+                row_slots[column] = own
+        anyone = next(iter(few.pairs_in_slot), -1)
+        for row in few.rows_without:
+            few.slots[row] = [anyone] * len(few.slots[row])
+        return few
+
+    def cold(self) -> Pairs:
+        return Pairs(
+            np.array(self.cold_rows, dtype=np.int64),
+            np.array(self.cold_experts, dtype=np.int64),
+            np.array(self.cold_gates, dtype=np.float32),
+        )
+
+
 class LayerDispatch:
     def __init__(self, index: int, slots: HotSlots, controller: NdpController) -> None:
         self.index = index
         self.slots = slots
         self._controller = controller
+        self._few_rows = isinstance(slots.kernel, CpuSlotKernel)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [T, H], weights f32 [T, k], ids [T, k] global expert ids -> routed output [T, H], a fresh tensor."""
@@ -60,6 +103,8 @@ class LayerDispatch:
         return out
 
     def _forward(self, step: StepContext, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self._few_rows and ids.numel() <= ALIAS_PAIRS and step.rows.all_decode:
+            return self._forward_few(step, x, weights, ids)
         slots = self.slots.slot_of[ids]
         cold = _cold_pairs(slots, ids, weights)
         to_device = cold.of_rows(step.rows.decode)
@@ -75,7 +120,33 @@ class LayerDispatch:
             except DeviceUnavailable:
                 fallen_back = to_device
                 step.compute_locally(self.index, out, x, to_device, self._stream)
-        step.leave_layer(self.index, slots, to_device, to_stream, fallen_back, timing_ps)
+        here = slots.cpu().numpy()
+        pairs_in_slot = np.bincount(here[here >= 0], minlength=1)
+        step.leave_layer(self.index, pairs_in_slot[pairs_in_slot > 0].tolist(), to_stream, fallen_back, timing_ps)
+        return out
+
+    def _forward_few(
+        self, step: StepContext, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for a few decode rows on CPU: lists are faster than tensor operations on a dozen numbers."""
+        few = FewPairs.split(self.slots.slot_list, ids.tolist(), weights.tolist())
+        call = step.send(self.index, x, few.cold()) if few.cold_rows else None
+        if not few.pairs_in_slot:
+            out = torch.zeros_like(x)
+        else:
+            gates = torch.tensor(few.gates, dtype=torch.float32) if few.cold_rows else weights
+            slots = torch.tensor(few.slots, dtype=torch.int32)
+            out = self.slots.kernel.fused(x, self.slots.w13, self.slots.w2, gates, slots)
+            if few.rows_without:
+                out[few.rows_without] = 0
+        timing_ps, fallen_back = 0, None
+        if call is not None:
+            try:
+                timing_ps = call.add_into(out)
+            except DeviceUnavailable:
+                fallen_back = few.cold()
+                step.compute_locally(self.index, out, x, fallen_back, self._stream)
+        step.leave_layer(self.index, list(few.pairs_in_slot.values()), None, fallen_back, timing_ps)
         return out
 
     def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertWeights
 
-_ALIAS_PAIRS = 32
+ALIAS_PAIRS = 32
 """Up to this many pairs, aliasing beats gathering (docs/log.md); it is also bit-equal to the stock kernel."""
 _INT32_ELEMENTS = 2**31
 """The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
@@ -46,7 +46,7 @@ class CpuSlotKernel:
         if amx:
             torch.cpu._init_amx()  # the kernel does not ask for permission itself; without it: SIGILL
         self.isa = "amx" if amx else "vec"
-        self._fused = cpu_fused_moe
+        self._operator = cpu_fused_moe
         self._activation = activation
         self._slot_elements = 2 * intermediate_size * hidden_size
 
@@ -72,33 +72,34 @@ class CpuSlotKernel:
         # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
         here = slots >= 0
         if bool(here.all()):
-            return self._call(x, w13, w2, weights.contiguous(), slots.contiguous())
+            return self.fused(x, w13, w2, weights.contiguous(), slots.contiguous())
         if not bool(here.any()):
             return torch.zeros_like(x)
-        if slots.numel() <= _ALIAS_PAIRS:
+        if slots.numel() <= ALIAS_PAIRS:
             return self._aliased(x, w13, w2, weights, slots, here)
         return self._gathered(x, w13, w2, weights, slots, here)
 
     def _aliased(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
         own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
         alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
-        out = self._call(x, w13, w2, weights * here, torch.where(here, slots, alias))
+        out = self.fused(x, w13, w2, weights * here, torch.where(here, slots, alias))
         # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
         return out.masked_fill_(own < 0, 0)
 
     def _gathered(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
         rows, cols = here.nonzero(as_tuple=True)
-        partial = self._call(
+        partial = self.fused(
             x.index_select(0, rows), w13, w2, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
         )
         out = torch.zeros(x.shape, dtype=torch.float32)
         return out.index_add_(0, rows, partial.float()).to(x.dtype)
 
-    def _call(
+    def fused(
         self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
+        """vLLM's operator, which checks nothing: no slot may be -1; weights f32 and slots i32 must be contiguous."""
         out = torch.empty_like(x)
-        self._fused(out, x, w13, w2, None, None, weights, slots, self._activation, self.isa, False)
+        self._operator(out, x, w13, w2, None, None, weights, slots, self._activation, self.isa, False)
         return out
 
 
@@ -158,6 +159,7 @@ class HotSlots:
         self.w2 = w2
         self.expert_in: list[int] = [-1] * w13.shape[0]
         self.slot_of = torch.full((num_experts,), -1, dtype=torch.int32, device=w13.device)
+        self.slot_list = [-1] * num_experts  # the same on the host, for batches too small for tensor operations
 
     @property
     def num_bytes(self) -> int:
@@ -166,11 +168,15 @@ class HotSlots:
     def migrate(self, slot: int, expert: int, weights: ExpertWeights) -> None:
         """Replace what `slot` holds. The map is cleared first and set last, so a half-copied slot is never named."""
         if self.expert_in[slot] >= 0:
-            self.slot_of[self.expert_in[slot]] = -1
+            self._name(self.expert_in[slot], -1)
         self.expert_in[slot] = -1
         self.kernel.load(self.w13, self.w2, slot, weights)
         self.expert_in[slot] = expert
+        self._name(expert, slot)
+
+    def _name(self, expert: int, slot: int) -> None:
         self.slot_of[expert] = slot
+        self.slot_list[expert] = slot
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         if not self.expert_in:

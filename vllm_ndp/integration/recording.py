@@ -60,7 +60,7 @@ class RunRecorder:
     def note_step(self, step: StepContext, simulated: StepTime, measured_s: float) -> None:
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
-        ids, weights = self._controller.sidecar.read(rows.expected_slots(self._controller.sidecar.block_size))
+        ids, weights = step.routing()
         phases = np.where(rows.decode, DECODE, PREFILL)
         self._writer.append_step(step.number, indices[rows.owner], rows.positions, phases, ids, weights)
         fallback = sum(pairs["fallback"] for pairs in step.pairs_by_request().values())

@@ -20,6 +20,7 @@ class RoutingSidecar:
         # Not zeroed: pages become resident as KV slots are used, and only written slots are ever read.
         self._ids = torch.empty((num_layers, num_slots, top_k), dtype=torch.int16, device=device)
         self._weights = torch.empty((num_layers, num_slots, top_k), dtype=torch.float32, device=device)
+        self._host = (self._ids.numpy(), self._weights.numpy()) if device.type == "cpu" else None
 
     @property
     def num_bytes(self) -> int:
@@ -27,6 +28,11 @@ class RoutingSidecar:
 
     def write(self, layer: int, slots: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """slots i64 [T], ids [T, k] global expert ids, weights f32 [T, k]."""
+        if self._host is not None:  # a few rows: numpy's assignment costs a third of torch's
+            index = slots.numpy()
+            self._host[0][layer][index] = ids.numpy()
+            self._host[1][layer][index] = weights.numpy()
+            return
         self._ids[layer].index_copy_(0, slots, ids.to(torch.int16))
         self._weights[layer].index_copy_(0, slots, weights.to(torch.float32))
 

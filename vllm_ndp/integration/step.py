@@ -49,13 +49,12 @@ class StepContext:
     def __init__(self, controller: NdpController, number: int, spans: dict[str, Span]) -> None:
         self.number = number
         self.spans = spans
-        self.counts: dict[str, NDArray[np.int64]] = {}  # per request: pairs by PAIR_KINDS
-        self.device_seconds = 0.0
         self._controller = controller
         self._rows: BatchRows | None = None
         self._slots: torch.Tensor | None = None
         self._bits: NDArray[np.uint8] | None = None
-        self._pair_counts: NDArray[np.int64] | None = None
+        self._fallen_back: list[int] = []  # layers whose cold pairs were computed here
+        self._routing: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     @property
     def started(self) -> bool:
@@ -70,7 +69,6 @@ class StepContext:
             # The runner's order, not the scheduler's; known only once the runner has updated its own state.
             order = [r for r in self._controller.runner.input_batch.req_ids if r in self.spans]
             self._rows = BatchRows.of([self.spans[request_id] for request_id in order])
-            self._pair_counts = np.zeros((len(order), len(PAIR_KINDS)), dtype=np.int64)
         return self._rows
 
     def enter_layer(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> int:
@@ -146,48 +144,43 @@ class StepContext:
     # -- accounts -------------------------------------------------------------------------------------------------
 
     def leave_layer(
-        self,
-        layer: int,
-        slots: torch.Tensor,
-        to_device: Pairs,
-        to_stream: Pairs,
-        fallen_back: Pairs | None,
-        device_ps: int,
+        self, layer: int, hot_pairs: list[int], to_stream: Pairs | None, fallen_back: Pairs | None, device_ps: int
     ) -> None:
-        host_slots = slots.cpu().numpy()
-        here = host_slots >= 0
-        hot_pairs = np.bincount(host_slots[here], minlength=len(self._controller.slots(layer).expert_in))
-        streamed = to_stream if fallen_back is None else _merge(to_stream, fallen_back)
+        """hot_pairs: pairs of each slot in use. to_stream: prefill pairs that came from the pool."""
+        streamed = [pairs for pairs in (to_stream, fallen_back) if pairs is not None and len(pairs.rows)]
+        if fallen_back is not None:
+            self._fallen_back.append(layer)
         self._controller.clock.end_layer(
-            hot_pairs[hot_pairs > 0].tolist(),
+            hot_pairs,
             device_ps=device_ps,
-            streamed_experts=len(streamed.distinct_experts),
-            streamed_pairs=len(streamed.rows),
+            streamed_experts=len(set().union(*(pairs.experts.tolist() for pairs in streamed))),
+            streamed_pairs=sum(len(pairs.rows) for pairs in streamed),
         )
-        self._count(here, to_device, fallen_back)
 
-    def _count(self, here: NDArray[np.bool_], to_device: Pairs, fallen_back: Pairs | None) -> None:
-        rows, counts = self.rows, self._pair_counts
-        assert counts is not None
-        owners, top_k = rows.owner, here.shape[1]
-        hot_of_row = here.sum(axis=1)
-        num = len(rows.spans)
-        counts[:, 0] += np.bincount(owners, weights=hot_of_row * rows.decode, minlength=num).astype(np.int64)
-        counts[:, 2] += np.bincount(owners, weights=top_k * ~rows.decode, minlength=num).astype(np.int64)
-        kind = 1 if fallen_back is None else 3
-        counts[:, kind] += np.bincount(owners[to_device.rows], minlength=num)
+    def routing(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Expert ids [T, L, k] and router weights f32 [T, L, k] of this step's rows."""
+        if self._routing is None:
+            slots = self.rows.expected_slots(self._controller.sidecar.block_size)
+            self._routing = self._controller.sidecar.read(slots)
+        return self._routing
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:
-        if self._rows is None or self._pair_counts is None:
-            return {}
+        """How many (row, expert) pairs of each request ran where, over all layers."""
+        rows = self.rows
+        ids = self.routing()[0]
+        placement = self._controller.planner.placement
+        assert placement is not None
+        hot = placement.hot[np.arange(ids.shape[1])[None, :, None], ids]  # [T, L, k]
+        lost = np.zeros(ids.shape[1], dtype=np.bool_)
+        lost[self._fallen_back] = True
+        decode = rows.decode[:, None, None]
+        kinds = (decode & hot, decode & ~hot & ~lost[:, None], np.broadcast_to(~decode, ids.shape))
+        per_row = [kind.sum(axis=(1, 2)) for kind in (*kinds, decode & ~hot & lost[:, None])]
+        counts = [np.bincount(rows.owner, weights=of_row, minlength=len(rows.spans)) for of_row in per_row]
         return {
-            span.request.request_id: dict(zip(PAIR_KINDS, counts.tolist(), strict=True))
-            for span, counts in zip(self._rows.spans, self._pair_counts, strict=True)
+            span.request.request_id: {kind: int(count[i]) for kind, count in zip(PAIR_KINDS, counts, strict=True)}
+            for i, span in enumerate(rows.spans)
         }
-
-
-def _merge(first: Pairs, second: Pairs) -> Pairs:
-    return Pairs(*(np.concatenate(both) for both in zip(first, second, strict=True)))
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray:

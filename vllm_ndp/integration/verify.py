@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ndp_device.model_shape import ModelShape
+from vllm_ndp.config import NdpSettings
+
 PROMPT_WORDS = (
     "def parse(line):\n    parts = line.split(',')\n    for part in parts:\n        if not part:\n",
     "static void free_list(struct node *head)\n{\n    while (head) {\n        struct node *next = head->next;\n",
@@ -26,17 +29,18 @@ REPEATS = 6  # long enough that a 64-token budget cuts every prompt into chunks
 
 
 def run(model: Path, hot_experts: int | None, tokens: int) -> dict[str, Any]:
+    shape = ModelShape.from_checkpoint(model)
+    settings = NdpSettings(cold_precision="full", hot_experts=hot_experts)
+    settings.resolve_hot_experts(shape.num_experts)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: engines start in seconds and free their memory
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     prompts = [words * REPEATS for words in PROMPT_WORDS]
     stock = _generate(model, prompts, tokens, enforce_eager=True, settings=None)[0][0]
     result: dict[str, Any] = {"tokens_total": 0, "tokens_identical": 0, "sidecar_mismatches": 0, "row_checks": 0}
     result |= {"cold_pairs": 0, "fallback_pairs": 0, "modes": {}}
-    settings: dict[str, Any] = {"cold_precision": "full"}
-    if hot_experts is not None:
-        settings["hot_experts"] = hot_experts
+    plugin = {"cold_precision": settings.cold_precision, "hot_experts": settings.hot_experts}
     for mode, eager in (("eager", True), ("compiled", False)):
-        passes, totals = _generate(model, prompts, tokens, enforce_eager=eager, settings=settings)
+        passes, totals = _generate(model, prompts, tokens, enforce_eager=eager, settings=plugin)
         for name, outputs in zip(("chunked prefill", "prefix cache"), passes, strict=True):
             same = sum(a == b for mine, theirs in zip(outputs, stock, strict=True) for a, b in zip(mine, theirs))  # noqa: B905
             total = sum(len(tokens_of_prompt) for tokens_of_prompt in stock)
