@@ -91,12 +91,14 @@ class DeviceClient:
         return listed(self._active.missing) if self._active else []
 
     def connect(self, timeout_s: float = 5.0) -> msg.Welcome:
-        """Wait until the device is up. Raises DeviceError if it refuses us, DeviceUnavailable if it does not answer."""
+        """Wait until the device is up. Raises DeviceError if it refuses us, VersionMismatch, or DeviceUnavailable."""
         deadline = time.monotonic() + timeout_s
         while not self._up:
             self.poll()
             if isinstance(self._reason, DeviceError) and not self._reason.retryable:
                 raise self._reason
+            if isinstance(self._reason, codec.VersionMismatch):
+                raise codec.VersionMismatch(f"the device at {self.address} cannot be used: {self._reason}")
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise DeviceUnavailable(
