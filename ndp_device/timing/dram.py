@@ -20,7 +20,7 @@ IDLE_CASES = ("hit", "closed", "conflict")
 _OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered
 _RAMP_LINES = 32  # after these every bank group streams
 _EXACT_LINES = 256  # transfers up to this length are simulated, longer ones computed
-_CONCURRENT_LINES = 6144  # concurrent streams are simulated up to this length, then continued at their pace
+_CONCURRENT_REFRESHES = 6  # concurrent streams are simulated for so many refresh intervals, then go on at their pace
 _LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
 
 
@@ -94,7 +94,7 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
         chunk = dram.stripe_bytes // dram.line_bytes
         length = ceil_div(lines, max(streams, 1) * chunk) * chunk
         concurrent = ConcurrentStreams(dram, streams, placement, length)
-        times = [_concurrent_cycles(dram, concurrent, streams * length, idle) for idle in _moments(dram, 8)]
+        times = _concurrent_cycles(dram, concurrent)
     elif lines <= _EXACT_LINES:
         times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, 256)]
     else:
@@ -123,13 +123,23 @@ def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
     return Controller(dram, lines, idle, end, dram.outstanding).run().cycles + _OFFER_CYCLES
 
 
-def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams, end: int, idle: Idle) -> int:
-    """Simulated; beyond _CONCURRENT_LINES the pace of the second half goes on."""
-    if end <= _CONCURRENT_LINES:
-        return _exact_cycles(dram, lines, end, idle)
-    half = _exact_cycles(dram, lines, _CONCURRENT_LINES // 2, idle)
-    whole = _exact_cycles(dram, lines, _CONCURRENT_LINES, idle)
-    return whole + ceil_div((whole - half) * (end - _CONCURRENT_LINES), _CONCURRENT_LINES // 2)
+def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams) -> list[int]:
+    """Simulated until every stream has crossed a row boundary and some refreshes are over; then the pace goes on.
+
+    The pace is that between the first and the last refresh simulated: whole refresh intervals.
+    """
+    end = lines.streams * lines.length
+    simulated = max(lines.streams * (lines.one.block + _RAMP_LINES), _CONCURRENT_REFRESHES * dram.refi // dram.burst)
+    if end <= simulated:
+        return [_exact_cycles(dram, lines, end, idle) for idle in _moments(dram, 8 if end <= 2048 else 4)]
+    times = []
+    for idle in _moments(dram, 2):
+        controller = Controller(dram, lines, idle, simulated, dram.outstanding)
+        cycles = controller.run().cycles + _OFFER_CYCLES
+        marks = controller.refresh_marks
+        (since, before), (until, after) = (marks[0], marks[-1]) if len(marks) > 1 else ((0, 0), (cycles, simulated))
+        times.append(cycles + ceil_div((until - since) * (end - simulated), after - before))
+    return times
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ class Controller:
         self.next_refresh = _FOREVER if dram.refresh == "off" else idle.to_refresh
         self.refresh_due: deque[int] = deque()  # ranks, or banks with per-bank refresh
         self.refreshes = 0
+        self.refresh_marks: list[tuple[int, int]] = []  # (cycle, lines read so far) at every refresh issued
         self.first_bank = idle.next_bank
         self.skipped_lines = self.skipped_cycles = 0  # positions and times below are without them
         self.calm_reads = 0
@@ -267,6 +268,8 @@ class Controller:
             channel.refresh_bank(target, self.now)
         self.refresh_due.popleft()
         self.refreshes += 1
+        lines_read = self.offered + self.skipped_lines - self.queued - len(self.active)
+        self.refresh_marks.append((self.now + self.skipped_cycles, lines_read))
 
     # -- skipping ------------------------------------------------------------------------------------------------
 
