@@ -1,0 +1,151 @@
+"""Costs and execution: sums against the device model itself, fast paths against obvious ones, limits and edges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import ConfigError, TraceError
+from ndp_device.protocol.messages import execute_bytes
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Work
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs, dims_of
+from vllm_ndp.replay.execution import NOWHERE, run_pairs, run_prompts
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = Trace.load(ROOT / "tests" / "data" / "tiny-mixtral-trace")
+COSTS = Costs(load_hardware("h100-ndp512"), dims_of("mixtral-8x7b"))
+IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+
+
+def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
+    """The device model itself on one message of (bits, tokens) experts, mean over submit times."""
+    pairs = sum(tokens for _, tokens in experts)
+    bytes_in, bytes_out = execute_bytes(rows, pairs, costs.dims.hidden, costs.dims.dtype_bytes)
+    parts = tuple(ExpertWork(0, e, bits, tokens, costs.replica_bytes(bits)) for e, (bits, tokens) in enumerate(experts))
+    work = Work(costs.dims.hidden, costs.dims.intermediate, costs.group_size, rows, bytes_in, bytes_out, parts)
+    return float(np.mean([DeviceModel(costs.hardware).execute(work, 244_140 * i).total_ps for i in range(16)]))
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
+@pytest.mark.parametrize("experts", [[(2, 1)], [(3, 1), (2, 1)], [(4, 3), (1, 1), (2, 6)], [(16, 1), (3, 2)]], ids=str)
+def test_the_sum_over_experts_is_the_device_model_within_two_percent(model, experts):
+    costs = Costs(load_hardware("h100-ndp512"), dims_of(model))
+    rows = max(tokens for _, tokens in experts)
+    table = costs.device_experts_ps(8)
+    ours = costs.link_ps(rows, sum(t for _, t in experts)) + costs.device_fill_ps
+    ours += sum(table[bits, tokens] for bits, tokens in experts)
+    assert ours == pytest.approx(device_ps(costs, experts, rows), rel=0.02)
+
+
+def test_more_bits_and_more_tokens_never_cost_less():
+    table = COSTS.device_experts_ps(16)[[1, 2, 3, 4, 16], 1:]
+    assert (np.diff(table, axis=0) > 0).all()
+    assert (np.diff(table, axis=1) >= 0).all()
+
+
+def test_a_trace_of_another_routing_shape_is_refused_with_both_shapes():
+    with pytest.raises(ConfigError, match="64 experts top-8, the model 8 top-2"):
+        COSTS.require(64, 8)
+
+
+def grouped_by_hand(batches: Batches, widths: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """One Python loop per pair: who shares an expert at a width shares its read."""
+    g, b, d, layers, k = batches.shape
+    device, gpu = costs.device_experts_ps(b), costs.gpu_experts_ps(b)
+    gpu_ps, dev_ps = np.zeros((2, g, d, layers))
+    for group in range(g):
+        for step in range(d):
+            for layer in range(layers):
+                counts: dict[tuple[int, int], int] = {}
+                rows, pairs = set(), 0
+                for request in np.flatnonzero(batches.valid[group, :, step]):
+                    for choice in range(k):
+                        width = int(widths[group, request, step, layer, choice])
+                        if width == NOWHERE:
+                            continue
+                        key = int(batches.ids[group, request, step, layer, choice]), width
+                        counts[key] = counts.get(key, 0) + 1
+                        if width:
+                            rows.add(int(request))
+                            pairs += 1
+                at = group, step, layer
+                gpu_ps[at] = sum(gpu[n] for (_, width), n in counts.items() if width == 0)
+                dev_ps[at] = sum(device[width, n] for (_, width), n in counts.items() if width)
+                if rows:
+                    dev_ps[at] += costs.link_ps(len(rows), pairs) + costs.device_fill_ps
+    return gpu_ps, dev_ps
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_vectorised_execution_is_a_loop_over_pairs(batch):
+    batches = Batches.of(TRACE.select(range(batch * 2)), batch)
+    batches = Batches(
+        batches.num_experts,
+        batches.ids[:, :, :7],
+        batches.weights[:, :, :7],
+        batches.valid[:, :, :7] & (np.random.default_rng(0).random((2, batch, 7)) < 0.8),
+        batches.prompts,
+        batches.decodes,
+        batches.requests,
+    )
+    widths = np.random.default_rng(1).choice([0, 1, 2, 4, NOWHERE], size=batches.ids.shape).astype(np.uint8)
+    split = run_pairs(batches, widths, COSTS)
+    gpu_ps, dev_ps = grouped_by_hand(batches, widths, COSTS)
+    assert np.allclose(split.gpu_ps, gpu_ps)
+    assert np.allclose(split.device_ps, dev_ps)
+    assert (split.moe_ps == np.maximum(split.gpu_ps, split.device_ps)).all()
+
+
+def test_all_hot_leaves_the_device_idle_and_all_cold_the_gpu():
+    batches = Batches.of(TRACE)
+    hot = run_pairs(batches, np.zeros(batches.ids.shape, np.uint8), IDEAL)
+    assert (hot.device_ps == 0).all()
+    assert hot.gpu_ps == pytest.approx(np.full(hot.gpu_ps.shape, 2 * IDEAL.gpu_experts_ps(1)[1]))
+    cold = run_pairs(batches, np.full(batches.ids.shape, 2, np.uint8), IDEAL)
+    assert (cold.gpu_ps == 0).all()
+
+
+def test_two_bits_on_an_ideal_device_take_their_bytes_over_the_bandwidth():
+    """352.3 MB at 2 of 16 bits and 0.25 bit of scales are 49.5 MB; at 512 GB/s 96.8 us an expert."""
+    table = IDEAL.device_experts_ps(1)
+    assert table[2, 1] == pytest.approx(352_321_536 * 2.25 / 16 / 512e9 * 1e12, rel=0.005)
+
+
+def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():
+    batches = Batches.of(TRACE.select([0]))
+    everything = np.ones((1, 4, 8), bool)
+    resident, cold = run_prompts(batches, everything, COSTS), run_prompts(batches, ~everything, COSTS)
+    touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.dims.num_layers / 4
+    stream = touched * COSTS.dims.expert_bytes / 25.6e9 * 1e12
+    assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
+
+
+def test_requests_of_different_lengths_decode_until_the_longest_is_done():
+    settings = SyntheticSettings(num_layers=2, num_experts=8, top_k=2, num_requests=2, prompt_len=3, decode_len=5)
+    trace = synthetic_trace(settings)
+    keep = ~((trace.request == 1) & (trace.position >= 6))
+    trace = Trace(
+        trace.provenance,
+        *(getattr(trace, n)[keep] for n in ("step", "request", "position", "phase", "ids", "weights")),
+        trace.prompt_len,
+        trace.arrival_s,
+        trace.request_ids,
+        trace.labels,
+    )
+    batches = Batches.of(trace, 2)
+    assert batches.rows.tolist() == [[2, 2, 2, 1, 1]]
+    assert batches.kv_tokens.tolist() == [[8, 10, 12, 7, 8]]
+    assert batches.num_decisions == 8 * 2
+    assert sum(int(tokens.sum()) for _, tokens in batches.tokens_per_expert()) == 8 * 2 * 2
+
+
+def test_a_batch_larger_than_the_trace_is_refused():
+    with pytest.raises(TraceError, match="needs as many requests, the trace has 16"):
+        Batches.of(TRACE, 17)

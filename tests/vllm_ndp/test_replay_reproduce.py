@@ -1,0 +1,109 @@
+"""Reproductions: the closed forms row by row, and what was published where it can be reached."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_ndp.replay.reproduce import reproduce_cxl_expert, reproduce_hobbit, reproduce_moepic, reproduce_paper
+from vllm_ndp.replay.reproduce.paper import split_probabilities
+
+PAPER = reproduce_paper()
+X7, X22 = "mixtral-8x7b", "mixtral-8x22b"
+
+# (row, model) -> MoNDE, ours at 3 and 2 bits in ms per layer (8x7B), and the ratios of both models
+CLOSED_FORMS = {
+    "H": ((1.401, 0.154, 0.130), (9.1, 10.8), (8.8, 10.4)),
+    "A": ((1.401, 0.199, 0.167), (7.0, 8.4), (7.0, 8.3)),
+    "A70": ((1.401, 0.200, 0.184), (7.0, 7.6), (6.9, 7.5)),
+    "B": ((1.431, 0.227, 0.201), (6.3, 7.1), (6.6, 7.5)),
+    "C": ((0.788, 0.229, 0.197), (3.4, 4.0), (4.4, 5.6)),
+    "D": ((1.752, 0.229, 0.197), (7.6, 8.9), (8.2, 10.6)),
+    "E": ((1.431, 0.708, 0.708), (2.0, 2.0), (2.0, 2.0)),
+    "F": ((1.431, 0.236, 0.204), (6.1, 7.0), (6.3, 7.4)),
+    "G": ((1.442, 0.276, 0.263), (5.2, 5.5), (5.4, 5.6)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_every_row_of_the_paper_is_its_closed_form_within_one_percent(name):
+    times, small, large = CLOSED_FORMS[name]
+    for quantity, expected in zip(("monde", "ours3", "ours2"), times, strict=True):
+        assert PAPER.find(name, f"{X7} {quantity} ms per layer").ours == pytest.approx(expected, rel=0.01)
+    for model, ratios in ((X7, small), (X22, large)):
+        for bits, expected in zip((3, 2), ratios, strict=True):
+            ours = PAPER.find(name, f"{model} {bits}-bit over MoNDE").ours
+            assert ours == pytest.approx(expected, abs=0.055)  # the closed forms are given to one decimal
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [
+        (f"{X7} A/x", 0.740), (f"{X22} A/x", 0.712), (f"{X7} M/x", 18.75), (f"{X22} M/x", 18.97),
+        (f"{X7} cold experts per layer", 0.853), (f"{X22} cold experts per layer", 0.843),
+        (f"{X7} overhead per layer", 29.3), (f"{X22} overhead per layer", 35.9),
+        (f"{X7} cold accesses moved", 6.7), (f"{X22} cold accesses moved", 6.9),
+        (f"{X7} MoE over fp16 device time", 2.34), (f"{X22} MoE over fp16 device time", 2.37),
+    ],
+)  # fmt: skip
+def test_inverting_the_published_ratios_gives_29_and_36_us_or_7_percent_moved(quantity, expected):
+    assert PAPER.find("inversion", quantity).ours == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [
+        (f"{X7} 3-bit: output tokens that give 6.6x", 762),
+        (f"{X7} 2-bit: output tokens that give 7.9x", 656),
+        (f"{X7} 2-bit: output tokens that give 10.6x", 4842),
+        (f"{X22} 3-bit: output tokens that give 8.7x", 5532),
+        (f"{X7} full migration", 45.1),
+        (f"{X22} full migration", 67.6),
+    ],
+)
+def test_the_end_to_end_bounds_follow_from_charging_one_full_migration(quantity, expected):
+    assert PAPER.find("end to end", quantity).ours == pytest.approx(expected, rel=0.005)
+
+
+def test_the_rounding_of_h_decides_the_baseline():
+    assert PAPER.find("H rule", f"{X7} ceil (H = 1) ms per layer").ours == pytest.approx(13.9, rel=0.01)
+    assert PAPER.find("H rule", f"{X22} ceil (H = 1) ms per layer").ours == pytest.approx(23.8, rel=0.01)
+
+
+@pytest.mark.parametrize(("hot", "rate"), [(4, 0.5), (4, 0.7), (2, 0.25), (2, 0.57), (7, 0.9)])
+def test_the_fitted_draw_has_the_hit_rate_it_was_fitted_to(hot, rate):
+    both, one, none = split_probabilities(8, hot, rate)
+    assert both + one + none == pytest.approx(1)
+    assert both + one / 2 == pytest.approx(rate)
+
+
+def test_equal_weights_are_the_hypergeometric_draw():
+    """4 of 8 hot: both hot 4/8 x 3/7."""
+    assert split_probabilities(8, 4, 0.5) == pytest.approx((3 / 14, 8 / 14, 3 / 14))
+
+
+@pytest.mark.parametrize(("name", "published"), [("baseline", 805.1), ("mondelike", 48.0), ("cxl_expert", 213.2)])
+def test_the_three_latencies_of_seed_002_come_out_within_two_per_mille(name, published):
+    assert reproduce_cxl_expert().find(name, "latency").ours == pytest.approx(published, rel=0.002)
+
+
+def test_real_bytes_take_the_baseline_to_38_7_ms_and_the_sweep_has_no_peak_at_75_percent():
+    assert reproduce_cxl_expert(physical=True).find("baseline", "latency").ours == pytest.approx(38.7, rel=0.002)
+    sweep = [reproduce_cxl_expert().find(f"sweep {p}%", "latency").ours for p in (0, 25, 50, 75, 90, 95, 97, 99)]
+    assert sweep == sorted(sweep, reverse=True)
+
+
+def test_hobbits_figures_imply_a_miss_rate_of_16_percent():
+    result = reproduce_hobbit()
+    for model in (X7, X22):
+        assert result.find("implied", f"{model} miss rate, 67/30/3 mix").ours == pytest.approx(16.4, abs=0.3)
+    assert result.find("implied", f"{X7} miss rate, every miss int4").ours == pytest.approx(49, abs=0.5)
+    assert result.find("implied", f"{X7} no cache").ours == pytest.approx(20.5, rel=0.01)
+    assert result.find("implied", f"{X22} no cache").ours == pytest.approx(35.2, rel=0.01)
+    assert result.find("implied", f"{X7} fp16 experts that fit in 70 GB").ours == pytest.approx(78, abs=0.5)
+
+
+@pytest.mark.slow
+def test_moepics_priorities_beat_recency_and_chance():
+    hits = {row.quantity: row.ours for row in reproduce_moepic().rows if row.name == "hit rate"}
+    assert hits["lcp"] > hits["lru"] > hits["random"]
+    assert hits["lcp"] == pytest.approx(hits["lfu"], abs=1.0)

@@ -1,0 +1,234 @@
+"""Systems: golden results on the checked-in trace, bounds that hold for all, and each one's own edge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.compare import CompareSettings, best_is_oracle, compare, popularity, split_requests
+from vllm_ndp.replay.costs import Costs, dims_of
+from vllm_ndp.replay.outcome import Outcome, summarise
+from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.systems.cache import LaneCache, least_recently_used
+from vllm_ndp.replay.systems.context_aware import few_moves
+from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
+from vllm_ndp.replay.systems.moepic import num_tops, solve
+from vllm_ndp.replay.systems.monde import num_moved
+from vllm_ndp.traces.trace import Trace
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
+PRIOR = popularity(KNOWN)
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+GOLDEN = DATA / "golden-replay.json"
+GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
+
+
+def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", **changes) -> Outcome:
+    options = {"budget": Budget(4, 2.0), **changes}
+    placing = Placing(
+        policy=load_policy(policy, PolicySettings(prior=PRIOR)),
+        loss=LossTable.nominal(4, 8),
+        prior=PRIOR,
+        **options,
+    )
+    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, placing)
+
+
+def golden_rows() -> list[dict]:
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), GOLDEN_SETTINGS).rows
+    return [
+        {name: float(f"{value:.10g}") if isinstance(value, float) else value for name, value in row.as_dict().items()}
+        for row in rows
+    ]
+
+
+def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
+    """After a change that is meant to move them: python tests/vllm_ndp/test_replay_systems.py writes them anew."""
+    golden = json.loads(GOLDEN.read_text())
+    assert {row["system"] for row in golden} == set(SYSTEMS)
+    assert golden_rows() == golden
+
+
+@pytest.mark.parametrize("hot", [0, 1, 2, 4, 7, 8])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_policy_covers_more_than_the_oracle(hot, batch):
+    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(batch,))
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
+    if batch == 1:
+        assert best_is_oracle(rows)
+    oracle = next(row.hit_mass for row in rows if row.policy == "oracle")
+    assert all(row.hit_mass <= oracle + 0.02 for row in rows)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_replaying_twice_gives_the_same_to_the_bit_and_nothing_negative(system):
+    first, second = run(system, batch=2), run(system, batch=2)
+    assert first.moe_ps.tobytes() == second.moe_ps.tobytes()
+    assert first.prefill_ps.tobytes() == second.prefill_ps.tobytes()
+    assert (first.moe_ps >= 0).all()
+    assert np.isfinite(first.moe_ps).all()
+    assert 0 <= first.hot_pairs <= first.total_pairs
+    assert first.migrated_bytes >= 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("hot", [0, 8])
+def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
+    outcome = run(system, budget=Budget(hot, 2.0))
+    assert outcome.total_pairs == 2 * 4 * int(Batches.of(TRACE).valid.sum())
+    if system in ("context_aware", "adaptive"):
+        assert outcome.hit_mass == hot / 8
+    if system in ("context_aware", "fiddler", "cxl_expert", "moe_infinity") and hot == 8:
+        assert outcome.moe_ps == pytest.approx(np.full(outcome.moe_ps.shape, 2 * COSTS.gpu_experts_ps(1)[1]))
+
+
+def test_pairs_and_bits_are_conserved_by_a_static_plan():
+    outcome = run()
+    assert outcome.hot_pairs + outcome.cold_pairs == outcome.total_pairs
+    assert 1 <= outcome.cold_bits / outcome.cold_pairs <= 4
+
+
+def test_fewer_bits_are_faster_and_lose_more():
+    two, three = run(budget=Budget(0, 2.0)), run(budget=Budget(0, 3.0))
+    assert two.moe_ps.sum() < three.moe_ps.sum()
+    assert two.loss > three.loss > 0
+
+
+def test_each_way_to_migrate_moves_no_more_than_the_one_before():
+    moved = {kind: run(migration=kind).migrated_bytes for kind in ("once", "difference", "kept", "free")}
+    assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.dims.expert_bytes  # requests x hot x layers x layers stood for
+    assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
+
+
+def test_a_budgeted_migration_exchanges_the_best_pairs_while_they_are_worth_it():
+    """Hot 0 (.1) and 1 (.3); outside .4 and .2: .4 replaces .1, .2 would have to beat .3."""
+    hot = np.array([[True, True, False, False]])
+    ranking = np.array([[0.1, 0.3, 0.4, 0.2]])
+    assert few_moves(hot, ranking, 2, 0.1).tolist() == [[False, True, True, False]]
+    assert few_moves(hot, ranking, 0, 0.1).tolist() == hot.tolist()
+    assert few_moves(hot, ranking, 2, 3.1).tolist() == hot.tolist()
+    assert run(migration="budgeted").hit_mass < run().hit_mass
+
+
+@pytest.mark.parametrize(
+    ("active", "rounding", "wanted"),
+    [(2, "floor", 0), (2, "round", 0), (2, "ceil", 1), (17, "floor", 1), (16, "floor", 0), (9, "round", 1)],
+)
+def test_mondes_rounding_decides_how_many_experts_move(active, rounding, wanted):
+    """1/17 of the active experts: 2 / 17 = 0.12, 16 / 17 just below one, 9 / 17 = 0.53."""
+    assert num_moved(np.array([active]), 1 / 17, rounding).tolist() == [wanted]
+
+
+def test_monde_at_batch_one_floor_stays_on_the_device_and_ceil_waits_for_a_copy_in_every_layer():
+    floor = run("monde", options={"h_rounding": "floor"})
+    ceil = run("monde", options={"h_rounding": "ceil"})
+    assert floor.hot_pairs == 0
+    assert ceil.hot_pairs == ceil.total_pairs // 2
+    assert floor.moe_ps.mean() == pytest.approx(2 * 0.688e9, rel=0.01)
+    assert ceil.moe_ps.mean() == pytest.approx(COSTS.fetch_ps() + COSTS.gpu_experts_ps(1)[1], rel=0.001)
+    assert run("monde").moe_ps.sum() <= floor.moe_ps.sum()
+
+
+def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
+    plain, balanced = run(), run("balanced")
+    assert (balanced.moe_ps <= plain.moe_ps + 1e-3).all()
+    assert balanced.moe_ps.sum() < 0.9 * plain.moe_ps.sum()
+    assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
+    saved = [plain.moe_ps.sum() - run("balanced", options={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
+    assert saved[0] > saved[1] > saved[2] > 0
+
+
+def test_following_decode_covers_more_and_keeps_the_bit_budget():
+    still, moving = run(policy="random"), run("adaptive", policy="random")
+    assert moving.hit_mass > still.hit_mass + 0.1
+    assert moving.notes["copies"] > 0
+
+
+def test_lanes_of_the_cache_are_an_lru_list_each():
+    generator = np.random.default_rng(0)
+    groups, layers, experts, capacity = 2, 3, 12, 4
+    cache = LaneCache(np.zeros((groups, layers, experts), bool), capacity, least_recently_used)
+    lists: dict[tuple[int, int], list[int]] = {(g, lane): [] for g in range(groups) for lane in range(layers)}
+    for _ in range(200):
+        tokens = np.zeros((groups, layers, experts), np.int64)
+        ids = generator.random(tokens.shape).argsort(axis=2)[:, :, :2]
+        np.put_along_axis(tokens, ids, 1, axis=2)
+        hits = cache.touch(tokens, tokens > 0)
+        for (g, lane), held in lists.items():
+            used = np.flatnonzero(tokens[g, lane])
+            assert np.flatnonzero(hits[g, lane]).tolist() == sorted(set(used) & set(held))
+            for expert in sorted(used, key=lambda e: held.index(e) if e in held else -1):
+                if expert in held:
+                    held.remove(expert)
+                held.append(expert)
+            del held[:-capacity]
+            # Experts of one step are equally recent, so only the older part of the order is the same.
+            assert set(held[-2:]) <= set(np.flatnonzero(cache.cached[g, lane]))
+            lists[g, lane][:] = sorted(np.flatnonzero(cache.cached[g, lane]), key=lambda e: cache.last_used[g, lane, e])
+
+
+def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():
+    """T1 .6, T2 .9: after .55 the second choice is high, after .7 low, after .95 skipped; order does not matter."""
+    weights = np.array([[0.55, 0.45], [0.7, 0.3], [0.95, 0.05], [0.05, 0.95]], np.float32)
+    assert precision_classes(weights).tolist() == [[HIGH, HIGH], [HIGH, LOW], [HIGH, SKIP], [SKIP, HIGH]]
+
+
+def test_moepic_holds_more_tops_the_smaller_they_are_and_its_solver_moves_bytes_to_the_skewed_layer():
+    assert [num_tops(4, theta, 8) for theta in (0.0, 0.5, 0.8, 1.0)] == [0, 8, 5, 4]
+    slots = np.arange(9) / 8
+    rates = np.stack([slots, np.minimum(3 * slots, 1)], axis=1)  # even routing, and three experts do it all
+    theta, share = solve(rates, 2.0, 2.0, 100.0, 1.0, 0.0)
+    assert share.sum() == 4
+    assert share[1] == 3
+    assert ((theta >= 0) & (theta <= 1)).all()
+
+
+def test_a_summary_adds_layers_attention_and_head():
+    batches = Batches.of(TRACE)
+    outcome = run()
+    outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
+    summary = summarise(outcome, batches, COSTS)
+    rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.host.head_ps(1)
+    assert summary.tpot_p50_ms == pytest.approx(32 + rest / 1e9, rel=0.01)
+    assert summary.decode_tokens_per_s == pytest.approx(1e3 / summary.tpot_p50_ms, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("system", "options", "says"),
+    [
+        ("monde", {"h_rounding": "up"}, "h_rounding"),
+        ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
+        ("balanced", {"spill_bits": 7}, "spill_bits"),
+        ("moepic", {"theta": 2.0}, "theta"),
+        ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
+    ],
+)
+def test_an_impossible_option_is_refused(system, options, says):
+    with pytest.raises(ConfigError, match=says):
+        run(system, options=options)
+
+
+def test_an_unknown_migration_is_refused():
+    with pytest.raises(ConfigError, match="migration must be one of"):
+        run(migration="twice")
+
+
+def test_the_prior_comes_from_requests_that_are_not_replayed():
+    assert len(KNOWN.prompt_len) + len(TRACE.prompt_len) == 16
+    assert not set(KNOWN.request_ids) & set(TRACE.request_ids)
+    assert isinstance(PRIOR, ImportanceScore)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden_rows(), indent=0) + "\n")
