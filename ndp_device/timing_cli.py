@@ -20,7 +20,15 @@ from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.dram_map import PLACEMENTS
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, public_shape, single_expert_work
-from ndp_device.timing.spec import LAUNCH_PATHS, PE_MODES, REFRESH_MODES, Hardware, load_hardware, preset_table
+from ndp_device.timing.spec import (
+    LAUNCH_PATHS,
+    PE_MODES,
+    REFRESH_MODES,
+    Hardware,
+    density_overrides,
+    load_hardware,
+    preset_table,
+)
 from ndp_device.timing.units import PS_PER_NS, PS_PER_US
 from ndp_device.timing.work import Timing
 
@@ -40,10 +48,12 @@ def dram(
     refresh: Annotated[str | None, typer.Option(help=" | ".join(REFRESH_MODES))] = None,
     bank_group_interleave: Annotated[str | None, typer.Option(help="on | off")] = None,
     outstanding: Annotated[int | None, typer.Option(help="Lines in flight per channel; 0 = a full queue")] = None,
+    density: Annotated[int | None, typer.Option(help="Gbit of a DRAM part: 16 | 32")] = None,
     set_: SetOption = None,
 ) -> None:
     """Time of a read, over start times spread across one refresh interval."""
-    options = {
+    options: dict[str, Any] = {
+        **({} if density is None else density_overrides(preset, density)),
         "dram.refresh": refresh,
         "dram.bank_group_interleave": bank_group_interleave,
         "dram.outstanding": outstanding,

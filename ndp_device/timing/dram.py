@@ -96,7 +96,9 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
         concurrent = ConcurrentStreams(dram, streams, placement, length)
         times = _concurrent_cycles(dram, concurrent)
     elif lines <= _EXACT_LINES:
-        times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, 256)]
+        times = [
+            _exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, min(16_384 // lines, 1024))
+        ]
     else:
         profile = _profile(dram)
         times = [profile.cycles(lines, idle.to_refresh) for idle in _moments(dram, 256)]

@@ -183,6 +183,15 @@ _SEED002: Table = {
     "gpu.layer_overhead_ps": _q(0, "ps", "[S] seed 002 counts none"),
 }
 
+DENSITY_REFRESH: Mapping[str, Mapping[int, Mapping[str, int]]] = {
+    # refresh times in cycles of parts of other densities, by the first word of dram.standard and Gbit
+    "DDR5-6400AN": {16: {"dram.rfc": 946}, 32: {"dram.rfc": 1315}},  # [J5] tRFC1 295 and 410 ns at 312 ps
+    "LPDDR5-6400": {  # [JL] tRFCab 280 and 380 ns, tRFCpb 140 and 190 ns
+        16: {"dram.rfc": 224, "dram.rfc_pb": 112},
+        32: {"dram.rfc": 304, "dram.rfc_pb": 152},
+    },
+}
+
 PRESETS: Mapping[str, Table] = {
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_ENERGY},
     "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_ENERGY},

@@ -38,6 +38,7 @@ def test_dram_prints_what_the_model_says() -> None:
         ["--outstanding", "4"],
         ["--preset", "h100-ndp512-lpddr5", "--refresh", "per-bank"],
         ["--set", "dram.rfc=1315"],
+        ["--density", "32"],
         ["--streams", "2", "--placement", "same-bank"],
     ],
 )
@@ -78,6 +79,7 @@ def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
         (["dram", "--bytes", "0"], "at least 1"),
         (["dram", "--bytes", "64", "--set", "rfc"], "section.field=value"),
         (["dram", "--bytes", "64", "--set", "dram.channels=0"], "dram.channels must be at least 1"),
+        (["dram", "--bytes", "64", "--density", "24"], "one of [16, 32] Gbit, got 24"),
         (["idle", "--case", "warm"], "hit, closed, conflict"),
         (["expert", "--bits", "5"], "bits must be one of"),
         (["expert", "--bits", "3", "--tokens", "0"], "--tokens"),
