@@ -48,7 +48,7 @@ def quantize(
     solver = load_gptq_class()(linear)
     solver.quantizer.configure(bits, perchannel=True, sym=sym, mse=mse)
     solver.H, solver.nsamples = hessian.float(), 1
-    with _synchronize_without_cuda(), torch.no_grad():
+    with synchronize_without_cuda(), torch.no_grad():
         scale, zero, group_of = solver.fasterquant(percdamp=damp, group_size=group_size, actorder=True)
     order = torch.argsort(group_of, stable=True)
     groups = group_of[order].long()
@@ -80,7 +80,7 @@ def load_gptq_class() -> Any:
 
 
 @contextlib.contextmanager
-def _synchronize_without_cuda() -> Iterator[None]:
+def synchronize_without_cuda() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return

@@ -74,7 +74,7 @@ def build_data_free(
         model_digest=model_digest(model_dir),
         container="nested",
         bits=tuple(track_weights),
-        group_size=group_size or default_group_size(checkpoint.shape),
+        group_size=_checked_group_size(group_size, checkpoint.shape),
         source="data-free",
         solver={"name": "least-squares", "track_weights": list(track_weights.values())},
         calibration={"inputs": "unit normal times the norm's weight", "rows": data_free.PROBE_ROWS},
@@ -113,7 +113,7 @@ def build_calibrated(
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
         auto_gptq.load_gptq_class()
     checkpoint = CheckpointExperts(model_dir)
-    group_size = group_size or default_group_size(checkpoint.shape)
+    group_size = _checked_group_size(group_size, checkpoint.shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
     solve = calibrated.load_solver(solver, group_size, track_weights)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
@@ -181,6 +181,14 @@ def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:
     if not bits or not set(bits) <= set(REPLICA_BITS):
         raise ConfigError(f"bits must be a selection of {list(REPLICA_BITS)}, got {list(bits)}")
     return tuple(sorted(set(bits)))
+
+
+def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
+    if group_size is None:
+        return default_group_size(shape)
+    if group_size < 8 or group_size % 8:
+        raise ConfigError(f"group_size must be a multiple of 8, got {group_size}")
+    return group_size
 
 
 def _resume(out_dir: Path, manifest: Manifest) -> Manifest:

@@ -35,6 +35,8 @@ class CalibrationText:
     def draw(
         cls, path: Path, tokenizer: Any, *, num_sequences: int, sequence_length: int, seed: int
     ) -> CalibrationText:
+        if num_sequences < HELD_OUT_EVERY:
+            raise ConfigError(f"at least {HELD_OUT_EVERY} sequences are needed to hold one out, got {num_sequences}")
         try:
             text = path.read_bytes()
         except OSError as error:
@@ -51,8 +53,11 @@ class CalibrationText:
             )
         windows = np.array(ids[: len(ids) // sequence_length * sequence_length]).reshape(-1, sequence_length)
         drawn = np.random.default_rng(seed).permutation(len(windows))[:num_sequences]
-        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        return cls(torch.from_numpy(windows[drawn]), path.name, digest)
+        return cls(torch.from_numpy(windows[drawn]), path.name, file_digest(text))
+
+
+def file_digest(contents: bytes) -> str:
+    return hashlib.blake2b(contents, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def load_model(model_dir: Path, device: torch.device) -> Any:
     """The model as transformers loads it, in float32 on a CPU and in its own dtype on a GPU."""
     transformers.utils.logging.disable_progress_bar()
     dtype = torch.float32 if device.type == "cpu" else "auto"
-    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
 
 
 def capture(model: Any, token_ids: Tensor, layers: range) -> dict[int, tuple[RoutedInputs, RoutedInputs]]:

@@ -1,0 +1,286 @@
+"""The whole job on a two-layer model with tiny-mixtral's tokenizer: captured, quantized, written, read, resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ndp_device.calibration import auto_gptq, calibrated, capture, gptq
+from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
+from ndp_device.calibration.hessian import second_moment
+from ndp_device.calibration.loss_table import expert_losses, load_loss_table
+from ndp_device.errors import ConfigError
+from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
+from ndp_device.model_shape import model_digest
+from ndp_device.replicas.checkpoint import CheckpointExperts
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas.packing import unpack
+from ndp_device.replicas.replica import QuantizedExpert
+
+TINY_MIXTRAL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
+SHIPPED = TINY_MIXTRAL.with_name("tiny-mixtral-replicas")
+SEQUENCES, LENGTH = 16, 64
+pytestmark = pytest.mark.slow
+needs_auto_gptq = pytest.mark.skipif(
+    importlib.util.find_spec("auto_gptq") is None,
+    reason="auto-gptq is not installed (optional; docs/replica-format.md says how)",
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2 layers of 4 experts, hidden 32, intermediate 48, random weights."""
+    directory = tmp_path_factory.mktemp("model")
+    config = transformers.MixtralConfig(
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY_MIXTRAL / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text((TINY_MIXTRAL / "calibration.txt").read_text()[:20_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def build(model_dir: Path, text_file: Path) -> Callable[..., Any]:
+    def run(out: Path, **settings: Any) -> Any:
+        settings = {"num_sequences": SEQUENCES, "sequence_length": LENGTH, "show_progress": False} | settings
+        return build_calibrated(model_dir, out, text_file, **settings)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def built(build: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("replicas") / "nested"
+    build(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def captured(model_dir: Path, text_file: Path) -> dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]]:
+    text = capture.CalibrationText.draw(
+        text_file,
+        transformers.AutoTokenizer.from_pretrained(model_dir),
+        num_sequences=SEQUENCES,
+        sequence_length=LENGTH,
+        seed=0,
+    )
+    return capture.capture(capture.load_model(model_dir, torch.device("cpu")), text.token_ids, range(2))
+
+
+def test_every_token_is_captured_once_for_each_expert_it_was_routed_to(
+    captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]],
+) -> None:
+    """16 sequences of 64 tokens, every 8th held out: 14 * 64 rows for the solver and 2 * 64 for the loss table."""
+    for inputs, held_out in captured.values():
+        assert (len(inputs.hidden), len(held_out.hidden)) == (14 * LENGTH, 2 * LENGTH)
+        assert sum(len(inputs.of(expert)) for expert in range(4)) == 2 * 14 * LENGTH
+
+
+def test_captured_inputs_give_the_outputs_of_the_models_own_experts(
+    model_dir: Path, captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]]
+) -> None:
+    model = capture.load_model(model_dir, torch.device("cpu"))
+    module = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
+    hidden = captured[0][0].hidden[:8]
+    chosen, gates = torch.full((8, 1), 3), torch.ones(8, 1)
+    with torch.inference_mode():
+        wanted = module(hidden, chosen, gates).numpy()
+    kernel = ReferenceKernel()
+    rows = np.arange(8, dtype=np.int32)
+    expert = kernel.prepare(CheckpointExperts(model_dir).expert(0, 3))
+    ours = kernel.execute(hidden.numpy(), [expert], rows, rows * 0, np.ones(8, np.float32))
+    np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_manifest_says_of_what_and_how(model_dir: Path, text_file: Path, built: Path) -> None:
+    manifest = ReplicaFiles(built, model_digest=model_digest(model_dir)).manifest
+    assert (manifest.source, manifest.container, manifest.bits) == ("calibrated", "nested", (1, 2, 3, 4))
+    assert manifest.solver["name"] == "nested"
+    assert manifest.calibration["file"] == text_file.name
+    assert (manifest.calibration["num_sequences"], manifest.calibration["seed"]) == (SEQUENCES, 0)
+    assert str(text_file.parent) not in (built / "manifest.json").read_text()
+
+
+def test_the_stored_loss_is_what_the_stored_replicas_lose_on_held_out_tokens(
+    model_dir: Path, built: Path, captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]]
+) -> None:
+    files, checkpoint = ReplicaFiles(built), CheckpointExperts(model_dir)
+    for expert in range(4):
+        rows = captured[1][1].of(expert)
+        assert len(rows) >= 32
+        replicas = {bits: files.expert(1, expert, bits) for bits in (1, 2, 3, 4)}
+        loss, relative = expert_losses(rows.numpy(), checkpoint.expert(1, expert), replicas)
+        np.testing.assert_array_equal(loss, files.layer_losses(1)[0][expert])
+        np.testing.assert_array_equal(relative, files.layer_losses(1)[1][expert])
+
+
+def test_an_interrupted_job_goes_on_and_ends_with_the_same_bytes(
+    build: Callable[..., Any], built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = 0
+    quantize_expert = calibrated._quantize_expert
+
+    def stops_at_the_sixth(*args: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == 6:
+            raise KeyboardInterrupt
+        return quantize_expert(*args)
+
+    monkeypatch.setattr(calibrated, "_quantize_expert", stops_at_the_sixth)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["experts-00000.safetensors", "manifest.json"]
+    monkeypatch.undo()
+    build(tmp_path / "out")
+    for file in built.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_another_seed_draws_other_text_and_is_not_taken_for_the_same_job(
+    build: Callable[..., Any], built: Path
+) -> None:
+    with pytest.raises(ConfigError, match="other settings"):
+        build(built, seed=1)
+
+
+def test_independent_codes_are_written_read_and_lose_no_more_than_nested_ones(
+    build: Callable[..., Any], built: Path, tmp_path: Path
+) -> None:
+    build(tmp_path / "out", solver="independent", bits=(2, 4))
+    _, independent = load_loss_table(tmp_path / "out")
+    _, nested = load_loss_table(built)
+    assert np.isnan(independent[..., [0, 2]]).all()
+    for bits in (2, 4):
+        assert independent[..., bits - 1].mean() < nested[..., bits - 1].mean()
+
+
+def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(model_dir: Path) -> None:
+    full = CheckpointExperts(model_dir).expert(0, 0)
+    w1, w3, w2 = (torch.tensor(to_float32(w, full.dtype)) for w in (full.w1, full.w3, full.w2))
+    generator = torch.Generator().manual_seed(0)
+    solve = calibrated.load_solver("nested", 16, TRACK_WEIGHTS)
+    w13 = solve(torch.cat([w1, w3]), second_moment(torch.randn(99, 32, generator=generator)), 0.01)[4]
+    loud_last = torch.randn(99, 48, generator=generator) * torch.logspace(-1, 1, 48)
+    matrix = solve(w2, second_moment(loud_last), 0.01)[4]
+    assert matrix.perm is not None
+    folded = calibrated.fold_order(4, w13, matrix)
+    assert folded.w2.perm is None
+    kernel, zero = ReferenceKernel(), np.zeros(1, np.int32)
+    x = torch.randn(1, 32, generator=generator).numpy()
+    outputs = [
+        kernel.execute(x, [kernel.prepare(expert)], zero, zero, np.ones(1, np.float32))
+        for expert in (QuantizedExpert(4, w13, matrix), folded)
+    ]
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("contents", "complaint"),
+    [
+        (b"far too little text", f"{SEQUENCES} sequences of {LENGTH} need {SEQUENCES * LENGTH}"),
+        (b"\xff\xfe", "must be UTF-8"),
+        (None, "cannot read the calibration file"),
+    ],
+)
+def test_a_calibration_file_we_cannot_use_costs_one_sentence_and_writes_nothing(
+    model_dir: Path, tmp_path: Path, contents: bytes | None, complaint: str
+) -> None:
+    if contents is not None:
+        (tmp_path / "text").write_bytes(contents)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        build_calibrated(
+            model_dir, tmp_path / "out", tmp_path / "text", num_sequences=SEQUENCES, sequence_length=LENGTH
+        )
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_no_solver_can_follow_are_refused(build: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="selection of"):
+        build(tmp_path / "out", bits=(0, 5))
+    with pytest.raises(ConfigError, match="at least 8 sequences"):
+        build(tmp_path / "out", num_sequences=7)
+    with pytest.raises(ConfigError, match="solver must be one of"):
+        build(tmp_path / "out", solver="awq")
+    with pytest.raises(ConfigError, match="auto-gptq makes replicas of"):
+        build(tmp_path / "out", solver="auto-gptq", bits=(1, 2))
+
+
+def test_the_shipped_replicas_are_of_the_shipped_model_and_lose_what_they_say() -> None:
+    files = ReplicaFiles(SHIPPED, model_digest=model_digest(TINY_MIXTRAL))
+    text = TINY_MIXTRAL / "calibration.txt"
+    assert files.manifest.source == "calibrated"
+    assert files.manifest.calibration["blake2b"] == capture.file_digest(text.read_bytes())
+    _, relative = load_loss_table(SHIPPED)
+    assert relative.shape == (4, 8, 4)
+    assert (np.diff(relative, axis=-1) < 0).all()
+    # 1, 2, 3, 4 bits; docs/replica-format.md has the measured means
+    assert (relative.mean((0, 1)) < [0.65, 0.2, 0.05, 0.02]).all()
+
+
+@needs_auto_gptq
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_our_solver_loses_less_than_auto_gptq_on_the_same_layer(
+    model_dir: Path, captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]], bits: int
+) -> None:
+    full = CheckpointExperts(model_dir).expert(1, 2)
+    weights = torch.tensor(np.concatenate([full.w1, full.w3]))
+    hessian = second_moment(captured[1][0].of(2))
+    ours = gptq.quantize(weights, hessian, group_size=32, track_weights={bits: 1.0}, damp=0.01)[bits]
+    theirs = auto_gptq.quantize(weights, hessian, bits=bits, group_size=32, damp=0.01)
+    losses = []
+    for matrix in (ours, theirs):
+        error = (torch.from_numpy(dequantize(matrix)) - weights).double()
+        losses.append(float(((error @ hessian) * error).sum()))
+    assert losses[0] < losses[1] < 4 * losses[0]
+
+
+@needs_auto_gptq
+def test_auto_gptqs_weights_come_through_our_container_to_float16_rounding(model_dir: Path) -> None:
+    weights = torch.tensor(CheckpointExperts(model_dir).expert(0, 0).w2)
+    hessian = second_moment(torch.randn(200, 48, generator=torch.Generator().manual_seed(0)))
+    linear = torch.nn.Linear(48, 32, bias=False)
+    linear.weight.data = weights.clone()
+    solver = auto_gptq.load_gptq_class()(linear)
+    solver.quantizer.configure(3, perchannel=True, sym=False, mse=True)
+    solver.H, solver.nsamples = hessian.float(), 1
+    with auto_gptq.synchronize_without_cuda(), torch.no_grad():
+        solver.fasterquant(percdamp=0.01, group_size=16, actorder=True)
+    ours = auto_gptq.quantize(weights, hessian, bits=3, group_size=16, damp=0.01)
+    np.testing.assert_allclose(dequantize(ours), linear.weight.detach(), atol=2e-3 * float(weights.abs().max()))
+
+
+@needs_auto_gptq
+def test_the_auto_gptq_job_writes_replicas_of_2_to_4_bits(build: Callable[..., Any], tmp_path: Path) -> None:
+    build(tmp_path / "out", solver="auto-gptq")
+    files = ReplicaFiles(tmp_path / "out")
+    assert (files.manifest.bits, files.manifest.container) == ((2, 3, 4), "independent")
+    assert unpack(files.expert(0, 0, 3).w13.planes).max() == 7
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["solver"]["name"] == "auto-gptq"

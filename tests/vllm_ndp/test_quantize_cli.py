@@ -1,0 +1,67 @@
+"""`vllm-ndp quantize` as a person runs it: the last line, and the ways to get it wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ndp_device.replicas.format import ReplicaFiles
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
+
+
+def run_quantize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from vllm_ndp.cli import main; main()", "quantize", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_last_line_is_the_summary(tmp_path: Path) -> None:
+    done = run_quantize(MODEL, "--out", tmp_path / "out", "--bits", "1,2")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["experts"] == 32
+    assert summary["seconds"] > 0
+    assert 0 < summary["relative_loss"]["2"] < summary["relative_loss"]["1"] < 1
+    assert set(summary["relative_loss"]) == {"1", "2"}
+    assert summary["bytes"] == sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert ReplicaFiles(tmp_path / "out").manifest.source == "data-free"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--bits", "1,two"), "such as 1,2,3,4"),
+        (("--bits", "5"), "selection of [1, 2, 3, 4]"),
+        (("--group-size", "12"), "multiple of 8"),
+        (("--solver", "auto-gptq"), "add --calibration FILE"),
+    ],
+)
+def test_a_wrong_argument_costs_one_sentence_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    done = run_quantize(MODEL, "--out", tmp_path / "out", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    done = run_quantize(MODEL, "--out", tmp_path / "out", "--calibration", tmp_path / "short.txt")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(
+        "short.txt has 3 tokens and 128 sequences of 512 need 65536: give a longer text or fewer sequences"
+    )
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    done = run_quantize(tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert f"no config.json in {tmp_path}" in done.stderr
