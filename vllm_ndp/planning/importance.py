@@ -33,7 +33,7 @@ class ImportanceScore:
         if not (self.values >= 0).all():  # also catches NaN
             raise ValueError("importance must be >= 0 and not NaN")
         sums = self.values.sum(axis=1)
-        if not np.allclose(sums, 1.0, rtol=0, atol=1e-9):
+        if not (abs(sums - 1.0) < 1e-9).all():
             raise ValueError(f"each layer's importance must sum to 1, got {sums.tolist()}")
         if self.num_tokens < 0:
             raise ValueError(f"num_tokens must be >= 0, got {self.num_tokens}")

@@ -9,9 +9,11 @@ averages over 16 moments of the refresh interval. The sum over experts is exact 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +67,16 @@ class Costs:
     """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
 
     @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What was asked before is not computed again; hashing a whole Hardware per question would cost more."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    @cached_property
     def group_size(self) -> int:
         """Weights that share a scale, by the rule replicas are built with."""
         d = self.dims
@@ -82,19 +94,30 @@ class Costs:
 
     def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
+        table: NDArray[np.float64] = self._once(("device", max_tokens), lambda: self._device_table(max_tokens))
+        return table
+
+    def _device_table(self, max_tokens: int) -> NDArray[np.float64]:
         table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
+        table[:, 0] = 0.0
         rows = self.hardware.array.rows
         for bits in WIDTH_CLASSES:
             for tokens in range(1, max_tokens + 1):  # up to `rows` tokens share a pass of the arrays
-                table[bits, tokens] = _device_expert_ps(self, bits, -(-tokens // rows) * rows)
-        table[:, 0] = 0.0
+                table[bits, tokens] = self._device_expert_ps(bits, -(-tokens // rows) * rows)
         return table
+
+    def _device_expert_ps(self, bits: int, tokens: int) -> float:
+        def measure() -> float:
+            many, one = (_device_mean_ps(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
+            return (many - one) / _REPEATS
+
+        return float(self._once(("expert", bits, tokens), measure))
 
     @cached_property
     def device_fill_ps(self) -> float:
         """What a command takes beyond link and experts: decoding it and filling the pipeline."""
         whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
-        return max(whole - _device_expert_ps(self, FULL_PRECISION_BITS, 1), 0.0)
+        return max(whole - self._device_expert_ps(FULL_PRECISION_BITS, 1), 0.0)
 
     def link_ps(self, rows: int, pairs: int) -> int:
         """Both ways of one message with `rows` activations, and its launch."""
@@ -106,12 +129,31 @@ class Costs:
 
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
         """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
-        pairs = max_rows * self.dims.top_k
-        return np.array([[self.link_ps(r, p) for p in range(pairs + 1)] for r in range(max_rows + 1)], np.float64)
+
+        def measure() -> NDArray[np.float64]:
+            pairs = range(max_rows * self.dims.top_k + 1)
+            return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
+
+        table: NDArray[np.float64] = self._once(("links", max_rows), measure)
+        return table
 
     def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""
-        return np.array([self.host.hot_experts_ps([n]) for n in range(max_tokens + 1)], np.float64)
+        return np.array([self.resident_ps(min(n, 1), n) for n in range(max_tokens + 1)], np.float64)
+
+    def resident_ps(self, touched: int, pairs: int) -> int:
+        """`touched` experts in GPU memory serving `pairs` rows in all."""
+        dims = self.dims
+        return int(
+            self._once(
+                ("resident", touched, pairs),
+                lambda: self.host.roofline_ps(touched * dims.expert_bytes, 2 * dims.expert_weights * pairs),
+            )
+        )
+
+    def streamed_ps(self, touched: int, pairs: int) -> int:
+        """`touched` experts that come over the link to be computed at once."""
+        return int(self._once(("streamed", touched, pairs), lambda: self.host.prefill_stream_ps(touched, pairs)))
 
     def fetch_ps(self, num_bytes: int | None = None) -> int:
         """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
@@ -134,12 +176,6 @@ class Costs:
                 f"the trace has {num_experts} experts top-{top_k}, the model {self.dims.num_experts} "
                 f"top-{self.dims.top_k}: name a model of the trace's routing shape"
             )
-
-
-@lru_cache(maxsize=65536)
-def _device_expert_ps(costs: Costs, bits: int, tokens: int) -> float:
-    many, one = (_device_mean_ps(costs, bits, tokens, count) for count in (1 + _REPEATS, 1))
-    return (many - one) / _REPEATS
 
 
 def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:

@@ -6,7 +6,6 @@ accounts for the pair itself. Knows costs. Does not know why a pair runs where i
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,26 +75,16 @@ def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> 
     factor = costs.dims.num_layers / layers
     out = np.zeros((g, b))
     for group in range(g):
+        here = resident[group]
         for request, stats in enumerate(batches.prompts[group]):
             rows = stats.num_tokens
-            layer_ps = 0
-            for counts, here in zip(stats.counts, resident[group], strict=True):
-                cold = counts[~here]
-                layer_ps += max(
-                    _hot(costs, int((counts[here] > 0).sum()), int(counts[here].sum())),
-                    _stream(costs, int((cold > 0).sum()), int(cold.sum())),
-                )
+            hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
+            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
+            layer_ps = sum(
+                max(costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
+                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
+            )
             attended = rows * (rows + 1) // 2
             attention = costs.host.attention_ps(rows, rows, attended) + costs.overhead_ps
             out[group, request] = factor * layer_ps + costs.dims.num_layers * attention + costs.host.head_ps(1)
     return out
-
-
-@lru_cache(maxsize=65536)
-def _hot(costs: Costs, touched: int, pairs: int) -> int:
-    return costs.host.roofline_ps(touched * costs.dims.expert_bytes, 2 * costs.dims.expert_weights * pairs)
-
-
-@lru_cache(maxsize=65536)
-def _stream(costs: Costs, touched: int, pairs: int) -> int:
-    return costs.host.prefill_stream_ps(touched, pairs)

@@ -17,17 +17,19 @@ NEVER = -1e6
 
 @dataclass
 class LaneCache:
-    """capacity experts per lane; arrays are [G, L, E]."""
+    """capacity experts per lane, one number or [L]; arrays are [G, L, E]."""
 
     cached: NDArray[np.bool_]
-    capacity: int
+    capacity: int | NDArray[np.int64]
     priority: Callable[[LaneCache], NDArray[np.float64]]
     step: int = 0
     last_used: NDArray[np.float64] = field(init=False)
     frequency: NDArray[np.float64] = field(init=False)
+    _places: NDArray[np.int64] = field(init=False)  # [G, L]
 
     def __post_init__(self) -> None:
         self.cached = self.cached.copy()
+        self._places = np.broadcast_to(self.capacity, self.cached.shape[:2])
         self.last_used = np.full(self.cached.shape, NEVER)
         self.frequency = np.zeros(self.cached.shape)
 
@@ -37,7 +39,7 @@ class LaneCache:
         self.last_used[used] = self.step
         self.frequency += tokens
         lanes: NDArray[np.bool_] = np.any(used & ~self.cached, axis=2)
-        if self.capacity and lanes.any():
+        if lanes.any():
             self._bring_in(used, lanes)
         self.step += 1
         return hits
@@ -48,9 +50,10 @@ class LaneCache:
         rank = np.where(candidates, rank, -np.inf)
         span = 1 + np.abs(rank[candidates]).max()
         rank = rank + 4 * span * used[lanes]  # those in use come before all others
-        keep = np.argsort(-rank, axis=1, kind="stable")[:, : self.capacity]
+        order = np.argsort(-rank, axis=1, kind="stable")
+        fits = np.arange(order.shape[1]) < self._places[lanes][:, None]
         content = np.zeros_like(candidates)
-        np.put_along_axis(content, keep, True, axis=1)
+        np.put_along_axis(content, order, fits, axis=1)
         self.cached[lanes] = content & candidates
 
 

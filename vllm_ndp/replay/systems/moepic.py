@@ -52,15 +52,17 @@ def hit_rates(batches: Batches, placing: Placing) -> NDArray[np.float64]:
     groups = min(g, _CALIBRATION_GROUPS)
     experts = batches.num_experts
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
-    rates = np.zeros((len(slots), layers))
-    for index, count in enumerate(slots.tolist()):
-        start = np.broadcast_to(popular_placement(placing.prior, count), (groups, layers, experts))
-        cache, hits, used_all = LaneCache(start, count, lcp(RHO, OMEGA)), np.zeros(layers), np.zeros(layers)
-        for _, tokens in batches.tokens_per_expert():
-            used = tokens[:groups] > 0
-            hits += cache.touch(tokens[:groups], used).sum(axis=(0, 2))
-            used_all += used.sum(axis=(0, 2))
-        rates[index] = hits / np.maximum(used_all, 1)
+    # Every size of the cache is a set of lanes of its own: [slots, layers] side by side as layers.
+    start = np.concatenate([popular_placement(placing.prior, count) for count in slots.tolist()])
+    cache = LaneCache(
+        np.broadcast_to(start, (groups, *start.shape)), np.repeat(slots, layers).astype(np.int64), lcp(RHO, OMEGA)
+    )
+    hits, used_all = np.zeros(len(slots) * layers), np.zeros(len(slots) * layers)
+    for _, tokens in batches.tokens_per_expert():
+        tiled = np.tile(tokens[:groups], (1, len(slots), 1))
+        hits += cache.touch(tiled, tiled > 0).sum(axis=(0, 2))
+        used_all += (tiled > 0).sum(axis=(0, 2))
+    rates = (hits / np.maximum(used_all, 1)).reshape(len(slots), layers)
     every = np.arange(experts + 1)
     return np.stack([np.interp(every, slots, rates[:, layer]) for layer in range(layers)], axis=1)
 
@@ -111,28 +113,20 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         rates = hit_rates(batches, placing)
         theta, share = solve(rates, placing.budget.num_hot, used, fetch, used * float(gpu[1]), window)
     tops = [num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)]
-    caches = [
-        LaneCache(
-            np.broadcast_to(popular_placement(placing.prior, count)[layer], (g, 1, batches.num_experts)),
-            count,
-            lcp(RHO, OMEGA),
-        )
-        for layer, count in enumerate(tops)
-    ]
+    start = np.stack([popular_placement(placing.prior, count)[layer] for layer, count in enumerate(tops)])
+    cache = LaneCache(np.broadcast_to(start, (g, *start.shape)), np.array(tops), lcp(RHO, OMEGA))
     moe, on_gpu = np.zeros((2, g, d, layers))
     hit_pairs, fetched = 0, 0.0
     for step, tokens in batches.tokens_per_expert():
+        hit = cache.touch(tokens, tokens > 0)
+        hits = hit.sum(axis=2).astype(np.float64)
+        misses = (tokens > 0).sum(axis=2) - hits
         compute = gpu[tokens].sum(axis=2)
         before = np.concatenate([np.full((g, 1), attention), compute[:, :-1] + attention], axis=1)
-        for layer, cache in enumerate(caches):
-            lane = tokens[:, layer : layer + 1]
-            hits = cache.touch(lane, lane > 0)
-            num_hits = hits.sum(axis=(1, 2)).astype(np.float64)
-            misses = (lane > 0).sum(axis=(1, 2)) - num_hits
-            moe[:, step, layer] = layer_ps(num_hits, misses, theta[layer], fetch, compute[:, layer], before[:, layer])
-            hit_pairs += int(lane[hits].sum())
-            fetched += float((num_hits * (1 - theta[layer]) + misses).sum())
+        moe[:, step] = layer_ps(hits, misses, theta, fetch, compute, before)
         on_gpu[:, step] = compute
+        hit_pairs += int(tokens[hit].sum())
+        fetched += float((hits * (1 - theta) + misses).sum())
     return Outcome(
         system="moepic",
         policy="theta " + "/".join(f"{value:g}" for value in np.unique(theta)),
