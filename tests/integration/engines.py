@@ -19,6 +19,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
+REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
 BIN = Path(sys.executable).parent
 VLLM_PROGRAM, NDP_PROGRAM = BIN / "vllm", BIN / "vllm-ndp"
 

@@ -186,4 +186,7 @@ def test_zz_sigterm_ends_the_server_its_device_and_the_private_directory(server:
     assert server.process.wait(60) == 0
     _, alive = psutil.wait_procs([server.device], timeout=10)
     assert not alive
+    deadline = time.monotonic() + 10  # the worker removes it once its device has ended
+    while os.listdir(server.runtime_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert os.listdir(server.runtime_dir) == []

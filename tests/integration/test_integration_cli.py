@@ -1,0 +1,90 @@
+"""Our two programs from outside: their last line is JSON, their errors are one line and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import BIN, MODEL, NDP_PROGRAM, REPLICAS, last_json, run_program
+
+from ndp_device.model_shape import model_digest
+from vllm_ndp.device_process import DeviceProcess
+
+DEVICE_PROGRAM = BIN / "ndp-device"
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    process = DeviceProcess.spawn(MODEL, REPLICAS)
+    yield process
+    process.terminate()
+
+
+def test_describe_says_what_the_device_is(device: DeviceProcess):
+    done = run_program(DEVICE_PROGRAM, "describe", device.address)
+    assert done.returncode == 0, done.stderr
+    described = last_json(done.stdout)
+    assert {"protocol", "incarnation", "model_digest", "replicas", "hardware"} <= set(described)
+    assert described["pid"] == device.pid
+    assert described["model_digest"] == model_digest(MODEL)
+    assert described["replicas"] == "calibrated"
+    assert described["hardware"] == "h100-ndp512"
+    assert described["foreign_modules"] == []
+
+
+def test_ping_measures_a_round_trip(device: DeviceProcess):
+    done = run_program(DEVICE_PROGRAM, "ping", device.address)
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["pong"] is True
+
+
+def test_the_shipped_replicas_are_whole():
+    done = run_program(DEVICE_PROGRAM, "verify", "--replicas", REPLICAS)
+    assert done.returncode == 0, done.stderr
+    verified = last_json(done.stdout)
+    assert verified["ok"] is True
+    assert verified["model_digest"] == model_digest(MODEL)
+    assert verified["bits"] == [1, 2, 3, 4]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["verify", "no/such/model"], "no config.json in no/such/model"),
+        (["demo", "--model", "docs"], "no config.json in docs"),
+        (["demo", "--hot-experts", "9"], "'hot_experts' is 9, the model has only 8"),
+        (["demo", "--avg-bits", "4.5"], "'avg_bits' must lie in 1..4, got 4.5"),
+    ],
+)
+def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
+    done = run_program(NDP_PROGRAM, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm-ndp: ")
+    assert wanted in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["serve", "--address", "tcp://0.0.0.0:5555", "--model", str(MODEL)], "only loopback is allowed"),
+        (["serve", "--address", "ipc://{tmp}/device"], "a device needs experts"),
+        (["serve", "--address", "ipc://{tmp}/device", "--model", str(MODEL), "--hardware", "h10"], "unknown hardware"),
+        (["serve", "--address", "ipc://{tmp}/device", "--replicas", "docs"], "docs holds no replicas"),
+        (["describe", "ipc://{tmp}/nobody", "--timeout-s", "0.3"], "nobody"),
+        (["verify"], "verify needs one thing to look at"),
+    ],
+)
+def test_ndp_device_refuses_in_one_line(arguments: list[str], wanted: str, tmp_path: Path):
+    tmp_path.chmod(0o700)
+    done = run_program(DEVICE_PROGRAM, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ndp-device: ")
+    assert wanted in last
+    assert "Traceback" not in done.stderr

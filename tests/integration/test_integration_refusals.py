@@ -1,0 +1,341 @@
+"""Bad input through the real entries: one clear sentence, nothing left running, no engine that does less than asked."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engines import BIN, MODEL, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, engine, run_program
+
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from vllm_ndp.device_process import DeviceProcess
+
+pytestmark = pytest.mark.vllm
+
+
+def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """What `LLM(...)` and `vllm serve` do before anything is loaded: the options become a checked configuration."""
+    from vllm import EngineArgs
+
+    return EngineArgs(
+        model=str(model), quantization="ndp", max_model_len=128, additional_config=additional_config or {}, **options
+    ).create_engine_config()
+
+
+def sentence(error: pytest.ExceptionInfo[NdpError]) -> str:
+    """The message, after checking that it is one line without a trace of how it came about."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert 20 < len(text) < 400
+    return text
+
+
+@pytest.fixture(autouse=True)
+def _no_device_is_left_behind() -> Iterator[None]:
+    before = {process.pid for process in device_processes()}
+    yield
+    gc.collect()
+    assert not [process for process in device_processes() if process.pid not in before]
+
+
+# -- before anything is loaded ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"hot_expert": 2}, "unknown ndp setting 'hot_expert': did you mean 'hot_experts'?"),
+        ({"hot_experts": 9}, "'hot_experts' is 9, the model has only 8 experts"),
+        ({"hot_experts": -1}, "'hot_experts' must be 0 or more, got -1"),
+        ({"avg_bits": 0.5}, "'avg_bits' must lie in 1..4, got 0.5"),
+        ({"avg_bits": 5}, "'avg_bits' must lie in 1..4, got 5"),
+        ({"hardware": "h100-ndp51"}, "did you mean 'h100-ndp512'?"),
+        ({"pe_mode": "analog"}, "pe_mode must be one of bit_scalable"),
+        ({"policy": "prefil"}, "did you mean 'prefill'?"),
+        ({"policy_options": {"batchrule": "sum"}}, "'policy_options' has no 'batchrule': known are alpha, batch_rule"),
+        ({"replicas": "/no/such/directory"}, "holds no replicas"),
+    ],
+)
+def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):
+    with pytest.raises(NdpError) as error:
+        configure(additional_config={"ndp": settings})
+    assert wanted in sentence(error)
+
+
+@pytest.mark.parametrize("misplaced", [{"hot_experts": 2}, {"npd": {"hot_experts": 2}}, {"NDP": {"hot_experts": 2}}])
+def test_settings_that_would_be_ignored_are_refused(misplaced: dict[str, Any]):
+    with pytest.raises(ConfigError) as error:
+        configure(additional_config=misplaced)
+    assert f'additional_config has no "ndp" but {next(iter(misplaced))!r}' in sentence(error)
+
+
+def test_settings_of_other_plugins_are_left_alone():
+    config = configure(additional_config={"some_platform": {"graph": True}})
+    assert config.parallel_config.worker_cls == "vllm_ndp.integration.worker.NdpWorker"
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"tensor_parallel_size": 2}, "set --tensor-parallel-size 1"),
+        ({"pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
+        ({"data_parallel_size": 2}, "set --data-parallel-size 1"),
+        ({"enable_expert_parallel": True}, "drop --enable-expert-parallel"),
+        ({"enable_dbo": True}, "drop --enable-dbo"),
+        ({"enable_lora": True}, "drop --enable-lora"),
+        ({"load_format": "dummy"}, "drop --load-format dummy"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+            "drop --speculative-config",
+        ),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "drop --worker-cls"),
+    ],
+)
+def test_features_that_cannot_work_together_are_refused_with_the_option_to_drop(options: dict[str, Any], fix: str):
+    with pytest.raises(ConfigError, match="'ndp' does not work together with") as error:
+        configure(**options)
+    assert fix in sentence(error)
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "fix"),
+    [
+        ("parallel_config", "enable_eplb", True, "drop --enable-eplb"),
+        ("parallel_config", "use_sequence_parallel_moe", True, "sequence-parallel MoE"),
+        ("model_config", "enable_sleep_mode", True, "sleep mode"),
+    ],
+)
+def test_features_this_platform_does_not_even_offer_would_be_refused_too(
+    section: str, option: str, value: bool, fix: str
+):
+    """vLLM's CPU build refuses them itself when asked, so they are set in a configuration that is already made."""
+    from vllm_ndp.integration import compat
+
+    config = configure()
+    target = getattr(config, section)
+    if isinstance(getattr(type(target), option, None), property):
+        pytest.skip(f"{option} is derived on this platform")
+    object.__setattr__(target, option, value)
+    with pytest.raises(ConfigError, match="'ndp' does not work together with") as error:
+        compat.check(config)
+    assert fix in sentence(error)
+
+
+@pytest.fixture(scope="module")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama without weights: it is refused by its config.json, before anybody looks for them."""
+    directory = tmp_path_factory.mktemp("dense") / "tiny-llama"
+    directory.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 4096, "max_position_embeddings": 512}
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, directory / name)
+    return directory
+
+
+def test_a_dense_model_is_refused(dense_model: Path):
+    with pytest.raises(ConfigError) as error:
+        configure(dense_model)
+    assert "tiny-llama is a dense model" in sentence(error)
+
+
+def test_the_offline_entry_refuses_in_the_same_words(dense_model: Path):
+    with pytest.raises(ConfigError, match="tiny-llama is a dense model") as error, engine(dense_model, settings={}):
+        pass
+    sentence(error)
+
+
+# -- replicas -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A replica directory that may be damaged."""
+    return Path(shutil.copytree(REPLICAS, tmp_path / "replicas"))
+
+
+def test_replicas_of_another_model_are_refused_before_loading(tmp_path: Path):
+    other = tmp_path / "another-mixtral"
+    made = run_program(
+        *(sys.executable, ROOT / "benchmarks" / "make_random_mixtral.py", other),
+        *("--hidden", "128", "--intermediate", "256", "--layers", "4", "--experts", "8"),
+    )
+    assert made.returncode == 0, made.stderr
+    with pytest.raises(ReplicaError) as error:
+        configure(other, additional_config={"ndp": {"replicas": str(REPLICAS)}})
+    assert "holds replicas of tiny-mixtral" in sentence(error)
+    assert "not of the model being served" in sentence(error)
+
+
+def test_a_truncated_replica_file_is_refused_by_name_before_loading(copied: Path):
+    file = copied / "experts-00002.safetensors"
+    with file.open("r+b") as handle:
+        handle.truncate(file.stat().st_size - 1)
+    with pytest.raises(ReplicaError, match=r"experts-00002\.safetensors.* truncated") as error:
+        configure(additional_config={"ndp": {"replicas": str(copied)}})
+    sentence(error)
+
+
+def test_a_build_that_was_stopped_half_way_is_refused_by_the_layer_it_lacks(copied: Path):
+    manifest = json.loads((copied / "manifest.json").read_text())
+    del manifest["layers"]["3"]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ReplicaError, match=r"unfinished: experts-00003\.safetensors") as error:
+        configure(additional_config={"ndp": {"replicas": str(copied)}})
+    sentence(error)
+
+
+def test_one_flipped_bit_in_a_replica_file_stops_the_start(copied: Path):
+    """Sizes are right, so only the digest tells; the device reads it when it starts."""
+    file = copied / "experts-00001.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[-1000] ^= 4
+    file.write_bytes(contents)
+    with pytest.raises(NdpError) as error, engine(settings={"replicas": str(copied)}):
+        pass
+    assert "experts-00001.safetensors is damaged" in sentence(error)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tests may run as root, who may write anywhere; nobody can make a directory below a file."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=r"cannot write .*cache.* choose a directory") as error, engine(settings={}):
+        pass
+    sentence(error)
+
+
+# -- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    process = DeviceProcess.spawn(MODEL, None, kernel="reference")
+    yield process
+    process.terminate()
+
+
+def test_a_device_with_other_hardware_than_asked_is_refused(device: DeviceProcess):
+    settings = {"cold_precision": "full", "device": device.address, "pe_mode": "fp16_dequant"}
+    with pytest.raises(ConfigError) as error, engine(settings=settings):
+        pass
+    assert f"the device at {device.address} simulates" in sentence(error)
+    assert "pe_mode fp16_dequant" in sentence(error)
+
+
+def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path: Path):
+    changed = Path(shutil.copytree(MODEL, tmp_path / "changed", ignore=shutil.ignore_patterns("eval", "traces")))
+    contents = bytearray((changed / "model.safetensors").read_bytes())
+    contents[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(contents)
+    with (
+        pytest.raises(DeviceError) as error,
+        engine(changed, settings={"cold_precision": "full", "device": device.address}),
+    ):
+        pass
+    assert error.value.code == "digest"
+    assert "start the device with the same --model" in sentence(error)
+
+
+def test_a_second_device_on_the_same_address_is_refused(device: DeviceProcess):
+    second = run_program(BIN / "ndp-device", "serve", "--address", device.address, "--model", MODEL)
+    assert second.returncode == 2
+    assert f"a device with pid {device.pid} already listens" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert device.poll() is None
+
+
+def test_a_tcp_address_in_use_is_refused():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as taken:
+        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        second = run_program(BIN / "ndp-device", "serve", "--address", f"tcp://127.0.0.1:{port}", "--model", MODEL)
+    assert second.returncode == 2
+    assert "another process listens there; choose another address" in second.stderr
+
+
+@contextmanager
+def foreign_device(major: int) -> Iterator[str]:
+    """A real socket that answers every Hello with a Welcome of protocol `major`.0, sealed as that version would."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        stop = threading.Event()
+
+        def answer() -> None:
+            while not stop.is_set():
+                if router.poll(50):
+                    client, header, _ = router.recv_multipart()
+                    router.send_multipart([client, *welcome(msgspec.msgpack.decode(header)["id"])])
+
+        def welcome(request_id: int) -> tuple[bytes, bytes]:
+            reply = msg.Welcome(
+                request_id,
+                ndp=major << 8,
+                incarnation="f" * 32,
+                version=major << 8,
+                model_digest="",
+                replicas="none",
+                hardware="h100-ndp512",
+                config_hash="0" * 16,
+                num_layers=4,
+                num_experts=8,
+                hidden_size=128,
+            )
+            header, body = codec.encode(reply)
+            return bytes(header), bytes(body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{port}"
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_device_of_another_protocol_version_is_refused_with_both_versions():
+    with (
+        foreign_device(msg.MAJOR + 1) as address,
+        pytest.raises(codec.VersionMismatch) as error,
+        engine(settings={"cold_precision": "full", "device": address}),
+    ):
+        pass
+    assert f"the device at {address} cannot be used" in sentence(error)
+    assert f"this side speaks protocol {msg.MAJOR}.x" in sentence(error)
+    assert f"the peer {msg.MAJOR + 1}.0" in sentence(error)
+
+
+def test_an_address_where_nobody_listens_is_named(tmp_path: Path):
+    address = f"ipc://{tmp_path / 'nobody'}"
+    with (
+        pytest.raises(DeviceUnavailable, match=r"no device answered at .* is it running") as error,
+        engine(settings={"cold_precision": "full", "device": address}),
+    ):
+        pass
+    assert address in sentence(error)
+
+
+# -- as a program --------------------------------------------------------------------------------------------------
+
+
+def test_serve_ends_with_the_sentence_and_a_non_zero_exit():
+    done = run_program(
+        *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--port", "0"),
+        *("--additional-config", '{"ndp": {"avg_bit": 2}}'),
+    )
+    assert done.returncode not in (0, None)
+    assert "unknown ndp setting 'avg_bit': did you mean 'avg_bits'?" in done.stderr + done.stdout
