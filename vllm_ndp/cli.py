@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ndp_device.errors import NdpError
+from vllm_ndp.lab_cli import lab_commands
 from vllm_ndp.quantize_cli import quantize
 
 app = typer.Typer(
@@ -64,7 +65,22 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def record(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    prompts: Annotated[Path, typer.Option(help="UTF-8 text; blank lines separate prompts.")],
+    out: Annotated[Path, typer.Option(help="Directory of the trace; must be empty or absent.")],
+    hot_experts: Annotated[int | None, typer.Option(help="K; default all: routing only, no placement.")] = None,
+    avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 3.0,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences running at once.")] = 8,
+) -> None:
+    """Run prompts through vLLM and keep every routing decision as a trace."""
+    print_json(_integration("record").run(model, prompts, out, hot_experts, avg_bits, tokens, batch))
+
+
 app.command()(quantize)
+lab_commands(app)
 
 
 def main() -> None:
