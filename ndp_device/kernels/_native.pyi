@@ -1,0 +1,51 @@
+"""Types of the C++ module (csrc/module.cpp)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_PADDED_GROUP: int
+
+def supported_isas() -> list[str]: ...
+def kernel_group(group_size: int, cols: int) -> int: ...
+
+class Component:
+    @property
+    def nbytes(self) -> int: ...
+
+class PackedMatrix:
+    @property
+    def meta_nbytes(self) -> int: ...
+
+class PreparedExpert: ...
+
+def quantized_expert(w13: PackedMatrix, w2: PackedMatrix) -> PreparedExpert: ...
+def full_expert(dtype: int, w1: NDArray[Any], w3: NDArray[Any], w2: NDArray[Any]) -> PreparedExpert: ...
+
+class Engine:
+    def __init__(self, isa: str, threads: int, limbs: int) -> None: ...
+    def pack(self, planes: NDArray[np.uint8], halves: int, group: int) -> Component: ...
+    def assemble(
+        self,
+        components: Sequence[Component],
+        rows: int,
+        cols: int,
+        halves: int,
+        group: int,
+        scale: NDArray[np.uint16],
+        offset: NDArray[np.uint16],
+        group_size: int,
+        perm: NDArray[np.int32],
+    ) -> PackedMatrix: ...
+    def execute(
+        self,
+        x: NDArray[np.float32],
+        experts: Sequence[PreparedExpert],
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        gates: NDArray[np.float32],
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def read_stream(self, data: NDArray[np.uint8], streams: int, prefetch_bytes: int) -> int: ...

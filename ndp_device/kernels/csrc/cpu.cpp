@@ -1,0 +1,68 @@
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace ndp {
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512vnni() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
+// AMX needs the processor (tile and int8), the operating system's state saving, and this process's permission.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+    if ((d & kTile) == 0 || (d & kInt8) == 0) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+struct Path {
+    const char* name;
+    const KernelTable& (*kernels)();
+    bool (*runs_here)();
+};
+
+bool always() { return true; }
+
+constexpr Path kPaths[] = {
+#if defined(__x86_64__)
+    {"amx", amx_kernels, has_amx},
+    {"avx512vnni", avx512vnni_kernels, has_avx512vnni},
+    {"avx2", avx2_kernels, has_avx2},
+    // The AMX path with its tile instructions done in software: for tests on machines without AMX, never chosen.
+    {"amx_emulated", amx_emulated_kernels, has_avx512vnni},
+#endif
+    {"portable", portable_kernels, always},
+};
+
+}  // namespace
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const Path& path : kPaths)
+        if (path.runs_here()) names.emplace_back(path.name);
+    return names;
+}
+
+const KernelTable* find_kernels(const std::string& isa) {
+    for (const Path& path : kPaths)
+        if (isa == path.name && path.runs_here()) return &path.kernels();
+    return nullptr;
+}
+
+}  // namespace ndp

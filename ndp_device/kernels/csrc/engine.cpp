@@ -1,0 +1,330 @@
+#include "engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+
+#include "cpu.h"
+
+namespace ndp {
+namespace {
+
+// A call below this many multiply-accumulates (weighted: the first token of an expert also reads its weights) is done
+// by the caller alone: about 20 us, and waking a sleeping thread takes 5 to 50.
+constexpr double kInlineWork = 5e5;
+
+constexpr double kChunkBytes = 256 * 1024;  // what one task streams, at one token
+constexpr int kTaskUnits = 2;               // the widest register block of any path
+
+const KernelTable& require_kernels(const std::string& isa) {
+    const KernelTable* found = find_kernels(isa);
+    if (found) return *found;
+    std::string known;
+    for (const std::string& name : supported_isas()) known += (known.empty() ? "" : ", ") + name;
+    throw std::invalid_argument("this machine runs the kernels " + known + ", not '" + isa + "'");
+}
+
+}  // namespace
+
+QuantizedView PackedMatrix::view() const {
+    QuantizedView v{};
+    v.units = geometry.units();
+    v.groups = geometry.groups();
+    v.padded_group = geometry.padded_group();
+    v.num_components = static_cast<int>(components.size());
+    for (int c = 0; c < v.num_components; ++c) {
+        v.width[c] = components[c].width;
+        v.component[c] = components[c].buffer->data();
+    }
+    v.meta = reinterpret_cast<const uint16_t*>(meta->data());
+    return v;
+}
+
+double PreparedExpert::unit_bytes(int cols) const {
+    if (full) return kUnitRows * (full_w2.dtype == DType::float32 ? 4.0 : 2.0) * cols;
+    int bits = 0;
+    for (const Component& component : w2.components) bits += component.width;
+    return kUnitRows * bits / 8.0 * cols;
+}
+
+void* Arena::take_bytes(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    total_ += bytes;
+    if (blocks_.empty() || used_ + bytes > blocks_.back().bytes()) {
+        blocks_.emplace_back(std::max(bytes, size_t{1} << 20));
+        used_ = 0;
+    }
+    used_ += bytes;
+    return blocks_.back().data() + used_ - bytes;
+}
+
+void Arena::reset() {
+    if (blocks_.size() > 1) {  // what the last call took in pieces, the next one finds in one
+        blocks_.clear();
+        blocks_.emplace_back(total_);
+    }
+    used_ = total_ = 0;
+}
+
+struct Engine::Quantized {
+    Activations view;
+    int8_t* codes;
+    float* scale;
+    float* sum;
+    ptrdiff_t group_stride;  // bytes of codes
+    int row_bytes;           // codes of one token in one group
+};
+
+// The pairs of one expert.
+struct Engine::Job {
+    const PreparedExpert* expert;
+    const int32_t* pairs;  // indices into Pairs
+    int tokens;
+    QuantizedView w13, w2;
+    Quantized x, h;
+    float* x_rows;  // full precision: [tokens][hidden]
+    float* hidden;  // [tokens][padded intermediate]
+    int padded;
+};
+
+Engine::Engine(const std::string& isa, int threads, int limbs)
+    : kernels_(require_kernels(isa)), threads_(threads), limbs_(limbs) {
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
+    if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
+}
+
+ThreadPool& Engine::pool() {
+    if (pool_process_ != getpid()) {  // first use, or a forked child, in which the parent's threads do not exist
+        if (pool_process_ != 0) pool_.release();
+        pool_ = std::make_unique<ThreadPool>(threads_);
+        pool_process_ = getpid();
+    }
+    return *pool_;
+}
+
+template <class Work>
+void Engine::run(int tasks, const Work& work) {
+    if (inline_) {
+        for (int task = 0; task < tasks; ++task) work(task, 0);
+    } else {
+        pool().run(tasks, work);
+    }
+}
+
+void Engine::check(int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,
+                   const Pairs& pairs) const {
+    for (const PreparedExpert* expert : experts) {
+        if (expert->hidden != hidden) {
+            throw std::invalid_argument("x has " + std::to_string(hidden) + " columns but an expert takes " +
+                                        std::to_string(expert->hidden));
+        }
+    }
+    for (int p = 0; p < pairs.count; ++p) {
+        if (pairs.rows[p] < 0 || pairs.rows[p] >= tokens)
+            throw std::invalid_argument("pair " + std::to_string(p) + " names row " + std::to_string(pairs.rows[p]) +
+                                        " of " + std::to_string(tokens));
+        if (pairs.experts[p] < 0 || pairs.experts[p] >= static_cast<int>(experts.size()))
+            throw std::invalid_argument("pair " + std::to_string(p) + " names expert " +
+                                        std::to_string(pairs.experts[p]) + " of " + std::to_string(experts.size()));
+    }
+}
+
+Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens) {
+    Quantized q{};
+    q.row_bytes = limbs_ * w.padded_group;
+    q.group_stride = static_cast<ptrdiff_t>(tokens) * q.row_bytes;
+    const size_t bytes = w.groups * q.group_stride, slack = static_cast<size_t>(kRowSlack) * w.padded_group;
+    q.codes = arena_.take<int8_t>(bytes + slack);
+    std::memset(q.codes + bytes, 0, slack);
+    q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
+    q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
+    q.view = {tokens, limbs_, q.codes, q.scale, q.sum};
+    return q;
+}
+
+QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const {
+    const Geometry& g = matrix.geometry;
+    return {row,
+            matrix.perm.empty() ? nullptr : matrix.perm.data(),
+            g.cols,
+            g.group,
+            g.padded_group(),
+            limbs_,
+            to.codes + static_cast<ptrdiff_t>(token) * to.row_bytes,
+            to.group_stride,
+            to.scale + token,
+            to.sum + token,
+            to.view.tokens};
+}
+
+// Every row is quantized once for all the experts that read it in the same order and grouping, then copied to each.
+void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs) {
+    struct Destination {
+        Job* job;
+        int token;
+    };
+    std::map<std::tuple<const int32_t*, int, int>, std::vector<Destination>> wanted;  // (perm, group, row)
+    for (Job& job : jobs) {
+        const PackedMatrix& w = job.expert->w13;
+        const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
+        const int group = job.expert->full ? 0 : w.geometry.group;
+        for (int t = 0; t < job.tokens; ++t) wanted[{perm, group, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+    }
+    std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
+    for (const auto& [key, destinations] : wanted)
+        tasks.emplace_back(x + static_cast<ptrdiff_t>(std::get<2>(key)) * hidden, &destinations);
+    run(static_cast<int>(tasks.size()), [&](int task, int) {
+        const auto& [row, destinations] = tasks[task];
+        const Job& first = *destinations->front().job;
+        const int first_token = destinations->front().token;
+        if (first.expert->full) {
+            for (const Destination& to : *destinations)
+                std::memcpy(to.job->x_rows + static_cast<ptrdiff_t>(to.token) * hidden, row, sizeof(float) * hidden);
+            return;
+        }
+        const QuantizeJob done = quantize_job(row, first.expert->w13, first.x, first_token);
+        kernels_.quantize(done);
+        for (size_t d = 1; d < destinations->size(); ++d) {
+            const Quantized& to = (*destinations)[d].job->x;
+            const ptrdiff_t token = (*destinations)[d].token;
+            for (int g = 0; g < first.w13.groups; ++g) {
+                std::memcpy(to.codes + g * to.group_stride + token * to.row_bytes,
+                            done.codes + g * done.group_stride, to.row_bytes);
+                to.scale[g * to.view.tokens + token] = done.scale[g * done.token_stride];
+                to.sum[g * to.view.tokens + token] = done.sum[g * done.token_stride];
+            }
+        }
+    });
+}
+
+// Units per task: what streams kChunkBytes, fewer where threads would go without, a register block's worth at least.
+int Engine::units_per_task(int units, double unit_bytes, int tokens) const {
+    const int by_bytes = tokens > 1 ? kTaskUnits : static_cast<int>(kChunkBytes / std::max(unit_bytes, 1.0));
+    const int by_threads = units / (4 * threads_) / kTaskUnits * kTaskUnits;
+    return std::max(kTaskUnits, std::min(by_bytes / kTaskUnits * kTaskUnits, by_threads));
+}
+
+void Engine::gate_and_up(std::vector<Job>& jobs) {
+    struct Task {
+        Job* job;
+        int first, last;
+    };
+    std::vector<Task> tasks;
+    size_t rows_floats = 0;
+    for (Job& job : jobs) {
+        const int units = job.padded / kBlockRows;
+        const int step = units_per_task(units, job.expert->unit_bytes(job.expert->hidden), job.tokens);
+        rows_floats = std::max(rows_floats, static_cast<size_t>(job.tokens) * step * kUnitRows);
+        for (int first = 0; first < units; first += step) tasks.push_back({&job, first, std::min(first + step, units)});
+    }
+    std::vector<float*> rows(threads_);
+    for (float*& r : rows) r = arena_.take<float>(rows_floats);
+    run(static_cast<int>(tasks.size()), [&](int task, int thread) {
+        const auto [job, first, last] = tasks[task];
+        const int width = (last - first) * kUnitRows;
+        multiply(*job, /*down=*/false, first, last, rows[thread], width, thread);
+        for (int t = 0; t < job->tokens; ++t)
+            kernels_.swiglu(rows[thread] + static_cast<ptrdiff_t>(t) * width, last - first,
+                            job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
+    });
+}
+
+void Engine::quantize_hidden(std::vector<Job>& jobs) {
+    std::vector<std::pair<const Job*, int>> tasks;
+    for (const Job& job : jobs)
+        for (int t = 0; t < job.tokens && !job.expert->full; ++t) tasks.emplace_back(&job, t);
+    run(static_cast<int>(tasks.size()), [&](int task, int) {
+        const auto [job, token] = tasks[task];
+        kernels_.quantize(
+            quantize_job(job->hidden + static_cast<ptrdiff_t>(token) * job->padded, job->expert->w2, job->h, token));
+    });
+}
+
+// A task owns columns of the output and adds the experts in their order, so the sum does not depend on threads.
+void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, int hidden, float* out) {
+    const int units = (hidden + kUnitRows - 1) / kUnitRows;
+    int step = units, most = 1;
+    for (const Job& job : jobs) {
+        step = std::min(step, units_per_task(units, job.expert->unit_bytes(job.expert->intermediate), job.tokens));
+        most = std::max(most, job.tokens);
+    }
+    std::vector<float*> rows(threads_);
+    for (float*& r : rows) r = arena_.take<float>(static_cast<size_t>(most) * step * kUnitRows);
+    run((units + step - 1) / step, [&](int task, int thread) {
+        const int first = task * step, last = std::min(first + step, units);
+        const int width = (last - first) * kUnitRows, count = std::min(width, hidden - first * kUnitRows);
+        for (int row = 0; row < tokens; ++row)
+            std::memset(out + static_cast<ptrdiff_t>(row) * hidden + first * kUnitRows, 0, sizeof(float) * count);
+        for (const Job& job : jobs) {
+            multiply(job, /*down=*/true, first, last, rows[thread], width, thread);
+            for (int t = 0; t < job.tokens; ++t) {
+                const int pair = job.pairs[t];
+                kernels_.add_scaled(out + static_cast<ptrdiff_t>(pairs.rows[pair]) * hidden + first * kUnitRows,
+                                    rows[thread] + static_cast<ptrdiff_t>(t) * width, pairs.gates[pair], count);
+            }
+        }
+    });
+}
+
+void Engine::multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const {
+    if (!job.expert->full) {
+        kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride,
+                          thread_scratch_[thread]);
+    } else if (down) {
+        kernels_.multiply_full(job.expert->full_w2, job.hidden, job.padded, job.tokens, first, last, y, stride);
+    } else {
+        kernels_.multiply_full(job.expert->full_w13, job.x_rows, job.expert->hidden, job.tokens, first, last, y,
+                               stride);
+    }
+}
+
+void Engine::execute(const float* x, int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,
+                     const Pairs& pairs, float* out) {
+    check(tokens, hidden, experts, pairs);
+    const std::lock_guard<std::mutex> lock(one_call_);
+    arena_.reset();
+
+    std::vector<int32_t> order(pairs.count);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return pairs.experts[a] < pairs.experts[b]; });
+    std::vector<Job> jobs;
+    double work = 0;
+    int widest_group = kChunkCols;
+    for (int begin = 0, end = 0; begin < pairs.count; begin = end) {
+        const int index = pairs.experts[order[begin]];
+        while (end < pairs.count && pairs.experts[order[end]] == index) ++end;
+        Job job{};
+        job.expert = experts[index];
+        job.pairs = order.data() + begin;
+        job.tokens = end - begin;
+        job.padded = (job.expert->intermediate + kBlockRows - 1) / kBlockRows * kBlockRows;
+        job.hidden = arena_.take<float>(static_cast<size_t>(job.tokens) * job.padded);
+        if (job.expert->full) {
+            job.x_rows = arena_.take<float>(static_cast<size_t>(job.tokens) * hidden);
+        } else {
+            job.w13 = job.expert->w13.view();
+            job.w2 = job.expert->w2.view();
+            job.x = take_quantized(job.w13, job.tokens);
+            job.h = take_quantized(job.w2, job.tokens);
+            widest_group = std::max({widest_group, job.w13.padded_group, job.w2.padded_group});
+        }
+        work += 3.0 * hidden * job.expert->intermediate * (1 + job.tokens / 4.0);
+        jobs.push_back(job);
+    }
+    inline_ = work < kInlineWork;
+    thread_scratch_.assign(threads_, nullptr);
+    for (uint8_t*& scratch : thread_scratch_) scratch = arena_.take<uint8_t>(scratch_bytes(widest_group));
+
+    quantize_inputs(x, hidden, pairs, jobs);
+    gate_and_up(jobs);
+    quantize_hidden(jobs);
+    down(jobs, pairs, tokens, hidden, out);
+}
+
+}  // namespace ndp

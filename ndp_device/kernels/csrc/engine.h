@@ -1,0 +1,112 @@
+// One layer's pairs in, gate-weighted partial sum out: gate and up projection, SwiGLU, requantization and down
+// projection of all experts of a call, spread over the pool. Knows no Python and no instruction set.
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernel_table.h"
+#include "packing.h"
+#include "thread_pool.h"
+
+namespace ndp {
+
+struct Component {
+    std::shared_ptr<Buffer> buffer;
+    int width;
+};
+
+struct PackedMatrix {
+    Geometry geometry;
+    std::vector<Component> components;
+    std::shared_ptr<Buffer> meta;
+    std::vector<int32_t> perm;  // empty: identity
+
+    QuantizedView view() const;
+};
+
+// An expert as this engine streams it. Full-precision weights stay where they are; `owner` keeps them alive.
+struct PreparedExpert {
+    int hidden = 0;
+    int intermediate = 0;
+    bool full = false;
+    PackedMatrix w13, w2;
+    FullView full_w13{}, full_w2{};
+    std::shared_ptr<void> owner;
+
+    double unit_bytes(int cols) const;  // what 32 rows of this many columns stream
+};
+
+struct Pairs {
+    int count;
+    const int32_t* rows;
+    const int32_t* experts;
+    const float* gates;
+};
+
+// Memory of one call, kept for the next one.
+class Arena {
+   public:
+    template <class T>
+    T* take(size_t count) {
+        return static_cast<T*>(take_bytes(count * sizeof(T)));
+    }
+    void reset();
+
+   private:
+    void* take_bytes(size_t bytes);
+    std::vector<Buffer> blocks_;
+    size_t used_ = 0, total_ = 0;
+};
+
+class Engine {
+   public:
+    Engine(const std::string& isa, int threads, int limbs);  // throws std::invalid_argument for a path not run here
+
+    const KernelTable& kernels() const { return kernels_; }
+    int limbs() const { return limbs_; }
+    int threads() const { return threads_; }
+
+    // The pool, for packing; calls that use it take turns.
+    template <class Work>
+    auto with_pool(const Work& work) {
+        const std::lock_guard<std::mutex> lock(one_call_);
+        return work(pool());
+    }
+
+    // out [tokens, hidden] is overwritten. Calls from several threads take turns.
+    void execute(const float* x, int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,
+                 const Pairs& pairs, float* out);
+
+   private:
+    struct Job;
+    struct Quantized;
+    void check(int tokens, int hidden, const std::vector<const PreparedExpert*>& experts, const Pairs& pairs) const;
+    Quantized take_quantized(const QuantizedView& w, int tokens);
+    QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
+    int units_per_task(int units, double unit_bytes, int tokens) const;
+    void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
+    void quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs);
+    void gate_and_up(std::vector<Job>& jobs);
+    void quantize_hidden(std::vector<Job>& jobs);
+    void down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, int hidden, float* out);
+    ThreadPool& pool();
+    template <class Work>
+    void run(int tasks, const Work& work);
+
+    const KernelTable& kernels_;
+    int threads_;
+    int limbs_;
+    std::mutex one_call_;
+    std::unique_ptr<ThreadPool> pool_;
+    pid_t pool_process_ = 0;
+    bool inline_ = false;  // this call is too small to be worth waking anyone
+    Arena arena_;
+    std::vector<uint8_t*> thread_scratch_;
+};
+
+}  // namespace ndp

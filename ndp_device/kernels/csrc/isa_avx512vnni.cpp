@@ -1,0 +1,18 @@
+// AVX-512 with VNNI. Compiled with those flags, so reached only through its table (see cpu.cpp).
+#include "avx512vnni.inc.h"
+
+namespace {
+template <int BLOCKS, int LIMBS>
+NDP_INLINE bool tile_products(const uint8_t*, int, const int8_t*, int, const float*, const float*,
+                              const f32x16 (*)[2], float*, ptrdiff_t) {
+    return false;
+}
+}  // namespace
+
+#include "kernels.inc.h"
+
+namespace {
+constexpr KernelTable kTable = make_table("avx512vnni");
+}
+
+const ndp::KernelTable& ndp::avx512vnni_kernels() { return kTable; }

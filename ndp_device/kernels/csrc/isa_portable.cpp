@@ -1,0 +1,38 @@
+// Plain C++ for machines without AVX2, and the yardstick the other paths are compared with.
+#include "vectors.inc.h"
+
+#define NDP_UNROLL(n)
+
+namespace {
+
+constexpr bool kInPlaceFields = false;
+constexpr int kGemmRows = 2;
+constexpr int kGemmUnits = 1;
+
+NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
+    uint8_t c[64];
+    int8_t s[64];
+    store(c, codes);
+    store(s, steps);
+    for (int r = 0; r < 16; ++r)
+        for (int j = 0; j < 4; ++j) acc[r] += c[4 * r + j] * s[4 * r + j];
+    return acc;
+}
+
+NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return half_to_float_by_bits(p); }
+
+template <int BLOCKS, int LIMBS>
+NDP_INLINE bool tile_products(const uint8_t*, int, const int8_t*, int, const float*, const float*,
+                              const f32x16 (*)[2], float*, ptrdiff_t) {
+    return false;
+}
+
+}  // namespace
+
+#include "kernels.inc.h"
+
+namespace {
+constexpr KernelTable kTable = make_table("portable");
+}
+
+const ndp::KernelTable& ndp::portable_kernels() { return kTable; }

@@ -1,0 +1,96 @@
+// What one instruction-set path offers, and the views it works on. Plain data only: every path's translation unit
+// includes this file, so nothing here may instantiate code (a template or inline function compiled with AVX-512 flags
+// could be the copy the linker keeps for everyone). Knows no memory owner, no thread, no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ndp {
+
+// Rows come in units of two 16-row blocks: gate block and up block of the same 16 hidden units for w13, 32
+// consecutive rows for w2. Columns come in groups of one scale and offset per row, padded to a multiple of 32.
+constexpr int kBlockRows = 16;
+constexpr int kUnitBlocks = 2;
+constexpr int kUnitRows = kBlockRows * kUnitBlocks;
+constexpr int kChunkCols = 32;         // 8 steps of 4 columns: a W-bit component spends W vectors of 64 bytes on them
+constexpr int kMaxPaddedGroup = 4096;  // keeps every 32-bit integer sum below 2^31: 255 * 127 * 4096 = 1.3e8
+constexpr int kMaxComponents = 2;
+constexpr int kRowSlack = 16;  // rows past the last one that a tile load may read (and whose results are dropped)
+
+// One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first.
+//   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
+//                the codes of 8/W consecutive steps of 4 columns, lowest bits first
+//   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
+struct QuantizedView {
+    int units;
+    int groups;
+    int padded_group;  // columns per group, a multiple of 32
+    int num_components;
+    int width[kMaxComponents];
+    const uint8_t* component[kMaxComponents];
+    const uint16_t* meta;
+};
+
+// Quantized inputs of T tokens: x ~ scale * (128 * high + low) with two limbs, scale * code with one.
+//   codes [groups][T * limbs][padded_group], scale and sum (of the values the codes stand for) [groups][T]
+struct Activations {
+    int tokens;
+    int limbs;
+    const int8_t* codes;
+    const float* scale;
+    const float* sum;
+};
+
+enum class DType : int { float32 = 0, float16 = 1, bfloat16 = 2 };
+
+// Rows of a checkpoint's own weights: 16 of `first` and 16 of `second` per unit, or 32 of `first` where there is no
+// second matrix. Rows past num_rows count as zero.
+struct FullView {
+    DType dtype;
+    const void* first;
+    const void* second;
+    int num_rows;
+    int cols;
+};
+
+struct QuantizeJob {
+    const float* x;       // one row
+    const int32_t* perm;  // or null
+    int cols;
+    int group;  // valid columns per group
+    int padded_group;
+    int limbs;
+    int8_t* codes;           // first limb of this row in group 0
+    ptrdiff_t group_stride;  // bytes from one group's codes to the next
+    float* scale;            // [groups], `token_stride` apart
+    float* sum;
+    ptrdiff_t token_stride;
+};
+
+struct KernelTable {
+    const char* name;
+    // y[t * stride + 32 * (unit - first) + row] for units first .. last - 1; scratch holds scratch_bytes(padded_group)
+    void (*multiply)(const QuantizedView&, const Activations&, int first, int last, float* y, ptrdiff_t stride,
+                     void* scratch);
+    void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, int first, int last,
+                          float* y, ptrdiff_t y_stride);
+    void (*quantize)(const QuantizeJob&);
+    // h[16 * u + r] = silu(y[32 * u + r]) * y[32 * u + 16 + r]
+    void (*swiglu)(const float* y, int units, float* h);
+    void (*add_scaled)(float* out, const float* y, float gate, int count);
+    // Sum of all 64-byte lines, read as `streams` (1, 2 or 4) concurrent streams with a prefetch this far ahead.
+    uint64_t (*read_stream)(const void* data, size_t bytes, int streams, int prefetch_bytes);
+};
+
+constexpr size_t scratch_bytes(int padded_group) {
+    return static_cast<size_t>(padded_group) * 64 + 16 * 1024;  // four unpacked blocks, and integer tiles
+}
+
+const KernelTable& portable_kernels();
+const KernelTable& avx2_kernels();
+const KernelTable& avx512vnni_kernels();
+const KernelTable& amx_kernels();
+const KernelTable& amx_emulated_kernels();
+
+}  // namespace ndp

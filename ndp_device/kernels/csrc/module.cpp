@@ -1,0 +1,118 @@
+// The Python face of the engine: arrays in, arrays out, errors as ValueError. native.py is its only user.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "cpu.h"
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace ndp;
+
+namespace {
+
+template <class T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Planes = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+std::shared_ptr<Component> pack(Engine& engine, Planes planes, int halves, int group) {
+    const Geometry geometry{static_cast<int>(planes.shape(1)), static_cast<int>(planes.shape(2)) * 8, halves, group};
+    const int width = static_cast<int>(planes.shape(0));
+    const ptrdiff_t stride = static_cast<ptrdiff_t>(planes.shape(1) * planes.shape(2));
+    nb::gil_scoped_release release;
+    return engine.with_pool([&](ThreadPool& pool) {
+        return std::make_shared<Component>(
+            Component{pack_component(pool, geometry, planes.data(), stride, width), width});
+    });
+}
+
+PackedMatrix assemble(Engine& engine, const std::vector<std::shared_ptr<Component>>& components, int rows, int cols,
+                      int halves, int group, Matrix<uint16_t> scale, Matrix<uint16_t> offset, int group_size,
+                      Vector<int32_t> perm) {
+    PackedMatrix matrix;
+    matrix.geometry = {rows, cols, halves, group};
+    for (const auto& component : components) matrix.components.push_back(*component);
+    matrix.perm.assign(perm.data(), perm.data() + perm.size());
+    nb::gil_scoped_release release;
+    matrix.meta = engine.with_pool([&](ThreadPool& pool) {
+        return pack_meta(pool, matrix.geometry, scale.data(), offset.data(), group_size);
+    });
+    return matrix;
+}
+
+std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const PackedMatrix& w2) {
+    auto expert = std::make_shared<PreparedExpert>();
+    expert->hidden = w2.geometry.rows;
+    expert->intermediate = w2.geometry.cols;
+    expert->w13 = w13;
+    expert->w2 = w2;
+    return expert;
+}
+
+using Weights = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
+
+std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, Weights w2) {
+    auto expert = std::make_shared<PreparedExpert>();
+    expert->full = true;
+    expert->intermediate = static_cast<int>(w1.shape(0));
+    expert->hidden = static_cast<int>(w1.shape(1));
+    expert->full_w13 = {static_cast<DType>(dtype), w1.data(), w3.data(), expert->intermediate, expert->hidden};
+    expert->full_w2 = {static_cast<DType>(dtype), w2.data(), nullptr, expert->hidden, expert->intermediate};
+    struct Arrays {
+        Weights w1, w3, w2;
+    };
+    expert->owner = std::make_shared<Arrays>(Arrays{w1, w3, w2});
+    return expert;
+}
+
+void execute(Engine& engine, Matrix<float> x, const std::vector<const PreparedExpert*>& experts, Vector<int32_t> rows,
+             Vector<int32_t> pair_experts, Vector<float> gates,
+             nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+    if (rows.size() != pair_experts.size() || rows.size() != gates.size())
+        throw std::invalid_argument("pair_rows, pair_experts and gates must have one length");
+    if (out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
+        throw std::invalid_argument("out must have the shape of x");
+    nb::gil_scoped_release release;
+    engine.execute(x.data(), static_cast<int>(x.shape(0)), static_cast<int>(x.shape(1)), experts,
+                   {static_cast<int>(rows.size()), rows.data(), pair_experts.data(), gates.data()}, out.data());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.def("supported_isas", supported_isas);
+    m.def("kernel_group", kernel_group, nb::arg("group_size"), nb::arg("cols"));
+    m.attr("MAX_PADDED_GROUP") = kMaxPaddedGroup;
+
+    nb::class_<Component>(m, "Component", nb::is_weak_referenceable())
+        .def_prop_ro("nbytes", [](const Component& c) { return c.buffer->bytes(); });
+    nb::class_<PackedMatrix>(m, "PackedMatrix")
+        .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
+    nb::class_<PreparedExpert>(m, "PreparedExpert");
+    m.def("quantized_expert", quantized_expert);
+    m.def("full_expert", full_expert);
+
+    nb::class_<Engine>(m, "Engine")
+        .def(nb::init<const std::string&, int, int>(), nb::arg("isa"), nb::arg("threads"), nb::arg("limbs"))
+        .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
+        .def_prop_ro("threads", &Engine::threads)
+        .def_prop_ro("limbs", &Engine::limbs)
+        .def("pack", pack, nb::arg("planes"), nb::arg("halves"), nb::arg("group"))
+        .def("assemble", assemble, nb::arg("components"), nb::arg("rows"), nb::arg("cols"), nb::arg("halves"),
+             nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
+        .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
+             nb::arg("gates"), nb::arg("out"))
+        .def(
+            "read_stream",
+            [](Engine& e, Vector<uint8_t> data, int streams, int prefetch_bytes) {
+                nb::gil_scoped_release release;
+                return e.kernels().read_stream(data.data(), data.size(), streams, prefetch_bytes);
+            },
+            nb::arg("data"), nb::arg("streams"), nb::arg("prefetch_bytes"));
+}

@@ -1,0 +1,60 @@
+// From the container's bit planes to the components that the kernels stream. Knows layouts, no arithmetic.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernel_table.h"
+#include "thread_pool.h"
+
+namespace ndp {
+
+// Memory the kernels stream: aligned to a line, with slack for prefetches and vector loads, not initialized, so that
+// the thread that packs a page is the one that places it (first touch).
+class Buffer {
+   public:
+    explicit Buffer(size_t bytes);
+    uint8_t* data() const { return data_.get(); }
+    size_t bytes() const { return bytes_; }
+
+   private:
+    struct Free {
+        void operator()(uint8_t* p) const;
+    };
+    size_t bytes_;
+    std::unique_ptr<uint8_t, Free> data_;
+};
+
+// Sizes of a packed matrix. Rows are `halves` equal parts (2: gate and up, interleaved by blocks of 16).
+struct Geometry {
+    int rows;
+    int cols;
+    int halves;
+    int group;  // columns per kernel group; divides the replica's group size
+
+    int rows_per_half() const { return rows / halves; }
+    int units() const {
+        const int per_unit = kUnitRows / halves;
+        return (rows_per_half() + per_unit - 1) / per_unit;
+    }
+    int groups() const { return (cols + group - 1) / group; }
+    int padded_group() const { return (group + kChunkCols - 1) / kChunkCols * kChunkCols; }
+    // The matrix row behind row r (0 .. 31) of a unit, or -1 where the unit is padded.
+    int source_row(int unit, int r) const;
+};
+
+// Columns per kernel group for a replica's group size: itself up to 128, else the largest of 128, 96, 64 and 32 that
+// divides it (they share the scale), else itself.
+int kernel_group(int group_size, int cols);
+
+// planes: [width][rows][cols / 8], `plane_stride` bytes apart, most significant first.
+std::shared_ptr<Buffer> pack_component(ThreadPool& pool, const Geometry& geometry, const uint8_t* planes,
+                                       ptrdiff_t plane_stride, int width);
+
+// scale, offset: fp16 [rows][ceil(cols / group_size)].
+std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
+                                  const uint16_t* offset, int group_size);
+
+}  // namespace ndp

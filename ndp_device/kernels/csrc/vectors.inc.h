@@ -1,0 +1,97 @@
+// 64-byte vectors by compiler extension, lowered to whatever the including file is compiled for. No STL, everything
+// in an unnamed namespace. Included by the isa_*.cpp files only.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernel_table.h"
+
+#define NDP_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+using namespace ndp;
+
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+template <class V>
+NDP_INLINE V load(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V>
+NDP_INLINE void store(void* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+NDP_INLINE f32x16 broadcast(float v) { return v - f32x16{}; }
+
+NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
+    int32_t v;
+    std::memcpy(&v, four, 4);
+    return v - i32x16{};
+}
+
+NDP_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+
+NDP_INLINE f32x16 bfloat16_to_float(const uint16_t* p) {
+    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+}
+
+// Reference conversion by integer arithmetic: exact for subnormals, infinities and NaN.
+NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
+    u32x16 h = __builtin_convertvector(load<u16x16>(p), u32x16);
+    u32x16 sign = (h & 0x8000u) << 16;
+    u32x16 rest = h & 0x7fffu;
+    f32x16 value = (f32x16)(rest << 13) * 0x1p112f;  // rebias 15 -> 127; subnormals come out right as well
+    u32x16 bits = rest >= 0x7c00u ? (rest << 13) | 0x7f800000u : (u32x16)value;
+    return (f32x16)(bits | sign);
+}
+
+NDP_INLINE float sum_lanes(f32x16 v) {
+    float lanes[16];
+    store(lanes, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+NDP_INLINE float max_lanes(f32x16 v) {
+    float lanes[16];
+    store(lanes, v);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// Nearest integer, ties to even, for |v| < 2^22: the sum's low mantissa bits are the integer.
+NDP_INLINE i32x16 round_to_int(f32x16 v) { return (i32x16)(v + 0x1.8p23f) - 0x4b400000; }
+
+// exp(v), relative error below 2e-7 on [-87, 88]; clamped outside.
+NDP_INLINE f32x16 exp_lanes(f32x16 v) {
+    v = v < -87.0f ? broadcast(-87.0f) : v;
+    v = v > 88.0f ? broadcast(88.0f) : v;
+    i32x16 n = round_to_int(v * 0x1.715476p0f);
+    f32x16 nf = to_float(n);
+    f32x16 r = v - nf * 0x1.62e4p-1f;  // ln 2 in two parts; the high one ends in zeros, so n * high is exact
+    r = r - nf * 0x1.7f7d1cp-20f;
+    f32x16 p = broadcast(1.0f / 5040);  // Taylor: |r| <= 0.35, the next term is 6e-9
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (f32x16)((n + 127) << 23);
+}
+
+}  // namespace

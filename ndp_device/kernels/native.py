@@ -1,0 +1,160 @@
+"""The fast kernel: experts streamed at their bit width by the C++ engine in csrc/. Knows layouts and settings.
+
+An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h), and
+replicas cut from one nested container share them: 2, 3 and 4 bits read the same top component. Activations are
+quantized per row and weight group to two int8 limbs (15 bits; far more exact than bfloat16), or to one with mode "a8".
+Full-precision experts are read where they lie, in the mapped checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.kernels import _native
+from ndp_device.replicas.replica import Expert, FullExpert, QuantizedMatrix
+
+Mode = Literal["two_limb", "a8"]
+_LIMBS = {"two_limb": 2, "a8": 1}
+
+COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}
+"""How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log.md."""
+
+_DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
+_IDENTITY = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Component:
+    """Some consecutive planes of one matrix as the engine streams them, and those planes, which name it."""
+
+    native: _native.Component
+    planes: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class NativeExpert:
+    """An expert in the engine's layout; `components` may be shared with replicas of other widths."""
+
+    native: _native.PreparedExpert
+    components: tuple[Component, ...]
+    scale_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this expert alone would keep in memory: what executing it once streams."""
+        return self.scale_bytes + sum(component.native.nbytes for component in self.components)
+
+
+class NativeKernel:
+    """See Kernel. One engine with its own threads; calls from several Python threads take turns."""
+
+    name = "native"
+
+    def __init__(self, mode: Mode = "two_limb", *, isa: str | None = None, threads: int | None = None) -> None:
+        """Arguments left out come from NDP_ISA and NDP_THREADS, then from the machine: best path, usable cores."""
+        if mode not in get_args(Mode):
+            raise ConfigError(f"the native kernel's mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+        supported = _native.supported_isas()
+        isa = isa or os.environ.get("NDP_ISA") or supported[0]
+        if isa not in supported:
+            raise ConfigError(f"NDP_ISA must be one of {', '.join(supported)} on this machine, got {isa!r}")
+        threads = _threads_from_environment() if threads is None else threads
+        if threads < 1:
+            raise ConfigError(f"the native kernel needs at least 1 thread, got {threads}: set NDP_THREADS to 1 or more")
+        self.mode, self.isa, self.threads = mode, isa, threads
+        self._engine = _native.Engine(isa, threads, _LIMBS[mode])
+        self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
+
+    def prepare(self, expert: Expert) -> NativeExpert:
+        if isinstance(expert, FullExpert):
+            return _prepare_full(expert)
+        w13, w13_components = self._pack(expert.w13, halves=2)
+        w2, w2_components = self._pack(expert.w2, halves=1)
+        return NativeExpert(
+            _native.quantized_expert(w13, w2), w13_components + w2_components, w13.meta_nbytes + w2.meta_nbytes
+        )
+
+    def execute(
+        self,
+        x: NDArray[np.float32],
+        prepared: Sequence[NativeExpert],
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        gates: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        y = np.empty(x.shape, np.float32)
+        self._engine.execute(
+            np.ascontiguousarray(x, np.float32),
+            [expert.native for expert in prepared],
+            np.ascontiguousarray(pair_rows, np.int32),
+            np.ascontiguousarray(pair_experts, np.int32),
+            np.ascontiguousarray(gates, np.float32),
+            y,
+        )
+        return y
+
+    def read_stream(self, data: NDArray[np.uint8], *, streams: int, prefetch_bytes: int) -> int:
+        """Read all of data the way the kernels do, with nothing computed: what a benchmark calls the limit."""
+        total: int = self._engine.read_stream(data, streams, prefetch_bytes)
+        return total
+
+    def _pack(self, matrix: QuantizedMatrix, *, halves: int) -> tuple[_native.PackedMatrix, tuple[Component, ...]]:
+        rows, cols = matrix.shape
+        group = _native.kernel_group(matrix.group_size, cols)
+        if group > _native.MAX_PADDED_GROUP:
+            raise ReplicaError(
+                f"groups of {matrix.group_size} columns are too wide: above {_native.MAX_PADDED_GROUP} the native "
+                "kernel needs a multiple of 32"
+            )
+        components, first = [], 0
+        for bits in COMPONENT_BITS[matrix.bits]:
+            components.append(self._component(matrix.planes[first : first + bits], halves, group))
+            first += bits
+        packed = self._engine.assemble(
+            [component.native for component in components],
+            rows,
+            cols,
+            halves,
+            group,
+            np.require(matrix.scale, requirements=["C", "A"]).view(np.uint16),
+            np.require(matrix.offset, requirements=["C", "A"]).view(np.uint16),
+            matrix.group_size,
+            _IDENTITY if matrix.perm is None else np.require(matrix.perm, np.int32, ["C", "A"]),
+        )
+        return packed, tuple(components)
+
+    def _component(self, planes: NDArray[np.uint8], halves: int, group: int) -> Component:
+        # The component keeps the planes alive, so no other planes can lie at this address while the entry exists.
+        key = (planes.__array_interface__["data"][0], *planes.strides, *planes.shape, halves, group)
+        component = self._shared.get(key)
+        if component is None:
+            component = Component(self._engine.pack(np.ascontiguousarray(planes), halves, group), planes)
+            self._shared[key] = component
+        return component
+
+
+def _threads_from_environment() -> int:
+    value = os.environ.get("NDP_THREADS", "")
+    if not value:
+        return len(os.sched_getaffinity(0))
+    if not value.isdecimal():
+        raise ConfigError(f"NDP_THREADS must be a whole number of at least 1, got {value!r}")
+    return int(value)
+
+
+def _prepare_full(expert: FullExpert) -> NativeExpert:
+    code, item_bytes = _DTYPES.get(expert.dtype, (-1, 0))
+    arrays = [np.ascontiguousarray(w) for w in (expert.w1, expert.w3, expert.w2)]
+    if any(w.dtype.itemsize != item_bytes for w in arrays):
+        raise ReplicaError(
+            f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
+        )
+    return NativeExpert(_native.full_expert(code, *arrays), (), 0)

@@ -1,0 +1,311 @@
+"""Every path of the native kernel against fp64 over the same quantized weights: shapes, groups, order, batches."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.kernels.reference import dequantize, to_float32
+from ndp_device.replicas.packing import pack
+from ndp_device.replicas.replica import Expert, FullExpert, QuantizedExpert, QuantizedMatrix
+
+_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
+from ndp_device.kernels.native import NativeKernel  # noqa: E402
+
+ISAS = _native.supported_isas()
+# Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
+LIMIT = {"two_limb": 2e-4, "a8": 4e-2}
+
+
+def random_matrix(
+    rng: np.random.Generator, rows: int, cols: int, bits: int, group: int, *, perm: bool = False
+) -> QuantizedMatrix:
+    groups = -(-cols // group)
+    scale = rng.uniform(0.5, 1.5, (rows, groups)) / (2**bits * np.sqrt(cols))
+    offset = -scale * (2**bits - 1) * rng.uniform(0.3, 0.7, scale.shape)
+    return QuantizedMatrix(
+        bits=bits,
+        planes=pack(rng.integers(0, 2**bits, (rows, cols), dtype=np.uint8), bits),
+        scale=scale.astype(np.float16),
+        offset=offset.astype(np.float16),
+        group_size=group,
+        perm=rng.permutation(cols).astype(np.int32) if perm else None,
+    )
+
+
+def random_expert(
+    rng: np.random.Generator, hidden: int, intermediate: int, bits: int, group: int, *, perm: bool = False
+) -> QuantizedExpert:
+    w13 = random_matrix(rng, 2 * intermediate, hidden, bits, group, perm=perm)
+    return QuantizedExpert(bits, w13, random_matrix(rng, hidden, intermediate, bits, group))
+
+
+def full_expert(rng: np.random.Generator, hidden: int, intermediate: int, dtype: str) -> FullExpert:
+    def weights(rows: int, cols: int) -> NDArray[np.generic]:
+        w = (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        if dtype == "bfloat16":
+            return (w.view(np.uint32) >> 16).astype(np.uint16)
+        return w.astype(dtype)
+
+    return FullExpert(
+        dtype, weights(intermediate, hidden), weights(intermediate, hidden), weights(hidden, intermediate)
+    )
+
+
+def exact(x: NDArray[np.float32], experts: Sequence[Expert], pairs: tuple[NDArray, NDArray, NDArray]) -> NDArray:
+    """The same sum in float64."""
+    y = np.zeros(x.shape)
+    rows, indices, gates = pairs
+    for index, expert in enumerate(experts):
+        if isinstance(expert, FullExpert):
+            w1, w3, w2 = (to_float32(w, expert.dtype).astype(np.float64) for w in (expert.w1, expert.w3, expert.w2))
+        else:
+            w1, w3 = np.split(dequantize(expert.w13).astype(np.float64), 2)
+            w2 = dequantize(expert.w2).astype(np.float64)
+        mine = indices == index
+        v = x[rows[mine]].astype(np.float64)
+        gate = v @ w1.T
+        np.add.at(y, rows[mine], gates[mine, None] * ((gate / (1 + np.exp(-gate)) * (v @ w3.T)) @ w2.T))
+    return y
+
+
+def random_pairs(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> tuple[NDArray, NDArray, NDArray]:
+    rows = np.repeat(np.arange(tokens), top_k).astype(np.int32)
+    chosen = [rng.permutation(experts)[:top_k] for _ in range(tokens)]
+    indices = np.concatenate(chosen).astype(np.int32) if tokens else np.empty(0, np.int32)
+    order = rng.permutation(rows.size)
+    return rows[order], indices[order], rng.uniform(0.1, 1, rows.size).astype(np.float32)
+
+
+def relative_error(got: NDArray, wanted: NDArray) -> float:
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("mode", ["two_limb", "a8"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "group", "perm"),
+    [
+        (128, 256, 128, False),
+        (256, 128, 64, True),
+        (40, 24, 32, True),  # nothing is a multiple of anything: padded rows, padded last group
+        (136, 344, 128, False),
+        (72, 56, 16, False),  # groups narrower than a chunk of 32 columns
+        (96, 80, 40, True),  # groups that are not a multiple of 32
+        (384, 320, 1024, False),  # one group per row
+        (512, 256, 256, True),  # one scale, two kernel groups
+        (8, 8, 8, False),
+    ],
+)
+def test_every_path_matches_fp64(
+    isa: str, mode: str, bits: int, hidden: int, intermediate: int, group: int, perm: bool
+) -> None:
+    rng = np.random.default_rng([bits, hidden, intermediate, group])
+    experts = [random_expert(rng, hidden, intermediate, bits, group, perm=perm) for _ in range(3)]
+    kernel = NativeKernel(mode, isa=isa, threads=2)
+    prepared = [kernel.prepare(expert) for expert in experts]
+    for tokens in (1, 3, 17):
+        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+        pairs = random_pairs(rng, tokens, 3, 2)
+        assert relative_error(kernel.execute(x, prepared, *pairs), exact(x, experts, pairs)) < LIMIT[mode]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 7, 8, 16, 33, 128, 512])
+def test_any_number_of_rows_of_mixed_widths(isa: str, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    experts: list[Expert] = [random_expert(rng, 192, 160, bits, 64, perm=bits % 2 == 0) for bits in (1, 2, 3, 4)]
+    experts += [full_expert(rng, 192, 160, dtype) for dtype in ("float32", "float16", "bfloat16")]
+    kernel = NativeKernel(isa=isa, threads=2)
+    x = rng.standard_normal((tokens, 192)).astype(np.float32)
+    pairs = random_pairs(rng, tokens, len(experts), 4)
+    y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
+    assert relative_error(y, exact(x, experts, pairs)) < LIMIT["two_limb"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 96), (41, 23), (7, 130)])
+def test_full_precision_experts_are_exact_to_float32(isa: str, dtype: str, hidden: int, intermediate: int) -> None:
+    rng = np.random.default_rng(hidden)
+    expert = full_expert(rng, hidden, intermediate, dtype)
+    kernel = NativeKernel(isa=isa, threads=2)
+    for tokens in (1, 6):
+        x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+        pairs = random_pairs(rng, tokens, 1, 1)
+        assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < 2e-6
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
+    rng = np.random.default_rng(0)
+    kernel = NativeKernel(isa=isa, threads=2)
+    prepared = [kernel.prepare(random_expert(rng, 64, 32, 2, 32))]
+    none = np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32)
+    assert kernel.execute(np.empty((0, 64), np.float32), prepared, *none).shape == (0, 64)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    assert not kernel.execute(x, prepared, *none).any()
+    y = kernel.execute(x, prepared, np.array([1], np.int32), np.array([0], np.int32), np.ones(1, np.float32))
+    assert y[1].any()
+    assert not y[[0, 2]].any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", [1, 3, 4, "bfloat16"])
+def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: int | str) -> None:
+    rng = np.random.default_rng(5)
+    if isinstance(kind, int):
+        experts: list[Expert] = [random_expert(rng, 320, 544, kind, 64) for _ in range(2)]
+    else:
+        experts = [full_expert(rng, 320, 544, kind) for _ in range(2)]
+    one, three = NativeKernel(isa=isa, threads=1), NativeKernel(isa=isa, threads=3)
+    x = rng.standard_normal((19, 320)).astype(np.float32)
+    rows, indices, gates = random_pairs(rng, 19, 2, 2)
+    order = np.argsort(indices, kind="stable")
+    rows, indices, gates = rows[order], indices[order], gates[order]
+    together = three.execute(x, [three.prepare(expert) for expert in experts], rows, indices, gates)
+    alone = [one.prepare(expert) for expert in experts]
+    for row in range(19):
+        mine = rows == row
+        zeros = np.zeros(int(mine.sum()), np.int32)
+        np.testing.assert_array_equal(
+            one.execute(x[row : row + 1], alone, zeros, indices[mine], gates[mine])[0], together[row]
+        )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_extreme_activations_stay_accurate_or_become_visible(isa: str) -> None:
+    rng = np.random.default_rng(6)
+    expert = random_expert(rng, 256, 64, 4, 64)
+    kernel = NativeKernel(isa=isa, threads=1)
+    prepared = [kernel.prepare(expert)]
+    one = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    for factor in (1e-10, 1e-3, 10.0):
+        x = (factor * rng.standard_normal((1, 256))).astype(np.float32)
+        x[0, :3] = factor * 100  # outlier channels
+        assert relative_error(kernel.execute(x, prepared, *one), exact(x, [expert], one)) < 3e-4
+    assert not kernel.execute(np.zeros((1, 256), np.float32), prepared, *one).any()
+    for poison in (np.nan, np.inf):
+        x = np.ones((1, 256), np.float32)
+        x[0, 100] = poison
+        assert not np.isfinite(kernel.execute(x, prepared, *one)).any()
+
+
+def nested_replicas(rng: np.random.Generator, hidden: int, intermediate: int) -> dict[int, QuantizedExpert]:
+    whole = random_expert(rng, hidden, intermediate, 4, 32)
+
+    def cut(matrix: QuantizedMatrix, bits: int) -> QuantizedMatrix:
+        return QuantizedMatrix(bits, matrix.planes[:bits], matrix.scale, matrix.offset, matrix.group_size)
+
+    return {bits: QuantizedExpert(bits, cut(whole.w13, bits), cut(whole.w2, bits)) for bits in (1, 2, 3, 4)}
+
+
+def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone() -> None:
+    replicas = nested_replicas(np.random.default_rng(7), 64, 96)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in replicas.items()}
+    assert prepared[2].components[0] is prepared[3].components[0] is prepared[4].components[0]
+    assert len(kernel._shared) == 2 * 4  # per matrix: {1}, {2} and what 3 and 4 bits add to it
+    weights = 3 * 64 * 96
+    assert [prepared[bits].nbytes - prepared[bits].scale_bytes for bits in (1, 2, 3, 4)] == [
+        weights * bits // 8 for bits in (1, 2, 3, 4)
+    ]
+    prepared.clear()
+    gc.collect()
+    assert len(kernel._shared) == 0
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_read_only_and_unaligned_replicas_are_taken(bits: int) -> None:
+    """As they come out of a mapped file: not writable, scales at an odd address."""
+    rng = np.random.default_rng(8)
+    expert = random_expert(rng, 64, 32, bits, 32, perm=True)
+
+    def mapped(values: NDArray) -> NDArray:
+        buffer = bytes(1) + values.tobytes()
+        return np.frombuffer(memoryview(buffer)[1:], values.dtype).reshape(values.shape)
+
+    def move(m: QuantizedMatrix) -> QuantizedMatrix:
+        perm = None if m.perm is None else mapped(m.perm)
+        return QuantizedMatrix(m.bits, mapped(m.planes), mapped(m.scale), mapped(m.offset), m.group_size, perm)
+
+    moved = QuantizedExpert(bits, move(expert.w13), move(expert.w2))
+    assert not moved.w13.scale.flags.aligned
+    kernel = NativeKernel(threads=1)
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+    pairs = random_pairs(rng, 2, 1, 1)
+    np.testing.assert_array_equal(
+        kernel.execute(x, [kernel.prepare(moved)], *pairs), kernel.execute(x, [kernel.prepare(expert)], *pairs)
+    )
+
+
+def test_what_cannot_be_streamed_or_does_not_fit_together_is_refused_by_name() -> None:
+    rng = np.random.default_rng(9)
+    kernel = NativeKernel(threads=1)
+    wide = random_expert(rng, 8200, 8, 1, 5000)
+    with pytest.raises(ReplicaError, match="groups of 5000 columns are too wide"):
+        kernel.prepare(wide)
+    with pytest.raises(ReplicaError, match="got 'float32' as"):
+        kernel.prepare(FullExpert("float32", *(np.zeros((8, 8)) for _ in range(3))))
+    good = random_expert(rng, 64, 32, 2, 32)
+    prepared = [kernel.prepare(good)]
+    x = np.ones((2, 64), np.float32)
+    one = np.ones(1, np.int32)
+    with pytest.raises(ValueError, match="names row 2 of 2"):
+        kernel.execute(x, prepared, one * 2, one * 0, np.ones(1, np.float32))
+    with pytest.raises(ValueError, match="names expert 1 of 1"):
+        kernel.execute(x, prepared, one, one, np.ones(1, np.float32))
+    with pytest.raises(ValueError, match="63 columns but an expert takes 64"):
+        kernel.execute(x[:, :63], prepared, one * 0, one * 0, np.ones(1, np.float32))
+
+
+def test_settings_come_from_the_environment_and_wrong_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NDP_ISA", "portable")
+    monkeypatch.setenv("NDP_THREADS", "3")
+    kernel = NativeKernel()
+    assert (kernel.isa, kernel.threads) == ("portable", 3)
+    monkeypatch.setenv("NDP_THREADS", "many")
+    with pytest.raises(ConfigError, match="NDP_THREADS must be a whole number"):
+        NativeKernel()
+    monkeypatch.setenv("NDP_THREADS", "0")
+    with pytest.raises(ConfigError, match="at least 1 thread"):
+        NativeKernel()
+    monkeypatch.setenv("NDP_ISA", "mmx")
+    with pytest.raises(ConfigError, match="NDP_ISA must be one of"):
+        NativeKernel()
+
+
+def test_threads_default_to_the_cores_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NDP_THREADS", raising=False)
+    assert NativeKernel().threads == len(os.sched_getaffinity(0))
+
+
+def test_a_forked_child_computes_with_threads_of_its_own() -> None:
+    script = """
+import os, sys
+import numpy as np
+from ndp_device.kernels.native import NativeKernel
+from ndp_device.replicas.replica import FullExpert
+rng = np.random.default_rng(0)
+w = [rng.standard_normal(s).astype(np.float32) for s in ((512, 512), (512, 512), (512, 512))]
+kernel = NativeKernel(threads=3)
+prepared = [kernel.prepare(FullExpert("float32", *w))]
+x = rng.standard_normal((8, 512)).astype(np.float32)
+args = (np.arange(8, dtype=np.int32), np.zeros(8, np.int32), np.ones(8, np.float32))
+before = kernel.execute(x, prepared, *args)
+pid = os.fork()
+same = np.array_equal(kernel.execute(x, prepared, *args), before)
+if pid == 0:
+    os._exit(0 if same else 1)
+sys.exit(0 if same and os.waitpid(pid, 0)[1] == 0 else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
