@@ -56,7 +56,7 @@ class PolicySettings:
     batch_rule: str = "sum"
     seed: int = 0
     prior: ImportanceScore | None = field(default=None, repr=False)
-    prior_tokens: float = 32.0
+    prior_tokens: float = 16.0
     """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log.md, "prior"."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,170 @@
+"""A trace run step by step with the very code the plugin runs: StepClock for the GPU side, DeviceModel for the device.
+
+Rows in recorded order, one message per layer with the decode rows that have a cold pair, experts in order of first
+appearance, plans made anew by the policy when a prefill has ended: exactly as integration/ does it. Slow and exact,
+where systems/ are fast and averaged. Knows no recorded times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import TraceError
+from ndp_device.protocol.messages import execute_bytes
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Timing, Work
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget, Placement
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock, StepTime
+from vllm_ndp.traces.format import CACHED, LiveSetup
+from vllm_ndp.traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """One step: its simulated time, what the device said layer by layer (None: not asked), and what moved before it."""
+
+    step: int
+    time: StepTime
+    device: tuple[Timing | None, ...]
+    migrated_experts: int
+    replanned: bool
+
+
+@dataclass
+class RequestState:
+    prompt_len: int
+    last_step: int
+    outputs: int = 0
+    prefilled: bool = False
+    score: ImportanceScore | None = None
+    bits: NDArray[np.uint8] | None = None
+
+
+class Engine:
+    """The state that the plugin keeps between steps."""
+
+    def __init__(self, trace: Trace, setup: LiveSetup, policy: Policy, loss: LossTable, budget: Budget) -> None:
+        hardware = load_hardware(setup.preset, **setup.overrides)
+        self.trace, self.setup, self.policy, self.loss, self.budget = trace, setup, policy, loss, budget
+        self.clock = StepClock(HostModel(hardware, HostDims(**setup.host_dims)))
+        self.device = DeviceModel(hardware)
+        self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
+        self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
+        self.epoch = 0
+        self._ended: list[int] = []
+        self._timings: list[Timing | None] = []
+        executed = np.flatnonzero(trace.phase != CACHED)
+        last = np.full(len(trace.prompt_len), -1, np.int64)
+        np.maximum.at(last, trace.request[executed], trace.step[executed])
+        self.requests = [RequestState(int(n), int(s)) for n, s in zip(trace.prompt_len, last, strict=True)]
+        self.steps: NDArray[np.int64] = np.unique(trace.step[executed]).astype(np.int64)
+        ordered = executed[np.argsort(trace.step[executed], kind="stable")]
+        bounds = np.flatnonzero(np.diff(trace.step[ordered])) + 1
+        self._rows = dict(zip(self.steps.tolist(), np.split(ordered, bounds), strict=True))
+
+    def run(self, step: int) -> StepRun:
+        """Replan if a prefill has ended, then run the step. Call for every step of `steps`, in order."""
+        epoch, self._timings = self.epoch, []
+        moved = self._replan(step)
+        rows = self._rows[step]
+        time = self._run_rows(rows)
+        return StepRun(step, time, tuple(self._timings), moved, self.epoch != epoch)
+
+    def _replan(self, step: int) -> int:
+        """For the prefills that ended in the step before, if their requests are still there; experts that moved."""
+        alive = [r for r in self._ended if self.requests[r].last_step >= step]
+        self._ended = []
+        if not alive:
+            return 0
+        for r in alive:
+            sequence = self.trace.sequences[r]
+            stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, self.hot.shape[1])
+            self.requests[r].score = self.policy.score(stats)
+        running = [r for r in self.requests if r.score is not None and r.last_step >= step]
+        scores = [r.score for r in running if r.score is not None]
+        placement = self.policy.place(scores, Placement(self.hot), self.budget)
+        moved = int(placement.moves_from(Placement(self.hot)).sum())
+        self.clock.migrate(moved)
+        self.hot = placement.hot
+        self.epoch += 1
+        for request, score in zip(running, scores, strict=True):
+            request.bits = self.policy.assign(score, placement, self.loss, self.budget).bits
+        return moved
+
+    def _run_rows(self, rows: NDArray[np.int64]) -> StepTime:
+        """rows index the trace in recorded order."""
+        trace = self.trace
+        owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
+        ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
+        decode = positions >= trace.prompt_len[owner]
+        self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows))
+        for layer in range(self.hot.shape[0]):
+            self._run_layer(layer, trace.ids[rows, layer].astype(np.int64), owner, decode)
+        yielding = 0
+        for r, end in ends.items():
+            request = self.requests[r]
+            if end >= request.prompt_len + request.outputs:
+                yielding += 1
+                request.outputs += 1
+            if not request.prefilled and end >= request.prompt_len:
+                request.prefilled = True
+                self._ended.append(r)
+        return self.clock.end_step(yielding)
+
+    def _run_layer(
+        self, layer: int, ids: NDArray[np.int64], owner: NDArray[np.int64], decode: NDArray[np.bool_]
+    ) -> None:
+        self.clock.begin_layer()
+        here = self.hot[layer][ids]
+        hot_pairs = np.bincount(ids[here], minlength=self.hot.shape[1])
+        cold_rows, cold_columns = np.nonzero(~here)
+        experts = ids[cold_rows, cold_columns]
+        to_device = decode[cold_rows]
+        timing = None
+        if to_device.any():
+            timing = self._execute(layer, cold_rows[to_device], experts[to_device], owner)
+        self._timings.append(timing)
+        streamed = experts[~to_device]
+        self.clock.end_layer(
+            hot_pairs[hot_pairs > 0].tolist(),
+            device_ps=0 if timing is None else timing.total_ps,
+            streamed_experts=len(np.unique(streamed)),
+            streamed_pairs=len(streamed),
+        )
+
+    def _execute(
+        self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
+    ) -> Timing:
+        bits = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
+        tokens: dict[tuple[int, int], int] = {}
+        for expert, width in zip(experts.tolist(), map(int, bits), strict=True):
+            tokens[expert, width] = tokens.get((expert, width), 0) + 1
+        num_rows, dims = len(np.unique(rows)), self.setup.host_dims
+        bytes_in, bytes_out = execute_bytes(num_rows, len(rows), dims["hidden"], self.setup.activation_bytes)
+        work = Work(
+            hidden_size=dims["hidden"],
+            intermediate_size=dims["intermediate"],
+            group_size=self.setup.group_size,
+            tokens=num_rows,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            experts=tuple(
+                ExpertWork(layer, expert, width, count, self.setup.expert_bytes[width])
+                for (expert, width), count in tokens.items()
+            ),
+        )
+        return self.device.execute(work, self.clock.now_ps)
+
+    def _bits_of(self, request: int) -> NDArray[np.uint8]:
+        bits = self.requests[request].bits
+        if bits is None:
+            raise TraceError(f"request {request} decodes before its prefill has ended: the trace is incomplete")
+        return bits
