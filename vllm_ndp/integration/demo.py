@@ -17,11 +17,11 @@ PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
     "c": "static int compare(const void *a, const void *b)\n{\n    const struct node *x = a;\n    if (x->",
     "prose": "It was a fine morning, and Elizabeth walked out before breakfast, determined to",
-    "dictionary": "noun: a small vessel for travel on water; synonyms: boat, ship; a person who",
+    "words": "noun: a small vessel for travel on water; synonyms: boat, ship; a person who",
     "sql": "The SELECT statement retrieves rows from a table. If the WHERE clause is specified, all rows that",
     "german": "Klicken Sie auf das Symbol, um die Datei zu öffnen. Wählen Sie im Menü",
     "xml": '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg" width="48" height="48">\n  <g>\n    <path',
-    "python again": "class Cache:\n    def __init__(self, size):\n        self.items = {}\n\n    def get",
+    "class": "class Cache:\n    def __init__(self, size):\n        self.items = {}\n\n    def get",
 }
 
 
@@ -54,6 +54,7 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
     seconds = time.perf_counter() - start
     status, totals = llm.collective_rpc("ndp_status")[0], llm.collective_rpc("ndp_totals")[0]
+    llm.llm_engine.engine_core.shutdown()
     reports = [output.kv_transfer_params["ndp"] for output in outputs]
     texts = [output.outputs[0].text for output in outputs]
     _show(status, reports, texts, seconds)
@@ -90,18 +91,18 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
         f"{status['hardware']}, {status['pe_mode']} arrays.  The two are never added.",
         caption_justify="left",
     )
-    for name, options in (
-        ("prompt", {}),
-        ("hot pairs", {"justify": "right"}),
-        ("cold pairs", {"justify": "right"}),
-        ("bits", {"justify": "right"}),
-        ("measured\nTTFT ms", {"justify": "right"}),
-        ("measured\nTPOT ms", {"justify": "right"}),
-        ("simulated\nTTFT us", {"justify": "right"}),
-        ("simulated\nTPOT us", {"justify": "right"}),
-        ("text", {"no_wrap": True}),
+    table.add_column("prompt")
+    for name in (
+        "pairs\nhot",
+        "pairs\ncold",
+        "bits",
+        "measured\nTTFT ms",
+        "measured\nTPOT ms",
+        "simulated\nTTFT us",
+        "simulated\nTPOT us",
     ):
-        table.add_column(name, **options)  # type: ignore[arg-type]
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what the model wrote", no_wrap=True)
     for name, report, text in zip(PROMPTS, reports, texts, strict=True):
         pairs = report["hot_pairs"] + report["cold_pairs"] + report["fallback_pairs"]
         table.add_row(
@@ -113,7 +114,7 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
             f"{report['measured_tpot_ms']:.2f}",
             f"{report['simulated_ttft_us']:.1f}",
             f"{report['simulated_tpot_us']:.1f}",
-            text.replace("\n", "⏎")[:34] + "…",
+            text.replace("\n", "⏎")[:28] + "…",
         )
     console.print(table)
     tokens = sum(report["output_tokens"] for report in reports)
