@@ -93,8 +93,8 @@ def _show(status: dict[str, Any], reports: list[dict[str, Any]], texts: list[str
     )
     table.add_column("prompt")
     for name in (
-        "pairs\nhot",
-        "pairs\ncold",
+        "hot\nshare",
+        "cold\npairs",
         "bits",
         "measured\nTTFT ms",
         "measured\nTPOT ms",
