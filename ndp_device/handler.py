@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class Handler:
     def __init__(self, store: ExpertStore, kernel: Kernel, hardware: Hardware, *, may_shut_down: bool = True) -> None:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
+        self.offer_slots: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
         self.stopping = False
@@ -66,12 +67,18 @@ class Handler:
         store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
         return cls(store, kernel, hardware, may_shut_down=config.address.startswith("ipc://"))
 
-    def reply(self, client: bytes, frames: Sequence[codec.Buffer], waited_us: int = 0) -> tuple[bytes, bytearray]:
-        """Exactly one answer, whatever the frames hold. `waited_us`: how long the request lay here unread."""
+    def reply(
+        self, client: bytes, frames: Sequence[codec.Buffer], covered: codec.Buffer, waited_us: int = 0
+    ) -> tuple[bytes, bytearray]:
+        """Exactly one answer, not sealed yet, whatever the frames hold.
+
+        `covered`: the part of the body that the seal covers. `waited_us`: how long the request lay here unread.
+        """
         request_id = codec.peek_id(frames[0]) if frames else 0
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"a message has two frames, got {len(frames)}")
+            codec.check(frames[0], covered)
             request, tensors = codec.decode_request(frames[0], frames[1])
             message, answer = self._answer(client, request, tensors, waited_us)
             return codec.encode(message, answer)
@@ -124,7 +131,7 @@ class Handler:
                 session.greet(request)
                 client.model = DeviceModel(self._hardware)
                 _log.info("%s connected", request.client)
-                return self._welcome(request), None
+                return self._welcome(request, self.offer_slots(name) if request.wants_slots else None), None
             case msg.InstallPlan():
                 session.check_install(request, tensors["replicas"])
                 missing = self._prepare(tensors["replicas"])
@@ -209,7 +216,7 @@ class Handler:
             ),
         )
 
-    def _welcome(self, request: msg.Hello) -> msg.Welcome:
+    def _welcome(self, request: msg.Hello, slots: msg.SlotOffer | None) -> msg.Welcome:
         shape = self._store.shape
         return msg.Welcome(
             request.id,
@@ -222,6 +229,7 @@ class Handler:
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
+            slots=slots,
         )
 
     def _describe(self, request: msg.Describe) -> msg.Description:

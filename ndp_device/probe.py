@@ -10,10 +10,11 @@ from types import TracebackType
 
 import numpy as np
 
+from ndp_device.carrier import Frames
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import Frames, ZmqTransport
+from ndp_device.transport import ZmqTransport
 
 
 class Probe:
@@ -46,8 +47,6 @@ class Probe:
             reply = self._wait(deadline, deadline - time.monotonic())
             if reply is None:
                 continue
-            if len(reply) != 2:
-                raise RemoteProtocolError(f"a message has two frames, the device sent {len(reply)}")
             message, answer = codec.decode_reply(reply[0], reply[1])
             if isinstance(message, msg.Refusal):
                 raise DeviceError(message.code, message.message, retryable=message.retryable)

@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from ndp_device.carrier import Frames
 from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
-from ndp_device.transport import Frames, ZmqServer
+from ndp_device.transport import Received, ZmqServer
 
 MAX_QUEUE = 64
 """Requests that may wait while one is computed; the next one is told `busy`."""
@@ -43,7 +44,8 @@ class Server:
         self._transport, self._handler = transport, handler
         self._parent_pid = parent_pid
         self._outgoing = outgoing
-        self._queue: deque[tuple[bytes, Frames, int]] = deque()
+        self._queue: deque[tuple[Received, int]] = deque()
+        handler.offer_slots = transport.offer_slots
         self._stopping = False
 
     def run(self) -> None:
@@ -52,26 +54,32 @@ class Server:
         if self._parent_pid is not None:
             self._follow(self._parent_pid)
         while not (self._stopping or self._handler.stopping or self._orphaned()):
-            self._collect(0 if self._queue else _IDLE_MS)
+            if not self._queue:
+                self._accept(self._transport.receive(_IDLE_MS))
             if self._queue:
                 self._serve(*self._queue.popleft())
+                while self._accept(self._transport.receive(0)):  # after the answer left: nobody waits for this
+                    pass
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
-    def _collect(self, timeout_ms: int) -> None:
-        """Everything that has arrived, stamped with the time this loop first saw it."""
-        while received := self._transport.receive(timeout_ms):
-            client, frames = received
-            if len(self._queue) < MAX_QUEUE:
-                self._queue.append((client, frames, time.monotonic_ns()))
-            else:
-                refusal = self._handler.refuse(frames, "busy", f"{MAX_QUEUE} requests are waiting already")
-                self._transport.send(client, refusal)
-            timeout_ms = 0
+    def _accept(self, received: Received | None) -> bool:
+        """Queue a request, stamped with the time this loop first saw it."""
+        if received is None:
+            return False
+        if len(self._queue) < MAX_QUEUE:
+            self._queue.append((received, time.monotonic_ns()))
+        else:
+            refusal = self._handler.refuse(received.frames, "busy", f"{MAX_QUEUE} requests are waiting already")
+            self._transport.send(received.client, self._transport.seal(received.client, refusal))
+            received.release()
+        return True
 
-    def _serve(self, client: bytes, frames: Frames, seen_ns: int) -> None:
+    def _serve(self, received: Received, seen_ns: int) -> None:
         self._handler.queue_depth = len(self._queue)
-        reply = self._handler.reply(client, frames, (time.monotonic_ns() - seen_ns) // 1000)
-        for outgoing in self._outgoing(reply):
+        client, waited_us = received.client, (time.monotonic_ns() - seen_ns) // 1000
+        reply = self._handler.reply(client, received.frames, received.covered, waited_us)
+        received.release()
+        for outgoing in self._outgoing(self._transport.seal(client, reply)):
             self._transport.send(client, outgoing)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:

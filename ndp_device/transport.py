@@ -1,40 +1,38 @@
-"""How two frames get from one process to another. The only file that imports zmq; knows nothing of their content.
+"""How two frames get from one process to another. The only file that imports zmq; of their content it knows the seal.
 
-    ZmqServer   ROUTER, in the device        ZmqTransport        DEALER with a socket monitor, in the host
-                                             InProcessTransport  no socket: the handler is called directly
+    ZmqServer     ROUTER, in the device
+    ZmqTransport  DEALER with a socket monitor, in the host; a ClientTransport
 
-Everything is bounded: queues, message sizes, the time a silent peer may hold a half-open connection. ipc sockets live
-in a directory only their owner can enter; tcp is for this machine only, because nothing here is encrypted.
+Between processes of one machine the frames may lie in shared memory instead (carrier.py); then the socket carries the
+bell that wakes a sleeper, and every message the memory cannot take. Queues, message sizes and the time that a silent
+peer may hold a half-open connection are bounded.
 """
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
-import stat
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+import time
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ndp_device.errors import ConfigError, DeviceUnavailable
-from ndp_device.protocol.messages import MAX_BODY_BYTES
+from ndp_device import carrier
+from ndp_device.address import Address, make_private, require_private, take
+from ndp_device.carrier import Frames, SlotChannel
+from ndp_device.errors import ConfigError, DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
 
-Buffer = bytes | bytearray | memoryview
-Frames = Sequence[Buffer]
-
-MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing zero
 _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
 _SEND_QUEUE, _RECEIVE_QUEUE = 16, 64
 _HANDSHAKE_MS = 500
 _CONNECT_MS = 2000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_BELL: list[codec.Buffer] = [b""]
+_SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
+_BELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a bell
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
@@ -46,52 +44,32 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return _contexts[pid]
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a device listens: ipc:///absolute/path or tcp://loopback:port."""
+class Received(NamedTuple):
+    """A request as it arrived; `covered` is the part of its body that its seal covers."""
 
-    text: str
-    ipc_path: Path | None
+    client: bytes
+    frames: Frames
+    covered: codec.Buffer
+    channel: SlotChannel | None = None
 
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        scheme, separator, rest = text.partition("://")
-        if separator and scheme == "ipc":
-            if rest.startswith("@"):
-                raise ConfigError(f"{text}: abstract sockets have no owner, anybody may connect; give an absolute path")
-            if not rest.startswith("/"):
-                raise ConfigError(f"{text}: the path of an ipc address must be absolute, for example ipc:///run/x/ndp")
-            if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
-                raise ConfigError(
-                    f"an ipc path may have {MAX_IPC_PATH_BYTES} bytes, got {len(os.fsencode(rest))}; use a shorter one"
-                )
-            return cls(text, Path(rest))
-        if separator and scheme == "tcp":
-            host, _, port = rest.rpartition(":")
-            if not _is_loopback(host):
-                raise ConfigError(f"{text}: tcp is not encrypted, so only loopback is allowed, for example 127.0.0.1")
-            if not (port.isdecimal() and int(port) < 65536) and port != "*":
-                raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
-            return cls(text, None)
-        raise ConfigError(f"an address must look like ipc:///path or tcp://127.0.0.1:port, got {text!r}")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    def release(self) -> None:
+        """The frames are not needed any more: their slot may be written again."""
+        if self.channel is not None:
+            self.channel.release()
 
 
 class ZmqServer:
     """The device's end: receives frames from any client, answers one client by its name."""
 
     def __init__(self, address: str) -> None:
-        parsed = Address.parse(address)
+        ipc_path = Address.parse(address).ipc_path
+        self._channels: dict[bytes, SlotChannel] = {}
+        self._spin_ns = carrier.spin_ns(carrier.DEVICE_SPIN_US)
+        self._active_ns = 0
         self._lock: int | None = None
-        if parsed.ipc_path is not None:
-            _make_private(parsed.ipc_path.parent)
-            self._lock = _take(parsed.ipc_path)
+        if ipc_path is not None:
+            make_private(ipc_path.parent)
+            self._lock = take(ipc_path)
         self._socket = _context().socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -103,75 +81,156 @@ class ZmqServer:
             (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
-        self._bind(address, parsed)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def _bind(self, address: str, parsed: Address) -> None:
         previous = os.umask(0o077)
         try:
             self._socket.bind(address)
+            if ipc_path is not None:
+                require_private(ipc_path)
         except zmq.ZMQError as error:
             self.close()
             reason = "another process listens there" if error.errno == zmq.EADDRINUSE else os.strerror(error.errno or 0)
             raise ConfigError(f"cannot listen on {address}: {reason}; choose another address") from None
+        except ConfigError:
+            self.close()
+            raise
         finally:
             os.umask(previous)
-        if parsed.ipc_path is not None:
-            mode = parsed.ipc_path.lstat().st_mode
-            if mode & 0o077:
-                self.close()
-                raise ConfigError(
-                    f"{parsed.ipc_path} is open to others (mode {stat.filemode(mode)}); refusing to serve"
-                )
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def receive(self, timeout_ms: int) -> tuple[bytes, list[Buffer]] | None:
-        """(client, its frames), or None after timeout_ms. Two frames are kept; more show as one empty frame."""
+    def offer_slots(self, client: bytes) -> SlotOffer | None:
+        """A segment for this client, used in both directions as soon as the client has used it once."""
+        self._close_channel(client)
+        channel = SlotChannel.create() if len(self._channels) < carrier.MAX_CHANNELS else None
+        if channel is None:
+            return None
+        self._channels[client] = channel
+        return channel.offer
+
+    def receive(self, timeout_ms: int) -> Received | None:
+        """The next request, or None after timeout_ms. Two frames are kept; more show as one empty frame."""
+        received = self._from_slots() or self._from_socket(0)
+        if received is None and timeout_ms:
+            received = (self._spin() or self._sleep(timeout_ms)) if self._channels else self._from_socket(timeout_ms)
+        if received is not None:
+            self._active_ns = time.monotonic_ns()
+        return received
+
+    def seal(self, client: bytes, frames: Frames) -> Frames:
+        """The frames with the checksum that belongs to the way they will take."""
+        header, body = frames
+        covered = body if self._speaking(client) is None else carrier.covered(body)
+        return codec.seal(header, covered), body
+
+    def send(self, client: bytes, frames: Frames) -> None:
+        """Never blocks; a client that is gone or does not read loses its answer."""
+        channel = self._speaking(client)
+        if channel is not None and len(frames) == 2:
+            sent = self._put(client, channel, frames)
+            if sent is carrier.Put.BELL:
+                self._to_socket(client, _BELL)
+            if sent is not carrier.Put.REFUSED:
+                return
+            if len(carrier.covered(frames[1])) < len(frames[1]):
+                frames = codec.seal(*frames), frames[1]
+        self._to_socket(client, frames)
+
+    def close(self) -> None:
+        for client in list(self._channels):
+            self._close_channel(client)
+        self._socket.close(linger=0)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _to_socket(self, client: bytes, frames: Frames) -> bool:
+        """False: there is no such client any more."""
+        try:
+            _send(self._socket, [client, *frames])
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return error.errno != zmq.EHOSTUNREACH
+        return True
+
+    def _from_socket(self, timeout_ms: int) -> Received | None:
         if not self._socket.poll(timeout_ms):
             return None
         client = self._socket.recv()
-        frames: list[Buffer] = []
+        frames: list[codec.Buffer] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv(copy=False)
             if len(frames) < 2:
                 frames.append(_content(frame))
             elif len(frames) == 2:
                 frames.append(b"")
-        return client, frames
+        if frames == _BELL and client in self._channels:
+            return self._from_slots()
+        return Received(client, frames, frames[-1] if frames else b"")
 
-    def send(self, client: bytes, frames: Frames) -> None:
-        """Never blocks; a client that is gone or does not read loses its answer."""
+    def _from_slots(self) -> Received | None:
+        for client, channel in self._channels.items():
+            try:
+                frames = channel.take()
+            except RemoteProtocolError:
+                self._close_channel(client)  # its host will miss an answer and connect again
+                return None
+            if frames is not None:
+                return Received(client, frames, carrier.covered(frames[1]), channel)
+        return None
+
+    def _put(self, client: bytes, channel: SlotChannel, frames: Frames) -> carrier.Put:
         try:
-            _send(self._socket, [client, *frames])
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
+            return channel.put(frames)
+        except RemoteProtocolError:
+            self._close_channel(client)
+            return carrier.Put.REFUSED
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _spin(self) -> Received | None:
+        """A client that was served within the last millisecond is likely to ask again before a bell could ring."""
+        channels = list(self._channels.values())
+        while time.monotonic_ns() - self._active_ns < self._spin_ns:
+            if carrier.spin(channels, _SPIN_SLICE_NS):
+                return self._from_slots()
+            if received := self._from_socket(0):
+                return received
+        return None
 
+    def _sleep(self, timeout_ms: int) -> Received | None:
+        channels = list(self._channels.values())
+        received = None
+        if all(channel.prepare_sleep() for channel in channels):
+            received = self._from_socket(timeout_ms)
+            if received is None:
+                self._forget_absent()
+        for channel in channels:
+            channel.awake()
+        return received or self._from_slots()
 
-class ClientTransport(Protocol):
-    """The host's end of one connection attempt. After `receive` raised, close it and make another."""
+    def _forget_absent(self) -> None:
+        """Free the segment of a host that is gone: nobody tells a ROUTER, but it refuses to send to such a one."""
+        now = time.monotonic()
+        for client, channel in list(self._channels.items()):
+            if now - channel.used_s > carrier.PROBE_AFTER_S:
+                channel.used_s = now
+                if not self._to_socket(client, _BELL):
+                    self._close_channel(client)
 
-    def send(self, frames: Frames) -> bool:
-        """Hand the frames over without waiting. False: no connection, or its queue is full."""
-        ...
+    def _speaking(self, client: bytes) -> SlotChannel | None:
+        channel = self._channels.get(client)
+        return channel if channel is not None and channel.has_spoken else None
 
-    def receive(self, timeout_s: float) -> Frames | None:
-        """The next message; None after timeout_s or as soon as the connection is made. Raises DeviceUnavailable."""
-        ...
-
-    def close(self) -> None: ...
+    def _close_channel(self, client: bytes) -> None:
+        if channel := self._channels.pop(client, None):
+            channel.close()
 
 
 class ZmqTransport:
     """A DEALER whose monitor tells within milliseconds that the device died; libzmq's heartbeat tells that it froze."""
 
     def __init__(self, address: str, *, heartbeat_ms: int = 100) -> None:
-        Address.parse(address)
+        self._is_ipc = Address.parse(address).ipc_path is not None
+        self._channel: SlotChannel | None = None
+        self._spin_s = carrier.spin_ns(carrier.HOST_SPIN_US) / 1e9
         self._socket = _context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -194,25 +253,81 @@ class ZmqTransport:
         self._polled = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._socket.connect(address)
 
+    @property
+    def wants_slots(self) -> bool:
+        return self._is_ipc and carrier.native is not None
+
+    def attach(self, offer: SlotOffer) -> bool:
+        self._channel = SlotChannel.attach(offer)
+        return self._channel is not None
+
     def send(self, frames: Frames) -> bool:
+        header, body = frames
+        if self._channel is not None:
+            sent = self._channel.put((codec.seal(header, carrier.covered(body)), body))
+            if sent is carrier.Put.BELL:
+                self._to_socket(_BELL)
+            if sent is not carrier.Put.REFUSED:
+                return True
+        return self._to_socket((codec.seal(header, body), body))
+
+    def receive(self, timeout_s: float) -> Frames | None:
+        channel = self._channel
+        if channel is None:
+            return self._from_socket(timeout_s)
+        channel.release()
+        frames = self._from_slot(channel)
+        if frames is not None:
+            return frames
+        if timeout_s <= 0:
+            return self._from_socket(0.0)
+        if carrier.spin([channel], round(1e9 * min(self._spin_s, timeout_s))) or not channel.prepare_sleep():
+            return self._from_slot(channel)
+        frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
+        channel.awake()
+        return frames or self._from_slot(channel)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _to_socket(self, frames: Frames) -> bool:
         try:
             _send(self._socket, frames)
         except zmq.Again:
             return False
         return True
 
-    def receive(self, timeout_s: float) -> Frames | None:
-        frames = self._receive_now()
+    def _from_slot(self, channel: SlotChannel) -> Frames | None:
+        frames = channel.take()
         if frames is not None:
-            return frames
-        ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 0)))
-        if self._socket in ready:
-            return self._receive_now()
-        if self._monitor in ready:
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_DISCONNECTED:
-                raise DeviceUnavailable("the connection to the device was lost")
-        return None
+            codec.check(frames[0], carrier.covered(frames[1]))
+        return frames
+
+    def _from_socket(self, timeout_s: float) -> Frames | None:
+        frames = self._receive_now()
+        if frames is None and timeout_s > 0:
+            ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))
+            if self._socket in ready:
+                frames = self._receive_now()
+        if frames is None:
+            if self._monitor.poll(0):
+                self._look_at_connection()
+            return None
+        if len(frames) != 2:
+            if frames == _BELL:
+                return None
+            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
+        codec.check(frames[0], frames[1])
+        return frames
+
+    def _look_at_connection(self) -> None:
+        if parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+            raise DeviceUnavailable("the connection to the device was lost")
 
     def _receive_now(self) -> Frames | None:
         try:
@@ -220,62 +335,13 @@ class ZmqTransport:
         except zmq.Again:
             return None
 
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-
-
-class InProcessTransport:
-    """Calls `reply` where a socket would be: same frames, same checks, no other process."""
-
-    def __init__(self, reply: Callable[[bytes, Frames], Frames], client: bytes = b"in-process") -> None:
-        self._reply, self._client = reply, client
-        self._replies: deque[Frames] = deque(maxlen=_RECEIVE_QUEUE)
-
-    def send(self, frames: Frames) -> bool:
-        self._replies.append(self._reply(self._client, frames))
-        return True
-
-    def receive(self, timeout_s: float) -> Frames | None:
-        return self._replies.popleft() if self._replies else None
-
-    def close(self) -> None:
-        self._replies.clear()
-
 
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
     large = len(frames[-1]) >= _ZERO_COPY_BYTES  # the codec makes a new body for each message: safe to lend
     socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
 
 
-def _content(frame: zmq.Frame) -> Buffer:
+def _content(frame: zmq.Frame) -> codec.Buffer:
     """Small frames lie anywhere in libzmq's read buffer: copied, they are aligned."""
-    content: Buffer = frame.bytes if len(frame) < _ZERO_COPY_BYTES else frame.buffer
+    content: codec.Buffer = frame.bytes if len(frame) < _ZERO_COPY_BYTES else frame.buffer
     return content
-
-
-def _make_private(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} must belong to you alone (mode 0700) because the device's socket lives in it, "
-            f"got {stat.filemode(status.st_mode)}; make a directory for it"
-        )
-
-
-def _take(path: Path) -> int:
-    """Lock the address: libzmq would let a second device steal the path without a word."""
-    handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(handle, 32).decode(errors="replace").strip() or "?"
-        os.close(handle)
-        raise ConfigError(
-            f"a device with pid {holder} already listens on ipc://{path}; stop it or choose another address"
-        ) from None
-    os.ftruncate(handle, 0)
-    os.write(handle, f"{os.getpid()}\n".encode())
-    return handle

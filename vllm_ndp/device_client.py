@@ -20,10 +20,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.carrier import Frames
+from ndp_device.client_transport import ClientTransport
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import ClientTransport, Frames, ZmqTransport
+from ndp_device.transport import ZmqTransport
 from vllm_ndp.device_calls import (
     AnnouncedPlan,
     ControlCall,
@@ -55,6 +57,7 @@ class DeviceClient:
         deadline_ms: float = 1000.0,
         control_deadline_ms: float = 60_000.0,
         name: str = "vllm-ndp",
+        slots: bool = True,
         transport: Callable[[str], ClientTransport] = ZmqTransport,
     ) -> None:
         self.address, self.expected_digest, self.name = address, expected_digest, name
@@ -66,6 +69,8 @@ class DeviceClient:
         self._pid = os.getpid()
         self._up = False
         self._incarnation: str | None = None
+        self.uses_slots = False  # messages lie in shared memory, as long as they fit
+        self._slots, self._doubts_slots = slots, False  # in doubt, the next connection takes the socket
         self._handles: dict[int, ExecuteHandle] = {}
         self._control: ControlCall | None = None
         self._replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
@@ -224,9 +229,8 @@ class DeviceClient:
             frames = transport.receive(timeout_s)
             if frames is None:
                 return self._greet()
-            self._accept(frames)
+            self._accept(transport, frames)
         except (DeviceUnavailable, RemoteProtocolError, DeviceError) as error:
-            self.counters.broken += isinstance(error, RemoteProtocolError)
             self._fail(error)
         return True
 
@@ -235,16 +239,19 @@ class DeviceClient:
         if self._up or self._control is not None or self._transport is None:
             return False
         hello = msg.Hello(
-            self._next_id(), versions=(msg.VERSION, msg.VERSION), client=self.name, model_digest=self.expected_digest
+            self._next_id(),
+            versions=(msg.VERSION, msg.VERSION),
+            client=self.name,
+            model_digest=self.expected_digest,
+            wants_slots=self._slots and self._transport.wants_slots and not self._doubts_slots,
         )
         if not self._transport.send(codec.encode(hello)):
             return False
+        self._doubts_slots = False
         self._control = ControlCall(hello.id, "Hello", time.monotonic() + GREETING_S)
         return True
 
-    def _accept(self, frames: Frames) -> None:
-        if len(frames) != 2:
-            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
+    def _accept(self, transport: ClientTransport, frames: Frames) -> None:
         reply, tensors = codec.decode_reply(frames[0], frames[1])
         if self._incarnation is None:
             self._incarnation = reply.incarnation
@@ -253,7 +260,7 @@ class DeviceClient:
         if handle := self._handles.pop(reply.id, None):
             self._settle(handle, reply, tensors)
         elif self._control is not None and self._control.id == reply.id:
-            self._advance(self._control, reply, tensors)
+            self._advance(transport, self._control, reply, tensors)
         elif 0 < reply.id <= self._last_id:
             self.counters.ignored += 1
         else:
@@ -281,7 +288,9 @@ class DeviceClient:
         self._retry_s = RETRY_FIRST_S
         handle.result = ExecuteResult(y.copy(), reply.timing)  # the device's frame is read-only
 
-    def _advance(self, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
+    def _advance(
+        self, transport: ClientTransport, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors
+    ) -> None:
         """Note the answer to Hello, InstallPlan or ActivatePlan; while coming back, ask the next thing."""
         self._control = None
         if isinstance(reply, msg.Refusal):
@@ -298,6 +307,7 @@ class DeviceClient:
             return
         if isinstance(reply, msg.Welcome):
             self.welcome = reply
+            self.uses_slots = reply.slots is not None and transport.attach(reply.slots)
             self._replay = self._plans_to_replay()
         if self._replay:
             message, plan = self._replay.popleft()
@@ -337,11 +347,17 @@ class DeviceClient:
         return control
 
     def _send(self, frames: Frames) -> None:
-        if self._transport is not None and not self._transport.send(frames):
-            self._fail(DeviceUnavailable("the device takes no more requests"))
+        try:
+            if self._transport is not None and not self._transport.send(frames):
+                self._fail(DeviceUnavailable("the device takes no more requests"))
+        except RemoteProtocolError as error:
+            self._fail(error)
 
     def _fail(self, reason: Exception) -> None:
         """Replace the connection: late answers and queued requests of the old one can never be seen again."""
+        if isinstance(reason, RemoteProtocolError):
+            self.counters.broken += 1
+            self._doubts_slots = self.uses_slots
         if self._up:
             self.counters.lost += 1
             _log.warning("NDP device at %s is down: %s", self.address, reason)

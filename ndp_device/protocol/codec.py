@@ -63,16 +63,29 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) -> tuple[bytes, bytearray]:
-    """The two frames of `message`. `tensors` must be what messages.TENSORS lists for its type, in that order."""
+    """The two frames of `message`, not sealed yet; `tensors` as messages.TENSORS lists them, in that order."""
     specs, body = _pack(type(message), tensors or {})
     if specs:
         message = msgspec.structs.replace(message, tensors=specs)
-    unsealed = _ENCODER.encode(message)[:-_CRC_BYTES]
-    if len(unsealed) + _CRC_BYTES > MAX_HEADER_BYTES:
+    header = _ENCODER.encode(message)
+    if len(header) > MAX_HEADER_BYTES:
         raise LocalProtocolError(
-            f"a {type(message).__name__} header may have {MAX_HEADER_BYTES} bytes, got {len(unsealed) + _CRC_BYTES}"
+            f"a {type(message).__name__} header may have {MAX_HEADER_BYTES} bytes, got {len(header)}"
         )
-    return unsealed + _checksum(unsealed, body), body
+    return header, body
+
+
+def seal(header: Buffer, body: Buffer) -> bytes:
+    """The header with its checksum over everything before it and over `body`, b"" where that is not covered."""
+    unsealed = bytes(header)[:-_CRC_BYTES]
+    return unsealed + _checksum(unsealed, body)
+
+
+def check(header: Buffer, body: Buffer) -> None:
+    """Raise RemoteProtocolError unless `seal` of the same bytes made this header."""
+    if _checksum(header[:-_CRC_BYTES], body) != header[-_CRC_BYTES:]:
+        _refuse_other_major(header)
+        raise RemoteProtocolError("the checksum of a message does not fit its bytes; it was damaged on its way")
 
 
 def decode_request(header: Buffer, body: Buffer) -> tuple[Request, Tensors]:
@@ -99,10 +112,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], header: Buffer, body: Buffer) -
         raise RemoteProtocolError(f"a header must have 5..{MAX_HEADER_BYTES} bytes, got {len(header)}")
     if len(body) > MAX_BODY_BYTES:
         raise RemoteProtocolError(f"a body may have at most {MAX_BODY_BYTES} bytes, got {len(body)}")
-    view = memoryview(header)
-    if _checksum(view[:-_CRC_BYTES], body) != bytes(view[-_CRC_BYTES:]):
-        _refuse_other_major(header)
-        raise RemoteProtocolError("the checksum of a message does not fit its bytes; it was damaged on its way")
     try:
         message = decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:

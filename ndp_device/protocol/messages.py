@@ -10,7 +10,7 @@
     Shutdown      ->          Goodbye
 
 Any request may be answered by Refusal instead. Every reply carries the id of its request and the incarnation of the
-process that wrote it. `crc` is the last field of every map and covers every byte before it and the whole of frame 1.
+process that wrote it. `crc` is the last field of every map; who carries the frames fills it in (codec.seal).
 Knows no bytes (codec.py), no order (session.py), no socket (transport.py).
 """
 
@@ -59,12 +59,22 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
 
 
+class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A shared-memory segment the device made for one host (carrier.py)."""
+
+    pid: Count
+    fd: Count
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # its first bytes, so that it is not mistaken
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    body_room: Annotated[int, msgspec.Meta(ge=1, le=MAX_BODY_BYTES)]
+
+
 class _Identified(msgspec.Struct, frozen=True, tag_field="type"):
     id: Count
 
 
 class Message(_Identified, frozen=True, kw_only=True):
-    """`ndp` is magic and version in one; `tensors` and `crc` are filled in by the codec."""
+    """`ndp` is magic and version in one; `tensors` is filled in by encode, `crc` by seal."""
 
     ndp: int = VERSION
     tensors: tuple[TensorSpec, ...] = ()
@@ -75,6 +85,7 @@ class Hello(Message, frozen=True, tag="hello"):
     versions: tuple[Count, Count]  # lowest and highest the host can speak
     client: ShortText  # who asks, for the log
     model_digest: ShortText = ""  # "" = any model will do
+    wants_slots: bool = False  # both on one machine: the host can map shared memory
 
 
 class InstallPlan(Message, frozen=True, tag="install_plan"):
@@ -128,6 +139,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     hidden_size: Count
     max_tokens: Count = MAX_TOKENS
     max_body_bytes: Count = MAX_BODY_BYTES
+    slots: SlotOffer | None = None
 
 
 class PlanInstalled(Reply, frozen=True, tag="plan_installed"):

@@ -287,7 +287,7 @@ def foreign_device(major: int) -> Iterator[str]:
                 hidden_size=128,
             )
             header, body = codec.encode(reply)
-            return bytes(header), bytes(body)
+            return codec.seal(header, body), bytes(body)
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -55,8 +55,9 @@ class Caller:
         self, kind: type[msg.Message], tensors: codec.Tensors | None = None, waited_us: int = 0, **fields: Any
     ) -> Any:
         self.last_id += 1
-        frames = codec.encode(kind(self.last_id, **fields), tensors)
-        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, waited_us))
+        header, body = codec.encode(kind(self.last_id, **fields), tensors)
+        frames = (codec.seal(header, body), body)
+        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, body, waited_us))
         assert reply.id == self.last_id
         assert reply.incarnation == self.handler.incarnation
         if isinstance(reply, msg.Refusal):
@@ -323,7 +324,7 @@ def test_shutdown_is_for_ipc_only(handler: Handler, model_dir: Path) -> None:
 def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
     handler = Handler.__new__(Handler)  # garbage must be refused before anything is looked up
     handler.incarnation, handler.num_refused = "i", 0
-    reply, _ = codec.decode_reply(*handler.reply(b"x", frames))
+    reply, _ = codec.decode_reply(*handler.reply(b"x", frames, frames[-1] if frames else b""))
     assert isinstance(reply, msg.Refusal)
     assert reply.code == "bad_request"
     assert handler.num_refused == 1

@@ -20,12 +20,13 @@ import psutil
 import pytest
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
+from ndp_device.address import Address
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import Address, ZmqServer, ZmqTransport
+from ndp_device.transport import ZmqServer, ZmqTransport
 
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 
@@ -273,7 +274,7 @@ def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(add
     with serving(address, "--model", str(model_dir)):
         for frames in ([b"one"], [b"one", b"two", b"three"], [b"", b""]):
             transport = ZmqTransport(address)
-            assert eventually(lambda: transport.send(frames))  # noqa: B023
+            assert eventually(lambda: transport._to_socket(frames))  # noqa: B023
             reply = None
             while reply is None:
                 reply = transport.receive(5.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.carrier import Frames
+from ndp_device.client_transport import InProcessTransport
 from ndp_device.config import DeviceConfig
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.transport import Frames, InProcessTransport
 from vllm_ndp.device_client import DeviceClient, ExecuteHandle
 
 MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny-mixtral"
@@ -82,20 +82,11 @@ class FaultyDevice:
 
 class FaultyTransport(InProcessTransport):
     def __init__(self, device: FaultyDevice, client: bytes) -> None:
-        super().__init__(lambda name, frames: self._device.handler.reply(name, frames), client)
+        super().__init__(lambda *request: device.handler.reply(*request), client)
         self._device = device
-        self._queue: list[Frames] = []
 
     def send(self, frames: Frames) -> bool:
-        if not self._device.reachable or not super().send(frames):
-            return False
-        reply = super().receive(0.0)
-        assert reply is not None
-        self._queue.extend(self._outgoing(reply))
-        return True
+        return self._device.reachable and super().send(frames)
 
-    def receive(self, timeout_s: float) -> Frames | None:
-        return self._queue.pop(0) if self._queue else None
-
-    def _outgoing(self, reply: Frames) -> Iterator[Frames] | Sequence[Frames]:
-        return self._device.fault(reply)
+    def _arrive(self, frames: Frames) -> None:
+        self._replies.extend(self._device.fault(frames))

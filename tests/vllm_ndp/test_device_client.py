@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 
+from ndp_device.client_transport import InProcessTransport
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.model_shape import model_digest
-from ndp_device.transport import InProcessTransport
+from ndp_device.protocol.codec import VersionMismatch
 from vllm_ndp.device_client import MAX_IN_FLIGHT, DeviceClient
 
 CALLS = make_calls()
@@ -247,7 +248,7 @@ def test_connect_says_why_a_device_refuses(device: FaultyDevice) -> None:
     with pytest.raises(DeviceError, match="digest: the host serves model beef"):
         DeviceClient("in-process", "beef", transport=device.connect).connect()
     device.fault = failing("other_major")
-    with pytest.raises(DeviceUnavailable, match=r"the peer 2\.0"):
+    with pytest.raises(VersionMismatch, match=r"the peer 2\.0"):
         DeviceClient("in-process", transport=device.connect).connect(0.1)
 
 

@@ -29,13 +29,17 @@ PATIENCE_S = 60.0  # for a shared, busy machine: nothing is claimed about how lo
 class Rig:
     """A device process, a client of it, and the rule that no answer may ever be wrong."""
 
-    def __init__(self, *failpoints: str, seed: int = 0) -> None:
+    def __init__(self, *failpoints: str, slots: bool = True) -> None:
         options = [text for failpoint in failpoints for text in ("--failpoint", failpoint)]
         self.process = DeviceProcess.spawn(
-            MODEL, None, kernel="reference", extra_arguments=[*options, "--failpoint-seed", str(seed)]
+            MODEL, None, kernel="reference", extra_arguments=[*options, "--failpoint-seed", "0"]
         )
         self.client = DeviceClient(
-            self.process.address, model_digest(MODEL), deadline_ms=DEADLINE_MS, control_deadline_ms=500
+            self.process.address,
+            model_digest(MODEL),
+            deadline_ms=DEADLINE_MS,
+            control_deadline_ms=500,
+            slots=slots,
         )
         self.served = self.unserved = 0
         self.slowest_miss_s = 0.0
@@ -75,10 +79,16 @@ class Rig:
         self.process.terminate()
 
 
+@pytest.fixture(params=["slots", "socket"])
+def way(request: pytest.FixtureRequest) -> str:
+    """The same faults on both carriers."""
+    return str(request.param)
+
+
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    failpoints = getattr(request, "param", ())
-    rig = Rig(*failpoints)
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else "slots"
+    rig = Rig(*getattr(request, "param", ()), slots=way == "slots")
     try:
         connect(rig)
         yield rig
@@ -128,24 +138,26 @@ def stop_loop(rig: Rig, times: int) -> None:
     assert rig.client.counters.lost >= times
 
 
-def test_kill_9_in_mid_call_costs_no_deadline_and_the_next_device_is_used(rig: Rig) -> None:
+def test_kill_9_in_mid_call_costs_no_deadline_and_the_next_device_is_used(rig: Rig, way: str) -> None:
+    assert rig.client.uses_slots == (way == "slots")
     kill_loop(rig, 3)
     assert rig.client.counters.broken == 0
 
 
-def test_a_stopped_device_costs_one_deadline_in_all_and_is_used_again_when_it_goes_on(rig: Rig) -> None:
+def test_a_stopped_device_costs_one_deadline_in_all_and_is_used_again_when_it_goes_on(rig: Rig, way: str) -> None:
+    assert rig.client.uses_slots == (way == "slots")
     stop_loop(rig, 3)
 
 
 @pytest.mark.slow
-def test_kill_loop(rig: Rig) -> None:
+def test_kill_loop(rig: Rig, way: str) -> None:
     descriptors = psutil.Process().num_fds()
     kill_loop(rig, 20)
     assert psutil.Process().num_fds() <= descriptors + 2
 
 
 @pytest.mark.slow
-def test_stop_loop(rig: Rig) -> None:
+def test_stop_loop(rig: Rig, way: str) -> None:
     stop_loop(rig, 30)
 
 
@@ -181,13 +193,13 @@ def chaos(rig: Rig, calls: int) -> None:
 
 
 @pytest.mark.parametrize("rig", [MIXED], indirect=True)
-def test_a_device_with_sixteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig) -> None:
+def test_a_device_with_sixteen_kinds_of_fault_never_gives_a_wrong_number(rig: Rig, way: str) -> None:
     chaos(rig, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rig", [(*MIXED, "hang=0.001:600", "exit=0.002")], indirect=True)
-def test_chaos(rig: Rig) -> None:
+def test_chaos(rig: Rig, way: str) -> None:
     chaos(rig, 3000)
     assert rig.client.counters.broken > 20
     assert rig.client.counters.nonfinite > 0
@@ -264,7 +276,7 @@ def test_a_device_that_keeps_dying_is_started_less_and_less_often(rig: Rig) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thousand_reconnections_leak_nothing(rig: Rig) -> None:
+def test_a_thousand_reconnections_leak_nothing(rig: Rig, way: str) -> None:
     rig.until_served(0)
     process = psutil.Process()
     descriptors, threads = process.num_fds(), process.num_threads()

@@ -1,0 +1,173 @@
+"""How long does a message take to the device and back: through shared memory, through the socket, and at the least?
+
+The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
+limit); slot and wire = ZmqTransport and ZmqServer with checks on; execute = the whole DeviceClient and ndp-device with
+an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops per core beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ndp_device import carrier
+from ndp_device.protocol.messages import SlotOffer
+from ndp_device.transport import ZmqServer, ZmqTransport
+from vllm_ndp.device_client import DeviceClient, DeviceProcess
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = b"x" * 196 + bytes(4)  # as long as the header of an Execute
+WARM_UP = 50
+
+
+def echo(address: str) -> None:
+    """The peer: the first message asks for slots, every other one comes back as it is."""
+    server = ZmqServer(address)
+    print("ready", flush=True)
+    while True:
+        received = server.receive(1000)
+        if received is None:
+            continue
+        if bytes(received.frames[0]).startswith(b"slots"):
+            offer = msgspec.msgpack.encode(server.offer_slots(received.client)) + bytes(4)
+            reply: carrier.Frames = (offer, b"")
+        else:
+            reply = received.frames
+        server.send(received.client, server.seal(received.client, reply))
+        received.release()
+
+
+def wait_for(transport: ZmqTransport) -> carrier.Frames:
+    while True:
+        frames = transport.receive(1.0)
+        if frames is not None:
+            return frames
+
+
+def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
+    with tempfile.TemporaryDirectory() as directory:
+        address = f"ipc://{directory}/echo"
+        peer = subprocess.Popen([sys.executable, __file__, "--echo", address], stdout=subprocess.PIPE)
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()
+            transport = ZmqTransport(address)
+            while not transport.send((b"slots" + bytes(4), b"")):
+                time.sleep(0.001)
+            header, _ = wait_for(transport)
+            if slots:
+                offer = msgspec.msgpack.decode(bytes(header)[:-4], type=SlotOffer | None)
+                assert offer is not None, "no shared memory here"
+                assert transport.attach(offer)
+            body = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8).tobytes()
+            times = []
+            for _ in range(count + WARM_UP):
+                start = time.perf_counter_ns()
+                assert transport.send((HEADER, body))
+                wait_for(transport)
+                times.append(time.perf_counter_ns() - start)
+            transport.close()
+            return times[WARM_UP:]
+        finally:
+            peer.kill()
+            peer.wait()
+
+
+def executed(count: int, *, slots: bool) -> list[int]:
+    process = DeviceProcess.spawn(ROOT / "models" / "tiny-mixtral", None, kernel="reference")
+    try:
+        client = DeviceClient(process.address, slots=slots)
+        welcome = client.connect(30)
+        assert client.uses_slots == slots
+        client.install_plan(1, np.zeros((welcome.num_layers, welcome.num_experts), np.uint8))
+        client.activate_plan(1)
+        x = np.zeros((1, welcome.hidden_size), np.float32)
+        nothing = np.zeros(0, np.int32)
+        pairs = (nothing, nothing, np.zeros(0, np.uint8), np.zeros(0, np.float32))
+        times = []
+        for step in range(count + WARM_UP):
+            start = time.perf_counter_ns()
+            client.finish_execute(client.begin_execute(0, step, step * 10**9, x, *pairs))
+            times.append(time.perf_counter_ns() - start)
+        client.close()
+        return times[WARM_UP:]
+    finally:
+        process.terminate()
+
+
+def floor(num_bytes: int, count: int, program: Path) -> list[int]:
+    output = subprocess.run([program, str(num_bytes), str(count)], capture_output=True, text=True, check=True).stdout
+    return [int(line) for line in output.split()]
+
+
+@contextmanager
+def busy_cores(per_core: int) -> Iterator[None]:
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(per_core * len(os.sched_getaffinity(0)))
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0,8192,65536,1048576,16777216")
+    parser.add_argument("--count", type=int, default=2000, help="round trips of 8 KB; fewer for larger ones")
+    parser.add_argument("--repeat", type=int, default=3, help="interleaved repetitions; the median of each percentile")
+    parser.add_argument("--oversubscribe", type=int, default=0)
+    parser.add_argument("--echo", metavar="ADDR", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.echo:
+        echo(arguments.echo)
+    results: dict[tuple[str, int], list[list[float]]] = {}
+    with tempfile.TemporaryDirectory() as directory, busy_cores(arguments.oversubscribe):
+        program = Path(directory) / "floor"
+        subprocess.run(["cc", "-O2", "-o", program, ROOT / "benchmarks" / "protocol_floor.c"], check=True)
+        load = os.getloadavg()[0]
+        for _ in range(arguments.repeat):
+            for size in (int(text) for text in arguments.sizes.split(",")):
+                count = max(min(arguments.count, arguments.count * 65536 // max(size, 1)), 20)
+                for name, times in (
+                    ("floor", floor(size, count, program)),
+                    ("slot", carried(size, count, slots=True)),
+                    ("wire", carried(size, count, slots=False)),
+                ):
+                    results.setdefault((name, size), []).append(np.percentile(times, [50, 90, 99]).tolist())
+            for slots in (True, False):
+                times = executed(arguments.count, slots=slots)
+                name = f"execute_{'slot' if slots else 'wire'}"
+                results.setdefault((name, 0), []).append(np.percentile(times, [50, 90, 99]).tolist())
+    rows = [
+        dict(
+            zip(
+                ("name", "bytes", "p50_us", "p90_us", "p99_us"),
+                (*key, *(np.median(runs, axis=0) / 1e3).round(1).tolist()),
+                strict=True,
+            )
+        )
+        for key, runs in sorted(results.items(), key=lambda item: (item[0][1], item[0][0]))
+    ]
+    print(f"{'':14}{'bytes':>10}{'p50':>10}{'p90':>10}{'p99':>10}   us, measured")
+    for row in rows:
+        print(f"{row['name']:14}{row['bytes']:>10}{row['p50_us']:>10}{row['p90_us']:>10}{row['p99_us']:>10}")
+    print(json.dumps({"load": load, "oversubscribe": arguments.oversubscribe, "results": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Where a device listens, and who may go there. Knows files and names, no socket."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndp_device.errors import ConfigError
+
+MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing zero
+
+
+@dataclass(frozen=True)
+class Address:
+    """ipc:///absolute/path or tcp://loopback:port."""
+
+    text: str
+    ipc_path: Path | None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        scheme, separator, rest = text.partition("://")
+        if separator and scheme == "ipc":
+            if rest.startswith("@"):
+                raise ConfigError(f"{text}: abstract sockets have no owner, anybody may connect; give an absolute path")
+            if not rest.startswith("/"):
+                raise ConfigError(f"{text}: the path of an ipc address must be absolute, for example ipc:///run/x/ndp")
+            if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
+                raise ConfigError(
+                    f"an ipc path may have {MAX_IPC_PATH_BYTES} bytes, got {len(os.fsencode(rest))}; use a shorter one"
+                )
+            return cls(text, Path(rest))
+        if separator and scheme == "tcp":
+            host, _, port = rest.rpartition(":")
+            if not _is_loopback(host):
+                raise ConfigError(f"{text}: tcp is not encrypted, so only loopback is allowed, for example 127.0.0.1")
+            if not (port.isdecimal() and int(port) < 65536) and port != "*":
+                raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
+            return cls(text, None)
+        raise ConfigError(f"an address must look like ipc:///path or tcp://127.0.0.1:port, got {text!r}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def make_private(directory: Path) -> None:
+    """Make the directory of an ipc socket, or refuse one that others can enter."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must belong to you alone (mode 0700) because the device's socket lives in it, "
+            f"got {stat.filemode(status.st_mode)}; make a directory for it"
+        )
+
+
+def require_private(path: Path) -> None:
+    """Refuse a socket that others can open."""
+    mode = path.lstat().st_mode
+    if mode & 0o077:
+        raise ConfigError(f"{path} must be closed to others, got mode {stat.filemode(mode)}")
+
+
+def take(path: Path) -> int:
+    """Lock the address until the returned descriptor is closed: libzmq lets a second device steal a path in silence."""
+    handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(handle, 32).decode(errors="replace").strip() or "?"
+        os.close(handle)
+        raise ConfigError(
+            f"a device with pid {holder} already listens on ipc://{path}; stop it or choose another address"
+        ) from None
+    os.ftruncate(handle, 0)
+    os.write(handle, f"{os.getpid()}\n".encode())
+    return handle

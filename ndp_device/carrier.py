@@ -1,0 +1,176 @@
+"""The shared-memory carrier: the same two frames, written into slots that host and device both map.
+
+The device makes the segment (a memfd: it has no name, so no crash can orphan it and nobody can find it, and it is
+sealed, so it cannot shrink under us); the host opens it through /proc/<device>/fd, which the kernel allows to the same
+user only. A side that wants to sleep says so in the segment and is woken through the socket ("bell").
+
+Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
+Knows no protocol. The spinning and copying is C++ (carrier_csrc/carrier.cpp), without the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import importlib
+import mmap
+import os
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from types import ModuleType
+
+from ndp_device.errors import RemoteProtocolError
+from ndp_device.protocol.messages import SlotOffer
+
+Buffer = bytes | bytearray | memoryview
+Frames = Sequence[Buffer]
+
+NUM_SLOTS = 4
+BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a message first needs them
+HOST_SPIN_US = 20  # the host shares its cores with vLLM: a longer spin is descheduled and loses milliseconds
+DEVICE_SPIN_US = 1000  # outlasts the gap between two layers
+MAX_CHANNELS = 16
+PROBE_AFTER_S = 10.0
+MAX_SEALED_BODY_BYTES = 64 << 10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+native: ModuleType | None = None  # not built: every message takes the socket
+with contextlib.suppress(ImportError):
+    native = importlib.import_module("ndp_device._carrier")
+
+
+class Put(enum.Enum):
+    """What became of a message: it must take the socket; it lies in a slot; … and its reader sleeps, so ring."""
+
+    REFUSED = 0
+    DONE = 1
+    BELL = 2
+
+
+_PUT = tuple(Put)
+
+
+def spin_ns(default_us: int) -> int:
+    """How long to look at memory before going to sleep; NDP_SPIN_US overrides it, 0 = never."""
+    text = os.environ.get("NDP_SPIN_US", "")
+    return (int(text) if text.isdecimal() else default_us) * 1000
+
+
+class SlotChannel:
+    """One mapped segment, seen from one side."""
+
+    def __init__(self, fd: int, offer: SlotOffer, *, is_device: bool) -> None:
+        assert native is not None
+        self.offer = offer
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
+        self._ring = native.Channel(self._mapping, fd, offer.num_slots, offer.body_room, is_device)
+        self.has_spoken = False  # device: the host has attached and used it
+        self.used_s = time.monotonic()
+        self._closed = False
+
+    @classmethod
+    def create(cls) -> SlotChannel | None:
+        """A new segment of this process, None where that is impossible."""
+        if native is None:
+            return None
+        try:
+            fd = os.memfd_create("ndp-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError:
+            return None
+        try:
+            token = secrets.token_bytes(16)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, native.Channel.total_bytes(NUM_SLOTS, BODY_ROOM))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            os.posix_fallocate(fd, 0, 3 * mmap.PAGESIZE)
+            os.pwrite(fd, token, 0)
+            return cls(fd, SlotOffer(os.getpid(), fd, token, NUM_SLOTS, BODY_ROOM), is_device=True)
+        except (OSError, ValueError):
+            os.close(fd)
+            return None
+
+    @classmethod
+    def attach(cls, offer: SlotOffer) -> SlotChannel | None:
+        """The device's segment mapped here, None unless it is provably that one."""
+        if native is None:
+            return None
+        try:
+            fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(fd)
+            genuine = (
+                stat.S_ISREG(status.st_mode)
+                and status.st_uid == os.geteuid()
+                and status.st_size == native.Channel.total_bytes(offer.num_slots, offer.body_room)
+                and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+                and os.pread(fd, len(offer.token), 0) == offer.token
+            )
+            if genuine:
+                return cls(fd, offer, is_device=False)
+        except (OSError, ValueError, OverflowError):
+            pass
+        os.close(fd)
+        return None
+
+    def put(self, frames: Frames) -> Put:
+        header, body = frames
+        try:
+            state: int = self._ring.put(header, body)
+        except ValueError as error:
+            raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
+        return _PUT[state]
+
+    def take(self) -> Frames | None:
+        """The next message. A large body lies in the slot itself: it is valid until `release`."""
+        try:
+            taken = self._ring.take()
+        except ValueError as error:
+            raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
+        if taken is None:
+            return None
+        self.has_spoken = True
+        self.used_s = time.monotonic()
+        header, body = taken
+        if isinstance(body, tuple):
+            offset, size = body
+            body = memoryview(self._mapping)[offset : offset + size].toreadonly()
+        return header, body
+
+    def release(self) -> None:
+        """Give the slot of the oldest message taken back, if there is one."""
+        if not self._closed:
+            self._ring.release()
+
+    def prepare_sleep(self) -> bool:
+        """True: the other side will ring from now on. False: something has arrived meanwhile."""
+        ready: bool = self._ring.prepare_sleep()
+        return ready
+
+    def awake(self) -> None:
+        if not self._closed:
+            self._ring.awake()
+
+    def close(self) -> None:
+        self._closed = True
+        del self._ring
+        with contextlib.suppress(BufferError):  # somebody still reads a body; the mapping goes with the last reader
+            self._mapping.close()
+        os.close(self._fd)
+
+
+def covered(body: Buffer) -> Buffer:
+    """The part of a body in a slot that its seal covers: checking a large one would cost more than carrying it."""
+    return body if len(body) <= MAX_SEALED_BODY_BYTES else b""
+
+
+def spin(channels: Sequence[SlotChannel], timeout_ns: int) -> bool:
+    """True as soon as one of the channels can be read."""
+    assert native is not None
+    ready: bool = native.spin([channel._ring for channel in channels], timeout_ns)
+    return ready

@@ -1,0 +1,211 @@
+// Two rings of slots in one shared mapping: messages of two frames, one ring per direction, one writer and one reader each.
+//
+//   page 0         Preamble
+//   page 1, 2      RingHead of host -> device, device -> host
+//   then           num_slots slots of each ring: SlotHead | header, padded to 4096 | body
+//
+// Knows no protocol and no socket. Waiting means spinning for a bounded time without the GIL; who wants to sleep says so
+// with prepare_sleep() and is then woken by the other side by other means. Nothing the peer wrote is used before it was
+// copied and checked; what does not fit the rules raises ValueError, and the caller gives the mapping up.
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kHeaderRoom = 4096;
+constexpr uint64_t kCopyBody = 256 << 10;  // larger bodies are lent, not copied
+constexpr int kHostToDevice = 0;
+
+struct alignas(64) RingHead {
+    alignas(64) std::atomic<uint64_t> written;   // messages the writer has published
+    alignas(64) std::atomic<uint64_t> released;  // messages whose slot the reader has given back
+    alignas(64) std::atomic<uint32_t> sleeping;  // the reader wants a bell
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(RingHead) <= kPage);
+
+struct alignas(64) SlotHead {
+    uint64_t number;  // of the message, from 1
+    uint64_t header_bytes;
+    uint64_t body_bytes;
+};
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A view of a Python buffer that keeps it alive.
+class View {
+public:
+    View(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &buffer_, flags)) throw nb::python_error();
+    }
+    ~View() { PyBuffer_Release(&buffer_); }
+    View(const View&) = delete;
+    View& operator=(const View&) = delete;
+    char* data() const { return static_cast<char*>(buffer_.buf); }
+    uint64_t size() const { return static_cast<uint64_t>(buffer_.len); }
+
+private:
+    Py_buffer buffer_;
+};
+
+class Channel {
+public:
+    Channel(nb::handle mapping, int fd, uint32_t num_slots, uint64_t body_room, bool is_device)
+        : mapping_(mapping, PyBUF_WRITABLE), fd_(fd), num_slots_(num_slots), body_room_(body_room),
+          reserved_(num_slots, 0) {
+        if (!num_slots || mapping_.size() < total_bytes(num_slots, body_room))
+            throw std::invalid_argument("the mapping is smaller than its rings");
+        const int sends = is_device ? 1 - kHostToDevice : kHostToDevice;
+        out_ = ring(sends);
+        in_ = ring(1 - sends);
+        out_slots_ = slots_offset(sends);
+        in_slots_ = slots_offset(1 - sends);
+        sent_ = out_->written.load();
+        taken_ = returned_ = in_->released.load();
+    }
+
+    static uint64_t total_bytes(uint32_t num_slots, uint64_t body_room) {
+        return 3 * kPage + 2 * num_slots * slot_bytes(body_room);
+    }
+
+    // 0: no room, use the wire; 1: published; 2: published and the reader sleeps, ring a bell.
+    int put(nb::handle header, nb::handle body) {
+        const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
+        const uint64_t released = out_->released.load(std::memory_order_acquire);
+        if (released > sent_) throw std::invalid_argument("the peer returned slots it never had");
+        if (sent_ - released >= num_slots_ || head.size() > kHeaderRoom || rest.size() > body_room_) return 0;
+        const uint32_t index = sent_ % num_slots_;
+        const uint64_t offset = out_slots_ + index * slot_bytes(body_room_);
+        const uint64_t needed = sizeof(SlotHead) + kHeaderRoom + rest.size();
+        if (needed > reserved_[index]) {  // a page that cannot be had must be an error here, not a SIGBUS later
+            if (posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(needed))) return 0;
+            reserved_[index] = needed;
+        }
+        char* slot = mapping_.data() + offset;
+        const SlotHead described{sent_ + 1, head.size(), rest.size()};
+        std::memcpy(slot, &described, sizeof described);
+        std::memcpy(slot + sizeof(SlotHead), head.data(), head.size());
+        copy(slot + sizeof(SlotHead) + kHeaderRoom, rest.data(), rest.size());
+        out_->written.store(++sent_, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // Dekker: publish, then look whether the reader sleeps
+        return out_->sleeping.load() && out_->sleeping.exchange(0) ? 2 : 1;
+    }
+
+    // None, or (header, body) with a copied body, or (header, (offset, size)) of a body to be read in place.
+    nb::object take() {
+        const uint64_t written = in_->written.load(std::memory_order_acquire);
+        if (written == taken_) return nb::none();
+        if (written < taken_ || written - returned_ > num_slots_)
+            throw std::invalid_argument("the peer published messages that cannot be");
+        const uint64_t offset = in_slots_ + (taken_ % num_slots_) * slot_bytes(body_room_);
+        const char* slot = mapping_.data() + offset;
+        SlotHead described;
+        std::memcpy(&described, slot, sizeof described);  // once: the peer may change it while we look
+        if (described.number != taken_ + 1 || described.header_bytes > kHeaderRoom || described.body_bytes > body_room_)
+            throw std::invalid_argument("a slot describes a message that cannot be");
+        ++taken_;
+        nb::object header = nb::steal(
+            PyBytes_FromStringAndSize(slot + sizeof(SlotHead), static_cast<Py_ssize_t>(described.header_bytes)));
+        const uint64_t body = offset + sizeof(SlotHead) + kHeaderRoom;
+        if (described.body_bytes > kCopyBody)
+            return nb::make_tuple(header, nb::make_tuple(body, described.body_bytes));
+        return nb::make_tuple(header, nb::steal(PyByteArray_FromStringAndSize(
+                                          mapping_.data() + body, static_cast<Py_ssize_t>(described.body_bytes))));
+    }
+
+    // Give the slot of the oldest message taken back to the writer.
+    void release() {
+        if (returned_ < taken_) in_->released.store(++returned_, std::memory_order_release);
+    }
+
+    bool readable() const { return in_->written.load(std::memory_order_acquire) != taken_; }
+
+    // True: the writer will ring from now on. False: something has arrived meanwhile.
+    bool prepare_sleep() {
+        in_->sleeping.store(1);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (!readable()) return true;
+        in_->sleeping.store(0);
+        return false;
+    }
+
+    void awake() { in_->sleeping.store(0); }
+
+private:
+    static uint64_t slot_bytes(uint64_t body_room) {
+        return (sizeof(SlotHead) + kHeaderRoom + body_room + kPage - 1) / kPage * kPage;
+    }
+    RingHead* ring(int direction) { return reinterpret_cast<RingHead*>(mapping_.data() + (1 + direction) * kPage); }
+    uint64_t slots_offset(int direction) const {
+        return 3 * kPage + direction * num_slots_ * slot_bytes(body_room_);
+    }
+    static void copy(char* to, const char* from, uint64_t bytes) {
+        if (bytes <= kCopyBody) {
+            std::memcpy(to, from, bytes);
+            return;
+        }
+        nb::gil_scoped_release release;
+        std::memcpy(to, from, bytes);
+    }
+
+    View mapping_;
+    int fd_;
+    uint32_t num_slots_;
+    uint64_t body_room_;
+    std::vector<uint64_t> reserved_;  // bytes of each outgoing slot that are known to exist
+    RingHead *out_, *in_;
+    uint64_t out_slots_, in_slots_;
+    uint64_t sent_, taken_, returned_;
+};
+
+// True as soon as one of the channels has a message, false after timeout_ns. Yields, so that a core shared with the
+// peer is not taken from it.
+bool spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
+    nb::gil_scoped_release release;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+    do {
+        for (int look = 0; look < 16; ++look) {
+            for (const Channel* channel : channels)
+                if (channel->readable()) return true;
+            for (int i = 0; i < 4; ++i) pause_briefly();
+        }
+        sched_yield();
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+}  // namespace
+
+NB_MODULE(_carrier, module) {
+    nb::class_<Channel>(module, "Channel")
+        .def(nb::init<nb::handle, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
+             nb::arg("num_slots"), nb::arg("body_room"), nb::arg("is_device"))
+        .def_static("total_bytes", &Channel::total_bytes)
+        .def("put", &Channel::put)
+        .def("take", &Channel::take)
+        .def("release", &Channel::release)
+        .def("readable", &Channel::readable)
+        .def("prepare_sleep", &Channel::prepare_sleep)
+        .def("awake", &Channel::awake);
+    module.def("spin", &spin);
+}

@@ -1,0 +1,317 @@
+"""The shared-memory carrier: two frames through slots, the bell, and every reason to take the socket instead."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
+
+from ndp_device import carrier
+from ndp_device.carrier import NUM_SLOTS, Put, SlotChannel
+from ndp_device.errors import RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.transport import ZmqServer, ZmqTransport
+from vllm_ndp.device_client import DeviceClient
+
+pytestmark = pytest.mark.skipif(
+    carrier.native is None, reason="the extension is not built: everything takes the socket"
+)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[SlotChannel, SlotChannel]]:
+    device = SlotChannel.create()
+    assert device is not None
+    host = SlotChannel.attach(device.offer)
+    assert host is not None
+    yield host, device
+    host.close()
+    device.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 4096, 65536, 65537, 256 << 10, (256 << 10) + 1, 1 << 20, 20 << 20])
+def test_a_message_of_any_size_arrives_as_it_was_in_both_directions(
+    pair: tuple[SlotChannel, SlotChannel], size: int
+) -> None:
+    for sender, receiver in (pair, pair[::-1]):
+        body = random.Random(size).randbytes(size)
+        for number in range(2 * NUM_SLOTS + 1):
+            assert sender.put((b"header %d" % number, body)) is Put.DONE
+            frames = receiver.take()
+            assert frames is not None
+            assert bytes(frames[0]) == b"header %d" % number
+            assert bytes(frames[1]) == body
+            assert receiver.take() is None
+            receiver.release()
+
+
+def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    host, device = pair
+    host.put((b"h", bytes(1 << 20)))
+    frames = device.take()
+    assert frames is not None
+    array = np.frombuffer(frames[1], np.uint8)
+    assert not array.flags.writeable
+    device.close()  # the mapping stays as long as somebody reads in it
+    assert not array.any()
+    device.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    host, device = pair
+    assert host.put((b"h", bytes(carrier.BODY_ROOM + 1))) is Put.REFUSED
+    assert host.put((bytes(4097), b"")) is Put.REFUSED
+    for _ in range(NUM_SLOTS):
+        assert host.put((b"h", b"")) is Put.DONE
+    assert host.put((b"h", b"")) is Put.REFUSED
+    assert device.take() is not None
+    assert host.put((b"h", b"")) is Put.REFUSED  # taken is not released
+    device.release()
+    assert host.put((b"h", b"")) is Put.DONE
+
+
+def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
+    pair: tuple[SlotChannel, SlotChannel],
+) -> None:
+    host, device = pair
+    assert device.prepare_sleep()
+    assert host.put((b"h", b"")) is Put.BELL
+    assert host.put((b"h", b"")) is Put.DONE
+    assert not device.prepare_sleep()
+    device.take()
+    device.take()
+    assert device.prepare_sleep()
+    device.awake()
+    device.release()
+    assert host.put((b"h", b"")) is Put.DONE
+
+
+def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    host, device = pair
+    assert not carrier.spin([device], 0)
+    assert not carrier.spin([device], 100_000)
+    timer = threading.Timer(0.05, lambda: host.put((b"h", b"")))
+    timer.start()
+    assert carrier.spin([device], 60_000_000_000)
+    timer.join()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [
+        (mmap.PAGESIZE, 10**6),  # messages written
+        (3 * mmap.PAGESIZE, 7),  # number of the message
+        (3 * mmap.PAGESIZE + 8, 4097),  # bytes of its header
+        (3 * mmap.PAGESIZE + 16, 1 << 40),  # bytes of its body
+    ],
+)
+def test_what_the_peer_scribbles_is_refused(pair: tuple[SlotChannel, SlotChannel], offset: int, value: int) -> None:
+    host, device = pair
+    host.put((b"h", b"body"))
+    host._mapping[offset : offset + 8] = value.to_bytes(8, "little")
+    with pytest.raises(RemoteProtocolError, match="shared memory was damaged"):
+        device.take()
+
+
+def test_a_reader_that_returns_what_it_never_had_is_refused(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    host, device = pair
+    device._mapping[mmap.PAGESIZE + 64 : mmap.PAGESIZE + 72] = (9).to_bytes(8, "little")
+    with pytest.raises(RemoteProtocolError, match="returned slots"):
+        host.put((b"h", b""))
+
+
+def test_only_the_very_segment_is_attached(pair: tuple[SlotChannel, SlotChannel], tmp_path: Path) -> None:
+    offer = pair[1].offer
+    total = os.fstat(offer.fd).st_size
+    plain = (tmp_path / "file").open("w+b")  # right size, right token, but it can shrink under us
+    plain.truncate(total)
+    os.pwrite(plain.fileno(), offer.token, 0)
+    other = SlotChannel.create()
+    assert other is not None
+    for change in (
+        {"token": bytes(16)},
+        {"num_slots": NUM_SLOTS + 1},
+        {"body_room": carrier.BODY_ROOM - (1 << 20)},
+        {"fd": plain.fileno()},
+        {"fd": other.offer.fd},
+        {"fd": 10**6},
+        {"pid": 2**31},
+    ):
+        assert SlotChannel.attach(msgspec.structs.replace(offer, **change)) is None
+    assert os.fstat(offer.fd).st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(offer.fd, total // 2)
+    assert fcntl.fcntl(offer.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    plain.close()
+    other.close()
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[tuple[ZmqServer, ZmqTransport]]:
+    server = ZmqServer(f"ipc://{tmp_path}/private/device")
+    transport = ZmqTransport(server.address)
+    yield server, transport
+    transport.close()
+    server.close()
+
+
+FRAMES = (b"header" + bytes(4), b"body")
+
+
+def attach(server: ZmqServer, transport: ZmqTransport) -> bytes:
+    while not transport.send(FRAMES):
+        pass
+    received = None
+    while received is None:
+        received = server.receive(100)
+    offer = server.offer_slots(received.client)
+    assert offer is not None
+    assert transport.attach(offer)
+    return received.client
+
+
+def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    memory = transport._channel
+    assert memory is not None
+    server.send(client, server.seal(client, FRAMES))
+    assert memory.take() is None
+    assert transport.receive(5.0) is not None
+    assert transport.send(FRAMES)
+    received = server.receive(1000)
+    assert received is not None
+    assert received.channel is server._channels[client]
+    server.send(client, server.seal(client, FRAMES))
+    assert memory.take() is not None
+
+
+def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    large = (FRAMES[0], random.Random(1).randbytes(carrier.BODY_ROOM + 1))
+    for frames in (FRAMES, large, FRAMES):
+        assert transport.send(frames)
+        received = server.receive(5000)
+        assert received is not None
+        assert (received.channel is None) == (frames is large)
+        codec.check(received.frames[0], received.covered)
+        assert bytes(received.frames[1]) == frames[1]
+        received.release()
+        server.send(client, server.seal(client, frames))
+        answer = None
+        while answer is None:
+            answer = transport.receive(5.0)
+        assert bytes(answer[1]) == frames[1]
+
+
+def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    transport.send(FRAMES)
+    assert server.receive(1000) is not None
+    header, body = server.seal(client, FRAMES)
+    server.send(client, (header, bytes(body)[:-1] + b"Y"))
+    with pytest.raises(RemoteProtocolError, match="checksum"):
+        transport.receive(1.0)
+
+
+def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    channel = server._channels[client]
+    channel.used_s -= carrier.PROBE_AFTER_S + 1
+    assert server.receive(100) is None
+    assert client in server._channels  # it is there, only silent
+    transport.close()
+    for _ in range(50):
+        channel.used_s -= carrier.PROBE_AFTER_S + 1
+        server.receive(20)
+    assert server._channels == {}
+    transport.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    attach(server, transport)
+    stop = threading.Event()
+
+    def echo() -> None:
+        while not stop.is_set():
+            received = server.receive(10)
+            if received is not None:
+                codec.check(received.frames[0], received.covered)
+                frames = tuple(bytes(frame) for frame in received.frames)
+                received.release()
+                server.send(received.client, server.seal(received.client, frames))
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    try:
+        rng = random.Random(3)
+        for number in range(1000):
+            if rng.random() < 0.05:
+                stop.wait(rng.random() * 0.004)  # long enough for either side to fall asleep
+            body = rng.randbytes(rng.choice((0, 10, 5000, 70_000, 300_000)))
+            assert transport.send((b"%010d" % number + bytes(4), body))
+            answer = None
+            while answer is None:
+                answer = transport.receive(10.0)
+            assert bytes(answer[0]).startswith(b"%010d" % number)
+            assert bytes(answer[1]) == body
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("limits", "spin_us", "uses_slots"),
+    [("", None, True), ("", "0", True), ("ulimit -f 1000; ", None, False)],
+    ids=["spinning", "never spinning", "no shared memory to be had"],
+)
+def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
+    tmp_path: Path, limits: str, spin_us: str | None, uses_slots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ulimit -f` limits what a file, and so a memfd, may grow to."""
+    if spin_us is not None:
+        monkeypatch.setenv("NDP_SPIN_US", spin_us)
+    model_dir = write_small_checkpoint(tmp_path / "model")
+    address = f"ipc://{tmp_path}/private/device"
+    program = f"{limits}exec {sys.executable} -P -m ndp_device serve --address {address} --model {model_dir}"
+    process = subprocess.Popen(["bash", "-c", f"{program} --kernel reference"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["ready"]
+        answers = []
+        for slots in (True, False):
+            client = DeviceClient(address, slots=slots, deadline_ms=20_000)
+            client.connect(30)
+            assert client.uses_slots == (slots and uses_slots)
+            client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
+            client.activate_plan(1)
+            x = np.random.default_rng(0).standard_normal((2, HIDDEN), np.float32)
+            rows, experts = np.array([0, 1], np.int32), np.array([1, 2], np.int32)
+            bits, gates = np.full(2, 16, np.uint8), np.ones(2, np.float32)
+            results = [
+                client.finish_execute(client.begin_execute(0, step, step, x, rows, experts, bits, gates))
+                for step in range(20)
+            ]
+            answers.append(np.stack([result.y for result in results]))
+            assert client.counters.executed == 20
+            client.close()
+        np.testing.assert_array_equal(*answers)
+    finally:
+        process.kill()
+        process.communicate()
