@@ -7,11 +7,13 @@ Does not know how anything is computed, and needs no vLLM.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +22,12 @@ from ndp_device.calibration.build import default_cache_dir
 from ndp_device.calibration.loss_table import load_loss_table
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, read_prior
-from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare
+from vllm_ndp.replay.analysis import analyse, calibration_sensitivity
+from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare, popularity
 from vllm_ndp.replay.live import replay_live
+from vllm_ndp.replay.report import write_report, write_timeline
 from vllm_ndp.replay.reproduce import (
     Reproduction,
     reproduce_cxl_expert,
@@ -53,6 +58,8 @@ def lab_commands(app: typer.Typer) -> None:
     app.command("replay")(replay_command)
     app.command("compare")(compare_command)
     app.command("reproduce")(reproduce_command)
+    app.command("analyze")(analyze_command)
+    app.command("report")(report_command)
 
 
 def trace_import(
@@ -209,6 +216,88 @@ def reproduce_command(
         raise ConfigError(f"reproduce knows {', '.join(SOURCES)}, got {source!r}")
     _print_reproduction(result)
     _finish({"source": result.source, "rows": [row.as_dict() for row in result.rows], "notes": list(result.notes)})
+
+
+def analyze_command(
+    trace: TraceOption,
+    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
+    prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
+    prior_out: Annotated[Path | None, typer.Option(help="Write this trace's popularity here, for policies.")] = None,
+    calibrations: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do losses and bits agree?")
+    ] = None,
+    avg_bits: Annotated[float, typer.Option(help="Budget of the calibration comparison.")] = 2.0,
+) -> None:
+    """What a trace's prompts say about its decode: against a null, a prior and an oracle, with intervals."""
+    recorded = Trace.load(trace)
+    if prior_out is not None:
+        np.save(prior_out, popularity(recorded).values)
+    result = analyse(recorded, hot, prior=None if prior is None else read_prior(prior))
+    table = Table(title=f"per layer, {result.num_requests} requests")
+    for name in ("layer", "gini", "cosine prefill-decode", "null 95 %", "cosine to other requests"):
+        table.add_column(name, justify="right")
+    for layer, cosine in enumerate(result.cosine):
+        band = f"{result.cosine_null_low[layer]:.3f}-{result.cosine_null_high[layer]:.3f}"
+        table.add_row(
+            str(layer), f"{result.gini[layer]:.3f}", f"{cosine:.3f}", band, f"{result.cosine_across[layer]:.3f}"
+        )
+    Console(width=140).print(table)
+    coverage = Table(title=f"share of decode choices in {result.num_hot} hot experts, 95 % interval over requests")
+    coverage.add_column("hot set from")
+    for name in ("covered", "interval", "minus static", "interval "):
+        coverage.add_column(name, justify="right")
+    for name, value in result.coverage.items():
+        over = result.over_static.get(name)
+        paired = ("", "") if over is None else (f"{over.mean:+.4f}", f"{over.low:+.4f} {over.high:+.4f}")
+        coverage.add_row(name, f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", *paired)
+    for title, curve in (
+        ("first {} prompt tokens", result.first_tokens),
+        ("first {} and prior", result.first_tokens_and_prior),
+        ("last {} prompt tokens", result.last_tokens),
+        ("refreshed every {} decode tokens", result.refresh),
+        ("prior worth {} tokens", result.prior_tokens),
+    ):
+        for tokens, value in curve.items():
+            coverage.add_row(title.format(tokens), f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", "", "")
+    Console(width=140).print(coverage)
+    summary = {**dataclasses.asdict(result), "layers_outside_null": result.layers_outside_null}
+    if calibrations is not None:
+        first, second = (_losses(recorded, path) for path in calibrations)
+        agreement = calibration_sensitivity(recorded, first, second, Budget(result.num_hot, avg_bits))
+        summary["calibration"] = dataclasses.asdict(agreement)
+    _finish({"trace": str(trace), **summary})
+
+
+def report_command(
+    trace: Annotated[Path, typer.Argument(help="Trace directory of a run.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
+    model: ModelOption = "mixtral-8x7b",
+    hardware: HardwareOption = "h100-ndp512",
+    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
+    avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 2.0,
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated; figures show the first.")] = "1",
+    replicas: ReplicasOption = None,
+    set_: SetOption = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Also write the first steps for ui.perfetto.dev.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps in the Perfetto file.")] = 64,
+) -> None:
+    """One self-contained page of pictures about a trace, and a timeline if asked for."""
+    recorded = Trace.load(trace)
+    settings = CompareSettings(
+        model=model,
+        hardware=hardware,
+        overrides=_overrides(set_),
+        batches=_integers(batch, "--batch"),
+        num_hot=hot,
+        avg_bits=avg_bits,
+    )
+    live = recorded.provenance.live is not None
+    loss = _losses(recorded, replicas, nominal=replicas is None and (not live or "full" in _precision(recorded)))
+    result = write_report(recorded, settings, out, loss)
+    if perfetto is not None:
+        result["perfetto"] = str(perfetto)
+        result["steps"] = write_timeline(recorded, settings, perfetto, loss, steps)
+    _finish(result)
 
 
 def _print_reproduction(result: Reproduction) -> None:

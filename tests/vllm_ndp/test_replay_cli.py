@@ -1,0 +1,95 @@
+"""The lab's commands: JSON on the last line, one sentence and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+TRACE = str(DATA / "tiny-mixtral-trace")
+PROGRAM = Path(sys.executable).parent / "vllm-ndp"
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
+    done = run(
+        "compare", "--trace", TRACE, "--systems", "context_aware,monde", "--policies", "prefill,oracle",
+        "--batch", "1,4,64", "--csv", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
+    )  # fmt: skip
+    result = last_json(done)
+    assert len(result["rows"]) == 2 * (2 + 3)
+    assert result["skipped"] == ["batch 64: only 12 requests to replay"]
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == [row["policy"] for row in result["rows"]]
+    assert float(rows[0]["decode_tokens_per_s"]) == pytest.approx(result["rows"][0]["decode_tokens_per_s"])
+    assert "context_aware" in done.stdout
+
+
+def test_reproduce_paper_prints_rows_with_what_was_published():
+    result = last_json(run("reproduce", "paper"))
+    row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")
+    assert row["published"] == 8.7
+    assert row["ours"] == pytest.approx(7.04, abs=0.01)
+    assert row["assumptions"]
+    assert result["notes"]
+
+
+def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
+    trace, prior = str(tmp_path / "trace"), str(tmp_path / "prior.npy")
+    made = last_json(
+        run("trace-synth", "--out", trace, "--model", "mixtral-8x7b", "--requests", "8", "--prompt-len", "16",
+            "--decode-len", "16")
+    )  # fmt: skip
+    assert (made["requests"], made["layers"], made["experts"]) == (8, 32, 8)
+    analysed = last_json(run("analyze", "--trace", trace, "--prior-out", prior))
+    assert analysed["coverage"]["oracle"]["mean"] > analysed["coverage"]["random"]["mean"]
+    assert np.load(prior).shape == (32, 8)
+    used = last_json(run("compare", "--trace", trace, "--systems", "fiddler", "--prior", prior))
+    assert used["num_requests"] == 8
+
+
+def test_a_foreign_recording_is_imported(tmp_path):
+    ids = np.random.default_rng(0).random((3, 8, 2, 4)).argsort(axis=3)[..., :2]
+    np.savez(tmp_path / "t.npz", experts=ids, weights=np.full(ids.shape, 0.5), prompt_len=np.array([4, 4, 4]))
+    result = last_json(
+        run("trace-import", str(tmp_path / "t.npz"), "--out", str(tmp_path / "t"), "--format", "npz",
+            "--num-experts", "4")
+    )  # fmt: skip
+    assert (result["requests"], result["rows"], result["experts"]) == (3, 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "--trace", "nowhere"], "is not a trace"),
+        (["compare", "--trace", TRACE, "--policies", "prefil"], "did you mean 'prefill'"),
+        (["compare", "--trace", TRACE, "--systems", "mondo"], "did you mean 'monde'"),
+        (["compare", "--trace", TRACE, "--model", "olmoe"], "8 experts top-2, the model 64 top-8"),
+        (["compare", "--trace", TRACE, "--hardware", "h100-ndp513"], "did you mean"),
+        (["compare", "--trace", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
+        (["compare", "--trace", TRACE, "--batch", "one"], "whole numbers"),
+        (["compare", "--trace", TRACE, "--hot", "9"], r"0..8"),
+        (["reproduce", "nothing"], "paper, cxl-expert, hobbit, moepic"),
+        (["replay", "--trace", TRACE], "live run"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):
+    done = run(*arguments, code=2)
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

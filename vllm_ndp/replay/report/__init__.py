@@ -1,0 +1,79 @@
+"""A trace as one HTML page and as a Perfetto file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import islice
+from pathlib import Path
+
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.replay.analysis import analyse
+from vllm_ndp.replay.compare import CompareSettings, compare
+from vllm_ndp.replay.costs import WIDTH_CLASSES, Costs, dims_of
+from vllm_ndp.replay.engine import Engine
+from vllm_ndp.replay.live import recorded_policy
+from vllm_ndp.replay.outcome import Summary
+from vllm_ndp.replay.report.page import render
+from vllm_ndp.replay.timeline import chrome_trace
+from vllm_ndp.traces.format import LiveSetup
+from vllm_ndp.traces.trace import Trace
+
+SWEEP_BITS = (1.5, 2.0, 3.0)
+
+
+def write_report(
+    trace: Trace, settings: CompareSettings, out: Path, loss: LossTable | None = None
+) -> dict[str, object]:
+    """Analyse, compare and draw; returns what the command prints last."""
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+    comparison = compare(trace, settings, loss=loss)
+    analysis = analyse(trace, settings.num_hot)
+    sweep: list[Summary] = []
+    for bits in SWEEP_BITS:
+        at = dataclasses.replace(settings, avg_bits=bits, batches=settings.batches[:1])
+        systems = tuple(name for name in ("context_aware", "balanced", "adaptive") if name in settings.systems)
+        rows = compare(trace, dataclasses.replace(at, systems=systems), loss=loss).rows if systems else []
+        sweep += [dataclasses.replace(row, policy=f"{row.policy}@{bits}") for row in rows]
+    page = render(trace, analysis, comparison, sweep, settings, costs)
+    out.write_text(page, encoding="utf-8")
+    return {
+        "report": str(out),
+        "bytes": len(page.encode()),
+        "systems": len({row.system for row in comparison.rows}),
+        "coverage": {name: value.mean for name, value in analysis.coverage.items()},
+    }
+
+
+def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: LossTable, steps: int) -> int:
+    """The first steps of the trace for Perfetto, run exactly; returns how many."""
+    p = trace.provenance
+    if p.live is not None:
+        policy, budget = recorded_policy(trace)
+        setup = p.live
+    else:
+        costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+        costs.require(p.num_experts, p.top_k)
+        num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
+        policy, budget = load_policy("prefill", PolicySettings(bits=settings.bits)), Budget(num_hot, settings.avg_bits)
+        setup = LiveSetup(
+            preset=settings.hardware,
+            overrides=dict(settings.overrides),
+            host_dims=dataclasses.asdict(costs.dims),
+            hot_experts=num_hot,
+            expert_bytes={bits: costs.replica_bytes(bits) for bits in WIDTH_CLASSES},
+            group_size=costs.group_size,
+            activation_bytes=costs.dims.dtype_bytes,
+        )
+    engine = Engine(trace, setup, policy, loss, budget)
+    runs = [engine.run(int(step)) for step in islice(engine.steps, steps)]
+    moved = {r.step: engine.clock.model.migration_ps(r.migrated_experts) for r in runs if r.migrated_experts}
+    measured = trace.events["measured_step_s"][: len(runs)].tolist() if trace.events else []
+    out.write_text(json.dumps(chrome_trace(runs, measured, moved)), encoding="utf-8")
+    return len(runs)
+
+
+__all__ = ["write_report", "write_timeline"]
