@@ -18,6 +18,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
+    "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
 }
 
@@ -48,6 +49,8 @@ class NdpSettings:
     pe_mode: str = "bit_scalable"
     kernel: str = "auto"
     """What the embedded device computes with."""
+    pool: str = "checkpoint"
+    """Where full-precision experts come from: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = "full"

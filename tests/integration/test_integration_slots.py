@@ -30,12 +30,16 @@ def parts():  # type: ignore[no-untyped-def]
             w2 = torch.empty(len(hot), HIDDEN, INTERMEDIATE, dtype=dtype)
             slots = HotSlots(kernel, w13, w2, EXPERTS)
             for slot, expert in enumerate(hot):
-                slots.migrate(slot, expert, experts[expert])
+                slots.migrate(slot, expert, fill_with(kernel, experts[expert]))
             return slots
 
         return experts, slots_for
 
     return make
+
+
+def fill_with(kernel, weights):  # type: ignore[no-untyped-def]
+    return lambda w13, w2, slot: kernel.load(w13, w2, slot, weights)
 
 
 def route(num_rows, generator):  # type: ignore[no-untyped-def]
@@ -96,7 +100,7 @@ def test_a_foreign_experts_overflow_does_not_reach_a_row_without_hot_pairs(parts
     """Row 1 has no hot pair and is aliased to row 0's slot, whose weights overflow for it: 0 * inf must stay 0."""
     experts, slots_for = parts(torch.float16)
     slots = slots_for([0])
-    slots.migrate(0, 0, type(experts[0])(*(w * 3e4 for w in experts[0])))
+    slots.migrate(0, 0, fill_with(slots.kernel, type(experts[0])(*(w * 3e4 for w in experts[0]))))
     x = torch.ones(2, HIDDEN).half()
     weights = torch.full((2, TOP_K), 0.5)
     ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
@@ -106,7 +110,7 @@ def test_a_foreign_experts_overflow_does_not_reach_a_row_without_hot_pairs(parts
 def test_migration_replaces_an_expert_and_forgets_the_old_one(parts) -> None:  # type: ignore[no-untyped-def]
     experts, slots_for = parts(torch.float32)
     slots = slots_for([2, 4])
-    slots.migrate(0, 6, experts[6])
+    slots.migrate(0, 6, fill_with(slots.kernel, experts[6]))
     assert slots.slot_of.tolist() == [-1, -1, -1, -1, 1, -1, 0, -1]
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     weights, ids = torch.full((3, TOP_K), 0.5), torch.tensor([[6, 2], [4, 6], [2, 0]], dtype=torch.int32)
@@ -119,3 +123,39 @@ def test_no_slots_at_all_computes_nothing(parts) -> None:  # type: ignore[no-unt
     slots = slots_for([])
     weights, ids = torch.full((2, TOP_K), 0.5), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     assert not slots.run(torch.ones(2, HIDDEN), weights, slots.slot_of[ids]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """The bundled model: checkpoint through one staging slot against the mapped copy, one call for all experts."""
+    import numpy as np
+    from engines import MODEL
+
+    from ndp_device.errors import ConfigError
+    from vllm_ndp.integration.dispatch import Pairs
+    from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel
+    from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
+
+    pool = ExpertsPool(MODEL)
+    hidden, intermediate = pool.shape.hidden_size, pool.shape.intermediate_size
+    kernel = CpuSlotKernel(dtype, hidden, intermediate, "silu")
+    w13 = torch.zeros(2, 2 * intermediate, hidden, dtype=dtype)
+    w2 = torch.zeros(2, hidden, intermediate, dtype=dtype)
+    staged = StagingStreamer(pool, kernel, w13, w2)
+    packed = PackedStreamer(tmp_path / "packed", pool, kernel, dtype)
+    again = PackedStreamer(tmp_path / "packed", pool, kernel, dtype)  # from the files alone
+    x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
+    pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
+    for layer in range(pool.shape.num_layers):
+        want = staged.run(layer, x, pairs)
+        assert torch.equal(packed.run(layer, x, pairs), want)
+        assert torch.equal(again.run(layer, x, pairs), want)
+    for slot, streamer in enumerate((staged, again)):
+        streamer.fill(2, 5, w13, w2, slot)
+    assert torch.equal(w13[0], w13[1])
+    assert torch.equal(w2[0], w2[1])
+    (tmp_path / "packed" / "w2-00001.bin").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="wrong size"):
+        PackedStreamer(tmp_path / "packed", pool, kernel, dtype)

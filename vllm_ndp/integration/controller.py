@@ -24,12 +24,13 @@ from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.dispatch import LayerDispatch
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import HotSlots, StagingSlot, make_slot_kernel
+from vllm_ndp.integration.hot_slots import HotSlots, make_slot_kernel
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import PAIR_KINDS, StepContext
+from vllm_ndp.integration.streaming import Streamer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
@@ -77,7 +78,7 @@ class NdpController:
         self.tracker = RequestTracker()
         self.hardware = compat.hardware_of(settings)
         self.clock = StepClock(HostModel(self.hardware, _host_dims(vllm_config, self.pool)))
-        self.staging: StagingSlot
+        self.streamer: Streamer
         self.sidecar: RoutingSidecar
         self.device: DeviceLink
         self.planner: Planner
@@ -117,8 +118,6 @@ class NdpController:
         slots = HotSlots(kernel, layer.w13_weight.data, layer.w2_weight.data, self.pool.shape.num_experts)
         self._by_index[index] = slots
         self.layers[layer.layer_name] = LayerDispatch(index, slots, self)
-        if len(self._by_index) == 1:
-            self.staging = StagingSlot(kernel, slots.w13, slots.w2)
 
     def start(self, runner: Any) -> None:
         """The model is loaded: find the device, make the first placement, print what is effective."""
@@ -139,6 +138,7 @@ class NdpController:
         self.planner = Planner(
             self, compat.policy_of(self.settings), Budget(num_hot, self.settings.avg_bits), losses, identity=identity
         )
+        self.streamer = self._make_streamer()
         self.planner.start()
 
     def create_sidecar(self, kv_cache_config: Any) -> None:
@@ -240,7 +240,6 @@ class NdpController:
 
     def status(self) -> dict[str, Any]:
         num_hot = self.planner.budget.num_hot
-        staging = self.staging.num_bytes
         device = self.device.description
         return {
             "plugin_active": True,
@@ -253,8 +252,9 @@ class NdpController:
             "hot_experts": num_hot,
             "cold_experts": self.pool.shape.num_experts - num_hot,
             "hot_bytes": sum(slots.num_bytes for slots in self._by_index.values()),
-            "staging_bytes": staging,
+            "staging_bytes": self.streamer.staging_bytes,
             "pool_bytes": self.pool.mapped_bytes,
+            "pool": self.streamer.description,
             "sidecar_bytes": self.sidecar.num_bytes,
             "device_bytes": device.resident_bytes,
             "kernel": device.kernel,

@@ -150,17 +150,8 @@ class LayerDispatch:
         return out
 
     def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
-        """Full precision from the pool, expert by expert through the staging slot: each is read once per call."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in pairs.distinct_experts:
-            chosen = pairs.experts == expert
-            rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
-            gates = torch.from_numpy(pairs.gates[chosen]).to(x.device)
-            partial = self._controller.staging.run(
-                x.index_select(0, rows), gates, self._controller.pool.expert(self.index, int(expert))
-            )
-            total.index_add_(0, rows, partial.float())
-        out.add_(total)  # one rounding for all streamed experts
+        """Full precision from the pool; one rounding for all streamed experts."""
+        out.add_(self._controller.streamer.run(self.index, x, pairs))
 
     def _profile(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """vLLM measures peak memory with random rows: every pair runs in some slot, nothing leaves the process."""

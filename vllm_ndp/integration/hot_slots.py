@@ -7,6 +7,7 @@ Knows kernels and layouts. Does not know requests, plans or the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,7 @@ class CpuSlotKernel:
     def check_slots(self, num_slots: int) -> None:
         if num_slots * self._slot_elements >= _INT32_ELEMENTS:
             raise ConfigError(
-                f"hot_experts {num_slots} does not fit vLLM's CPU kernel (32-bit offsets): "
+                f"{num_slots} experts in one call do not fit vLLM's CPU kernel (32-bit offsets): "
                 f"at most {(_INT32_ELEMENTS - 1) // self._slot_elements} for this model"
             )
 
@@ -165,12 +166,15 @@ class HotSlots:
     def num_bytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes
 
-    def migrate(self, slot: int, expert: int, weights: ExpertWeights) -> None:
-        """Replace what `slot` holds. The map is cleared first and set last, so a half-copied slot is never named."""
+    def migrate(self, slot: int, expert: int, fill: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
+        """Replace what `slot` holds by calling fill(w13, w2, slot).
+
+        The map is cleared first and set last, so a half-copied slot is never named.
+        """
         if self.expert_in[slot] >= 0:
             self._name(self.expert_in[slot], -1)
         self.expert_in[slot] = -1
-        self.kernel.load(self.w13, self.w2, slot, weights)
+        fill(self.w13, self.w2, slot)
         self.expert_in[slot] = expert
         self._name(expert, slot)
 
@@ -182,22 +186,3 @@ class HotSlots:
         if not self.expert_in:
             return torch.zeros_like(x)
         return self.kernel.run(x, self.w13, self.w2, weights, slots)
-
-
-class StagingSlot:
-    """One slot shared by all layers, through which cold experts stream when a prefill row needs them."""
-
-    def __init__(self, kernel: CpuSlotKernel | CudaSlotKernel, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        self.kernel = kernel
-        self.w13 = torch.empty((1, *w13.shape[1:]), dtype=w13.dtype, device=w13.device)
-        self.w2 = torch.empty((1, *w2.shape[1:]), dtype=w2.dtype, device=w2.device)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
-
-    def run(self, x: torch.Tensor, gates: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
-        """x [n, H], gates f32 [n] -> gates * expert(x) as [n, H] in x's dtype."""
-        self.kernel.load(self.w13, self.w2, 0, expert)
-        slots = torch.zeros((x.shape[0], 1), dtype=torch.int32, device=x.device)
-        return self.kernel.run(x, self.w13, self.w2, gates.unsqueeze(1).contiguous(), slots)

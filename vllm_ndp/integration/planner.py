@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -83,7 +84,7 @@ class Planner:
             wanted = set(np.flatnonzero(placement.hot[layer]).tolist())
             free = [slot for slot, expert in enumerate(slots.expert_in) if expert not in wanted]
             for slot, expert in zip(free, sorted(wanted - set(slots.expert_in)), strict=False):
-                slots.migrate(slot, expert, self._controller.pool.expert(layer, expert))
+                slots.migrate(slot, expert, partial(self._controller.streamer.fill, layer, expert))
                 moved += 1
         self.placement = placement
         return moved

@@ -26,7 +26,7 @@ def residency_table(status: dict[str, Any]) -> Table:
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("experts per layer", f"{status['experts']}: {status['hot_experts']} hot, {status['cold_experts']} cold"),
         ("hot slots on GPU", f"{human_bytes(status['hot_bytes'])} + {human_bytes(status['staging_bytes'])} staging"),
-        ("pool (memory map)", f"{human_bytes(status['pool_bytes'])} of checkpoint, read page by page"),
+        ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
         ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),
         ("replicas", status["replicas"]),

@@ -1,0 +1,124 @@
+"""How full-precision experts leave the pool: into a hot slot, or through the kernel for rows that need them now.
+
+    StagingStreamer  from the checkpoint, packed into one staging slot, expert by expert: works everywhere
+    PackedStreamer   from a second memory map already in the CPU kernel's layout: one call for all experts of a layer,
+                     no packing, at the price of a copy of the experts on disk
+
+Knows pool, kernel layouts and pairs of one layer. Does not know requests or plans.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotKernel
+
+if TYPE_CHECKING:
+    from vllm_ndp.integration.dispatch import Pairs
+
+
+class Streamer(Protocol):
+    staging_bytes: int
+    description: str
+
+    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
+        """Write one expert into slot `slot` of w13 [S, 2I, H] and w2 [S, H, I]."""
+
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """Gate-weighted sum over the pairs of each row, f32 [T, H]."""
+
+
+class StagingStreamer:
+    def __init__(self, pool: ExpertsPool, kernel: SlotKernel, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        self._pool, self._kernel = pool, kernel
+        self._w13 = torch.empty((1, *w13.shape[1:]), dtype=w13.dtype, device=w13.device)
+        self._w2 = torch.empty((1, *w2.shape[1:]), dtype=w2.dtype, device=w2.device)
+        self.staging_bytes = self._w13.nbytes + self._w2.nbytes
+        self.description = "the checkpoint, read page by page"
+
+    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
+        self._kernel.load(w13, w2, slot, self._pool.expert(layer, expert))
+
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in pairs.distinct_experts:  # each is read once per call
+            self.fill(layer, int(expert), self._w13, self._w2, 0)
+            chosen = pairs.experts == expert
+            rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
+            gates = torch.from_numpy(pairs.gates[chosen]).to(x.device).unsqueeze(1)
+            slots = torch.zeros((len(rows), 1), dtype=torch.int32, device=x.device)
+            partial = self._kernel.run(x.index_select(0, rows), self._w13, self._w2, gates, slots)
+            total.index_add_(0, rows, partial.float())
+        return total
+
+
+class PackedStreamer:
+    """Two files per layer, w13 [E, 2I, H] and w2 [E, H, I], packed by the live kernel and mapped."""
+
+    staging_bytes = 0
+
+    def __init__(self, directory: Path, pool: ExpertsPool, kernel: CpuSlotKernel, dtype: torch.dtype) -> None:
+        if not isinstance(kernel, CpuSlotKernel):
+            raise ConfigError("ndp setting 'pool' can be 'packed' on CPU only: use 'checkpoint'")
+        kernel.check_slots(pool.shape.num_experts)  # its offsets are 32 bits wide here too
+        self._pool, self._kernel, self._dtype = pool, kernel, dtype
+        self.description = f"a packed copy in {directory}, mapped"
+        if not directory.is_dir():
+            self._build(directory)
+        self._layers = [self._map(directory, layer) for layer in range(pool.shape.num_layers)]
+        self._check()
+
+    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
+        packed13, packed2 = self._layers[layer]
+        w13[slot].copy_(packed13[expert])
+        w2[slot].copy_(packed2[expert])
+
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        rows = torch.from_numpy(pairs.rows)
+        gates = torch.from_numpy(pairs.gates).unsqueeze(1).contiguous()
+        experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
+        partial = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], gates, experts)
+        return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, partial.float())
+
+    def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self._pool.shape
+        experts, hidden, intermediate = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        maps = []
+        for name, size in (("w13", (experts, 2 * intermediate, hidden)), ("w2", (experts, hidden, intermediate))):
+            path = directory / f"{name}-{layer:05d}.bin"
+            count = size[0] * size[1] * size[2]
+            if not create and path.stat().st_size != count * self._dtype.itemsize:
+                raise ConfigError(f"{path} has the wrong size: delete {directory} and start again")
+            maps.append(torch.from_file(str(path), shared=create, size=count, dtype=self._dtype).view(size))
+        return maps[0], maps[1]
+
+    def _build(self, directory: Path) -> None:
+        """Into a directory aside, renamed when it is whole: a half-written one is never mapped."""
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        except OSError as error:
+            raise ConfigError(f"the packed pool cannot be written: {error}; set NDP_CACHE_DIR elsewhere") from None
+        layers = range(self._pool.shape.num_layers)
+        for layer in track(layers, f"packing experts into {directory}", console=Console(stderr=True)):
+            w13, w2 = self._map(aside, layer, create=True)
+            for expert in range(self._pool.shape.num_experts):
+                self._kernel.load(w13, w2, expert, self._pool.expert(layer, expert))
+        os.replace(aside, directory)
+
+    def _check(self) -> None:
+        """The layout depends on the kernel's build: repack one expert and compare."""
+        packed13, packed2 = self._layers[0]
+        w13, w2 = torch.empty_like(packed13[:1]), torch.empty_like(packed2[:1])
+        self._kernel.load(w13, w2, 0, self._pool.expert(0, 0))
+        if not (torch.equal(w13[0], packed13[0]) and torch.equal(w2[0], packed2[0])):
+            raise ConfigError(f"{self.description} is in another kernel's layout: delete it and start again")
