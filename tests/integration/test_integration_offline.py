@@ -1,0 +1,75 @@
+"""`LLM(model, quantization="ndp")` and nothing else: it works, says what it had to make, and makes it once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engines import MODEL, PROMPTS, device_processes, greedy, token_ids
+
+from ndp_device.model_shape import model_digest
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("empty-cache")
+
+
+@pytest.fixture(autouse=True)
+def _use_empty_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NDP_CACHE_DIR", str(empty_cache))
+
+
+def start_generate_and_end() -> tuple[list[list[int]], list[dict[str, object]]]:
+    """A user's script: no settings, the model's own dtype, torch.compile on."""
+    from vllm import LLM
+
+    llm = LLM(str(MODEL), quantization="ndp", kv_cache_memory_bytes=64 << 20)
+    try:
+        assert len(device_processes()) == 1
+        outputs = greedy(llm, PROMPTS, 8)
+        return token_ids(outputs), [output.kv_transfer_params["ndp"] for output in outputs]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
+    empty_cache: Path, capfd: pytest.CaptureFixture[str]
+):
+    tokens, reports = start_generate_and_end()
+    said = capfd.readouterr().err
+    assert "vllm-ndp: no replicas given for tiny-mixtral: building data-free ones once" in said
+    assert "vllm-ndp quantize" in said
+    assert [report["hot_experts"] for report in reports] == [4, 4, 4, 4]
+    assert all(1.0 <= float(str(report["avg_bits"])) <= 3.0 for report in reports)
+    manifest = empty_cache / "replicas" / model_digest(MODEL) / "manifest.json"
+    assert json.loads(manifest.read_text())["source"] == "data-free"
+    built_at = manifest.stat().st_mtime_ns
+
+    again, _ = start_generate_and_end()
+    assert "no replicas given" not in capfd.readouterr().err
+    assert manifest.stat().st_mtime_ns == built_at
+    assert again == tokens
+    assert device_processes() == []
+
+
+def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(empty_cache: Path):
+    """Stopped in the last of 4 layers: its file is cut short and the manifest does not know it yet."""
+    from vllm_ndp.config import NdpSettings
+    from vllm_ndp.integration.device_link import find_replicas
+
+    digest = model_digest(MODEL)
+    directory = empty_cache / "replicas" / digest
+    whole = (directory / "manifest.json").read_bytes()
+    made_at = (directory / "experts-00000.safetensors").stat().st_mtime_ns
+    manifest = json.loads(whole)
+    del manifest["layers"]["3"]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "experts-00003.safetensors").write_bytes(b"half")
+
+    assert find_replicas(NdpSettings(), MODEL, digest) == directory
+    assert (directory / "manifest.json").read_bytes() == whole
+    assert (directory / "experts-00000.safetensors").stat().st_mtime_ns == made_at
