@@ -114,6 +114,7 @@ def report(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_report_is_one_file_that_loads_nothing(report):
     page = Page(report.read_text(encoding="utf-8"))
     assert page.sources
@@ -123,6 +124,7 @@ def test_the_report_is_one_file_that_loads_nothing(report):
     assert page.tags.count("svg") >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium: apt-get install chromium")
 def test_a_browser_shows_the_report(report, tmp_path):
     picture = tmp_path / "report.png"

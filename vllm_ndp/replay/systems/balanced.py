@@ -25,36 +25,31 @@ DEFAULT_SPILL_BITS = 3
 
 def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:
     """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`."""
-    g, b, d, layers, _ = batches.shape
-    experts = batches.num_experts
+    b = batches.shape[1]
     device, gpu, links = costs.device_experts_ps(b)[bits], costs.gpu_experts_ps(b), costs.links_ps(b)
     base = run_pairs(batches, widths, costs)
     out = widths.copy()
     hot = (widths == 0) & batches.pairs
-    cell = (np.arange(g)[:, None, None, None] * layers + np.arange(layers)[:, None]) * experts
-    for step in range(d):
-        here = hot[:, :, step]
-        keys = (cell + batches.ids[:, :, step])[here]
-        size = g * layers * experts
-        rows = np.bincount(keys, minlength=size).reshape(g, layers, experts)
-        gates = np.bincount(keys, weights=batches.weights[:, :, step][here], minlength=size).reshape(rows.shape)
-        order = np.argsort(np.where(rows > 0, gates, np.inf), axis=2, kind="stable")
-        span = int((rows > 0).sum(axis=2).max())
+    for part in batches.chunks():
+        here = hot[:, :, part]
+        rows, gates = batches.tokens_in(part, here), batches.weight_in(part, here)
+        span = int((rows > 0).sum(axis=3).max())
         if span < 2:
             continue
-        order = order[:, :, :span]
-        ranked = np.take_along_axis(rows, order, axis=2)  # least gate weight first
-        zero = np.zeros((g, layers, 1))
-        moved = np.concatenate([zero, np.cumsum(device[ranked], axis=2)], axis=2)
-        left = np.concatenate([np.cumsum(gpu[ranked][:, :, ::-1], axis=2)[:, :, ::-1], zero], axis=2)
-        already = base.device_ps[:, step, :, None]
+        order = np.argsort(np.where(rows > 0, gates, np.inf), axis=3, kind="stable")[..., :span]
+        ranked = np.take_along_axis(rows, order, axis=3)  # least gate weight first
+        zero = np.zeros((*rows.shape[:3], 1))
+        moved = np.concatenate([zero, np.cumsum(device[ranked], axis=3)], axis=3)
+        left = np.concatenate([np.cumsum(gpu[ranked][..., ::-1], axis=3)[..., ::-1], zero], axis=3)
+        already = base.device_ps[:, part, :, None]
         # A layer without a cold pair pays for the message; one that has it pays only for the added experts.
         message = np.where((already == 0) & (moved > 0), costs.device_fill_ps + links[1, 1], 0.0)
-        best = np.maximum(left, already + moved + message).argmin(axis=2)
-        spilled = np.zeros((g, layers, experts), np.bool_)
-        np.put_along_axis(spilled, order, np.arange(span) < best[:, :, None], axis=2)
-        chosen = spilled[np.arange(g)[:, None, None, None], np.arange(layers)[:, None], batches.ids[:, :, step]]
-        out[:, :, step] = np.where(here & chosen, bits, out[:, :, step])
+        best = np.maximum(left, already + moved + message).argmin(axis=3)
+        spilled = np.zeros(rows.shape, np.bool_)
+        np.put_along_axis(spilled, order, np.arange(span) < best[..., None], axis=3)
+        # [G, 1, C, L, E] looked up by [G, B, C, L, k]
+        chosen = np.take_along_axis(spilled[:, None], batches.ids[:, :, part], axis=4)
+        out[:, :, part] = np.where(here & chosen, bits, out[:, :, part])
     return out
 
 

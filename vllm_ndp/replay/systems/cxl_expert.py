@@ -34,21 +34,22 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
     loaded = gpu_pairs = cold_pairs = 0
-    for step, tokens in batches.tokens_per_expert():
-        order = np.argsort(-np.where(hot, 0, tokens), axis=2, kind="stable")  # heaviest missing first
-        missing = np.take_along_axis(np.where(hot, 0, tokens), order, axis=2)
-        span = int((missing > 0).sum(axis=2).max()) if missing.any() else 0
-        order, missing = order[:, :, :span], missing[:, :, :span]
-        is_warm = np.take_along_axis(np.broadcast_to(warm, shape), order, axis=2)
+    for part in batches.chunks():
+        tokens = batches.tokens_in(part)
+        order = np.argsort(-np.where(hot, 0, tokens), axis=3, kind="stable")  # heaviest missing first
+        missing = np.take_along_axis(np.where(hot, 0, tokens), order, axis=3)
+        span = int((missing > 0).sum(axis=3).max()) if missing.any() else 0
+        order, missing = order[..., :span], missing[..., :span]
+        is_warm = np.take_along_axis(np.broadcast_to(warm, tokens.shape), order, axis=3)
         host = np.where(is_warm, warm_ps[missing], cold_ps[missing])
-        zero = np.zeros((g, layers, 1))
-        here = gpu[np.where(hot, tokens, 0)].sum(axis=2)[:, :, None]
-        copies = np.concatenate([zero, np.cumsum(np.where(missing > 0, fetch + gpu[missing], 0.0), axis=2)], axis=2)
-        rest = np.concatenate([host[:, :, ::-1].cumsum(axis=2)[:, :, ::-1], zero], axis=2)
+        zero = np.zeros((*tokens.shape[:3], 1))
+        here = gpu[np.where(hot, tokens, 0)].sum(axis=3)[..., None]
+        copies = np.concatenate([zero, np.cumsum(np.where(missing > 0, fetch + gpu[missing], 0.0), axis=3)], axis=3)
+        rest = np.concatenate([host[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)
         total = np.maximum(here + copies, rest)
-        chosen = total.argmin(axis=2)[:, :, None]
-        moe[:, step] = np.take_along_axis(total, chosen, 2)[:, :, 0]
-        gpu_ps[:, step] = np.take_along_axis(here + copies, chosen, 2)[:, :, 0]
+        chosen = total.argmin(axis=3)[..., None]
+        moe[:, part] = np.take_along_axis(total, chosen, 3)[..., 0]
+        gpu_ps[:, part] = np.take_along_axis(here + copies, chosen, 3)[..., 0]
         on_host = np.arange(span) >= chosen
         loaded += int(chosen.sum())
         gpu_pairs += int(np.where(hot, tokens, 0).sum() + missing[~on_host].sum())

@@ -28,14 +28,15 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     fetch = costs.fetch_ps()
     moe, gpu_ps = np.zeros((2, g, d, layers))
     fetched = hit_pairs = cpu_pairs = 0
-    for step, tokens in batches.tokens_per_expert():
-        hits = np.where(resident, tokens, 0)
-        misses = np.where(resident, 0, tokens)
+    for part in batches.chunks():
+        tokens = batches.tokens_in(part)
+        hits = np.where(resident[:, None], tokens, 0)
+        misses = np.where(resident[:, None], 0, tokens)
         on_host = (misses > 0) & (on_cpu[misses] + hop[misses] <= fetch + gpu[misses])
         copied = (misses > 0) & ~on_host
-        gpu_ps[:, step] = gpu[hits].sum(axis=2) + np.where(copied, fetch + gpu[misses], 0.0).sum(axis=2)
-        cpu_ps = np.where(on_host, on_cpu[misses] + hop[misses], 0.0).sum(axis=2)
-        moe[:, step] = np.maximum(gpu_ps[:, step], cpu_ps)
+        gpu_ps[:, part] = gpu[hits].sum(axis=3) + np.where(copied, fetch + gpu[misses], 0.0).sum(axis=3)
+        cpu_ps = np.where(on_host, on_cpu[misses] + hop[misses], 0.0).sum(axis=3)
+        moe[:, part] = np.maximum(gpu_ps[:, part], cpu_ps)
         fetched += int(copied.sum())
         hit_pairs += int(hits.sum())
         cpu_pairs += int(misses[on_host].sum())

@@ -8,6 +8,8 @@ gates evaluated on this layer's input start copies early (accuracy 96 %).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,8 +64,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     moved_bytes = 0.0
     hit_pairs = 0
     window = np.full((g, 1), attention)
-    for step in range(d):
-        high, low = (_tokens(batches, classes, step, kind) for kind in (HIGH, LOW))
+    for step, high, low in _steps(batches, classes):
         low = np.where(high > 0, 0, low)  # an expert that some row needs in high precision serves all rows
         high_hits = high_cache.touch(high, high > 0)
         wanted = (low > 0) & ~high_cache.cached
@@ -102,13 +103,12 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     )
 
 
-def _tokens(batches: Batches, classes: NDArray[np.uint8], step: int, kind: int) -> NDArray[np.int64]:
-    """[G, L, E], rows that want each expert in this precision."""
-    g, _, _, layers, _ = batches.shape
-    cell = (np.arange(g)[:, None, None, None] * layers + np.arange(layers)[:, None]) * batches.num_experts
-    keys = (cell + batches.ids[:, :, step])[classes[:, :, step] == kind]
-    counts = np.bincount(keys, minlength=g * layers * batches.num_experts)
-    return counts.reshape(g, layers, batches.num_experts).astype(np.int64)
+def _steps(batches: Batches, classes: NDArray[np.uint8]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Step by step: rows that want each expert in high and in low precision, [G, L, E] each."""
+    for part in batches.chunks():
+        high, low = (batches.tokens_in(part, classes[:, :, part] == kind) for kind in (HIGH, LOW))
+        for index, step in enumerate(range(part.start, part.stop)):
+            yield step, high[:, index], low[:, index]
 
 
 HOBBIT = System(

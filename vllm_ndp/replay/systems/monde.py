@@ -42,33 +42,34 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     fetch, share = costs.fetch_ps(), moved_share(costs)
     moe, on_device, on_gpu = np.zeros((3, g, d, layers))
     moved_pairs = moved = 0
-    for step, tokens in batches.tokens_per_expert():
-        ranked = -np.sort(-tokens, axis=2)  # most loaded first
-        active = (ranked > 0).sum(axis=2)
+    for part in batches.chunks():
+        tokens = batches.tokens_in(part)
+        ranked = -np.sort(-tokens, axis=3)  # most loaded first
+        active = (ranked > 0).sum(axis=3)
         span = int(active.max())
         if span == 0:
             continue
-        ranked = ranked[:, :, :span]
-        zero = np.zeros((g, layers, 1))
+        ranked = ranked[..., :span]
+        zero = np.zeros((*tokens.shape[:3], 1))
         cost = device[ranked]
-        rest = np.concatenate([cost[:, :, ::-1].cumsum(axis=2)[:, :, ::-1], zero], axis=2)  # [.., h]: all after h
-        left = np.concatenate([ranked[:, :, ::-1].cumsum(axis=2)[:, :, ::-1], zero], axis=2).astype(np.int64)
-        rows = np.minimum(left, batches.rows[:, step, None, None])
+        rest = np.concatenate([cost[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)  # [.., h]: all after h
+        left = np.concatenate([ranked[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3).astype(np.int64)
+        rows = np.minimum(left, batches.rows[:, part, None, None])
         device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
         # Copies run ahead of compute: the GPU ends with the last copy and its expert.
-        copies = fetch * np.minimum(np.arange(span + 1), active[:, :, None])
-        gpu_ps = copies + np.concatenate([zero, gpu[ranked]], axis=2)
+        copies = fetch * np.minimum(np.arange(span + 1), active[..., None])
+        gpu_ps = copies + np.concatenate([zero, gpu[ranked]], axis=3)
         if rounding == "cost":
-            chosen = np.maximum(gpu_ps, device_ps).argmin(axis=2)
+            chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
         else:
             chosen = np.minimum(num_moved(active, share, rounding), active)
         device_ps, gpu_ps, after = (
-            np.take_along_axis(a, chosen[:, :, None], 2)[:, :, 0] for a in (device_ps, gpu_ps, left)
+            np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, left)
         )
-        on_device[:, step], on_gpu[:, step] = device_ps, np.where(chosen > 0, gpu_ps, 0.0)
-        moe[:, step] = np.maximum(device_ps, on_gpu[:, step])
+        on_device[:, part], on_gpu[:, part] = device_ps, np.where(chosen > 0, gpu_ps, 0.0)
+        moe[:, part] = np.maximum(device_ps, on_gpu[:, part])
         moved += int(chosen.sum())
-        moved_pairs += int((left[:, :, 0] - after).sum())
+        moved_pairs += int((left[..., 0] - after).sum())
     pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())
     nothing = np.zeros((g, layers, batches.num_experts), np.bool_)
     return Outcome(
