@@ -183,11 +183,12 @@ class Handler:
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.Result, codec.Tensors]:
         x, rows, experts, bits, gates = tensors.values()
-        client.session.check_execute(request, x.shape, rows, experts, bits, gates)
+        rows = rows.copy()  # a slot can be written by its host even after this check
+        pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
         distinct: dict[tuple[int, int], int] = {}
-        index = [distinct.setdefault(pair, len(distinct)) for pair in zip(experts.tolist(), bits.tolist(), strict=True)]
+        index = [distinct.setdefault(pair, len(distinct)) for pair in pairs]
         prepared = [self._store.get(request.layer, expert, width) for expert, width in distinct]
         pair_experts = np.array(index, np.int32)
         y = self._kernel.execute(_as_float32(x), prepared, rows, pair_experts, gates)

@@ -23,6 +23,7 @@ MAX_QUEUE = 64
 """Requests that may wait while one is computed; the next one is told `busy`."""
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
+_LONG_NS = 1_000_000  # after serving one request for longer, the others are looked at, so that their wait is known
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
@@ -57,9 +58,11 @@ class Server:
             if not self._queue:
                 self._accept(self._transport.receive(_IDLE_MS))
             if self._queue:
+                start_ns = time.monotonic_ns()
                 self._serve(*self._queue.popleft())
-                while self._accept(self._transport.receive(0)):  # after the answer left: nobody waits for this
-                    pass
+                if self._queue or time.monotonic_ns() - start_ns > _LONG_NS:
+                    while self._accept(self._transport.receive(0)):
+                        pass
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
     def _accept(self, received: Received | None) -> bool:

@@ -108,9 +108,11 @@ class ZmqServer:
 
     def receive(self, timeout_ms: int) -> Received | None:
         """The next request, or None after timeout_ms. Two frames are kept; more show as one empty frame."""
-        received = self._from_slots() or self._from_socket(0)
-        if received is None and timeout_ms:
-            received = (self._spin() or self._sleep(timeout_ms)) if self._channels else self._from_socket(timeout_ms)
+        if not self._channels:
+            return self._from_socket(timeout_ms)
+        received = self._from_slots()
+        if received is None:
+            received = (self._spin() or self._sleep(timeout_ms)) if timeout_ms else self._from_socket(0)
         if received is not None:
             self._active_ns = time.monotonic_ns()
         return received
@@ -153,7 +155,8 @@ class ZmqServer:
         return True
 
     def _from_socket(self, timeout_ms: int) -> Received | None:
-        if not self._socket.poll(timeout_ms):
+        readable = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN  # a tenth of the price of poll(0)
+        if not readable and not (timeout_ms and self._socket.poll(timeout_ms)):
             return None
         client = self._socket.recv()
         frames: list[codec.Buffer] = []
@@ -230,7 +233,7 @@ class ZmqTransport:
     def __init__(self, address: str, *, heartbeat_ms: int = 100) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
         self._channel: SlotChannel | None = None
-        self._spin_s = carrier.spin_ns(carrier.HOST_SPIN_US) / 1e9
+        self._spin_ns = carrier.spin_ns(carrier.HOST_SPIN_US)
         self._socket = _context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -281,7 +284,7 @@ class ZmqTransport:
             return frames
         if timeout_s <= 0:
             return self._from_socket(0.0)
-        if carrier.spin([channel], round(1e9 * min(self._spin_s, timeout_s))) or not channel.prepare_sleep():
+        if carrier.spin([channel], self._spin_ns) or not channel.prepare_sleep():
             return self._from_slot(channel)
         frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
         channel.awake()

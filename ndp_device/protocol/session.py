@@ -105,8 +105,8 @@ class Session:
         pair_experts: NDArray[np.int32],
         pair_bits: NDArray[np.uint8],
         gates: NDArray[np.float32],
-    ) -> None:
-        """Everything the kernel may then rely on: indices in range, one length, every replica promised."""
+    ) -> list[tuple[int, int]]:
+        """(expert, bits) of each pair. The kernel may rely on: indices in range, one length, every replica promised."""
         self.require_greeting()
         if self.active is None or request.epoch != self.active.epoch:
             raise DeviceError(
@@ -122,22 +122,20 @@ class Session:
         lengths = {len(pair_rows), len(pair_experts), len(pair_bits), len(gates)}
         if len(lengths) != 1:
             raise DeviceError("bad_request", f"the pair tensors must have one length, got {sorted(lengths)}")
-        if not len(pair_rows):
-            return
-        if pair_rows.min() < 0 or pair_rows.max() >= rows:
+        # as unsigned numbers the negative ones are the largest: one look instead of two
+        if pair_rows.size and pair_rows.view(np.uint32).max() >= rows:
             raise DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {pair_rows.max()}")
-        if pair_experts.min() < 0 or pair_experts.max() >= self.num_experts:
-            raise DeviceError(
-                "bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {pair_experts.max()}"
-            )
-        served = self.active.flags[request.layer, pair_experts] & _FLAG_OF_BITS[pair_bits]
-        if not served.all():
-            pair = int(np.flatnonzero(served == 0)[0])
-            raise DeviceError(
-                "not_loaded",
-                f"expert {pair_experts[pair]} of layer {request.layer} at {pair_bits[pair]} bits "
-                f"is not in the plan of epoch {request.epoch}",
-            )
+        pairs = list(zip(pair_experts.tolist(), pair_bits.tolist(), strict=True))
+        for expert, bits in set(pairs):
+            if not 0 <= expert < self.num_experts:
+                raise DeviceError("bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {expert}")
+            if not self.active.flags[request.layer, expert] & _FLAG_OF_BITS[bits]:
+                raise DeviceError(
+                    "not_loaded",
+                    f"expert {expert} of layer {request.layer} at {bits} bits "
+                    f"is not in the plan of epoch {request.epoch}",
+                )
+        return pairs
 
 
 def _version(version: int) -> str:
