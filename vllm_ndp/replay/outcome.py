@@ -34,7 +34,7 @@ class Outcome:
     cold_bits: float  # sum over decode pairs computed off the GPU's full-precision experts
     cold_pairs: int
     loss: float = float("nan")
-    """Mean over decode pairs of gate * relative loss of the width it ran at; 0 = everything in full precision."""
+    """Mean over decode pairs of gate * loss of the width it ran at, relative to 1 bit; 0 = all in full precision."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -70,10 +70,14 @@ def moved_experts(
 
 
 def gate_loss(batches: Batches, widths: NDArray[np.uint8], placing: Placing) -> float:
-    """Mean over decode pairs of gate x loss of the width it ran at; 0 in full precision."""
+    """Mean over decode pairs of gate x loss of the width it ran at, in units of that expert's loss at 1 bit.
+
+    In its own units because output energies of experts differ by many orders (one that serves only the first token of
+    a text can outweigh all others together). 0 in full precision.
+    """
     layers, experts = placing.loss.mse.shape[:2]
     table = np.zeros((layers, experts, 256))
-    table[:, :, 1:5] = placing.loss.mse / placing.loss.mse[:, :, :1].mean()
+    table[:, :, 1:5] = placing.loss.mse / np.maximum(placing.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
     lost = table[np.arange(layers)[:, None], batches.ids, widths] * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 
