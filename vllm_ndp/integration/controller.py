@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 
+from ndp_device.calibration.build import default_cache_dir
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import model_digest
 from vllm_ndp.integration import compat, device_link, residency
@@ -30,7 +32,7 @@ from vllm_ndp.integration.recording import RunRecorder
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import PAIR_KINDS, StepContext
-from vllm_ndp.integration.streaming import Streamer
+from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer, Streamer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
@@ -140,6 +142,17 @@ class NdpController:
         )
         self.streamer = self._make_streamer()
         self.planner.start()
+
+    def _make_streamer(self) -> Streamer:
+        slots = self._by_index[0]
+        if self.settings.pool == "checkpoint":
+            return StagingStreamer(self.pool, slots.kernel, slots.w13, slots.w2)
+        return PackedStreamer(self._packed_dir(slots), self.pool, slots.kernel, slots.w13.dtype)
+
+    def _packed_dir(self, slots: HotSlots) -> Path:
+        """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
+        isa, dtype = getattr(slots.kernel, "isa", "none"), str(slots.w13.dtype).removeprefix("torch.")
+        return default_cache_dir(self._digest).with_name(f"{self._digest}-packed-{isa}-{dtype}-{vllm.__version__}")
 
     def create_sidecar(self, kv_cache_config: Any) -> None:
         """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""
