@@ -25,7 +25,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.server import Server
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.timing_cli import app as time_app
-from ndp_device.transport import ZmqServer
+from ndp_device.transport import ZmqServer, flush
 
 MAX_LOG_RECORDS = 10_000
 
@@ -68,6 +68,7 @@ def serve(
         server.run()
     finally:
         transport.close()
+        flush()
     _print({"stopped": True, "executed": handler.num_executed, "refused": handler.num_refused})
 
 

@@ -28,6 +28,7 @@ _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 
 _SEND_QUEUE, _RECEIVE_QUEUE = 16, 64
 _HANDSHAKE_MS = 500
 _CONNECT_MS = 2000
+_FLUSH_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _BELL: list[codec.Buffer] = [b""]
@@ -42,6 +43,12 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     if pid not in _contexts:
         _contexts[pid] = zmq.Context()
     return _contexts[pid]
+
+
+def flush() -> None:
+    """Before the process ends: wait until the last answers have left, for half a second at most."""
+    if context := _contexts.pop(os.getpid(), None):
+        context.destroy(linger=_FLUSH_MS)
 
 
 class Received(NamedTuple):
@@ -139,7 +146,7 @@ class ZmqServer:
     def close(self) -> None:
         for client in list(self._channels):
             self._close_channel(client)
-        self._socket.close(linger=0)
+        self._socket.close(linger=_FLUSH_MS)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
