@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,12 +21,13 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from engines import MODEL, PROMPTS, VLLM_PROGRAM, device_processes, user_environment
+from engines import MODEL, PROMPTS, REPLICAS, VLLM_PROGRAM, device_processes, user_environment
 
 pytestmark = pytest.mark.vllm
 
 NAME = "tiny-mixtral"
 TOKENS = 12
+SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": 20_000}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 START_TIMEOUT_S = 400  # about 25 s on a quiet machine
 
@@ -50,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process = subprocess.Popen(
             [
                 *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--served-model-name", NAME),
-                *("--additional-config", '{"ndp": {"hot_experts": 2, "avg_bits": 2, "deadline_ms": 20000}}'),
+                *("--additional-config", json.dumps({"ndp": SETTINGS})),
                 *("--host", "127.0.0.1", "--port", str(port), "--chat-template", directory / "chat.jinja"),
                 *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
                 "--enforce-eager",
@@ -67,7 +69,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
         shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
@@ -181,7 +186,8 @@ def test_a_client_that_goes_away_does_not_disturb_the_others(server: Server):
     check_report(report_of(complete(server, PROMPTS[3])), TOKENS)
 
 
-def test_zz_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):
+def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):
+    """The last test of this file: the server is gone after it."""
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0
     _, alive = psutil.wait_procs([server.device], timeout=10)
