@@ -28,6 +28,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import ZmqServer, ZmqTransport
 
+PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 
 
@@ -51,7 +52,7 @@ def address(tmp_path: Path) -> str:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def last_line(output: str) -> dict[str, Any]:
@@ -103,15 +104,15 @@ def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
             "pid": process.pid,
             "incarnation": ready["incarnation"],
         }
-        assert last_line(run("ping", address).stdout)["incarnation"] == ready["incarnation"]
-        described = last_line(run("describe", address).stdout)
+        assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == ready["incarnation"]
+        described = last_line(run("describe", address, *PATIENT).stdout)
         assert {"protocol", "incarnation", "model_digest", "replicas", "hardware"} <= described.keys()
         assert (described["protocol"], described["replicas"], described["pid"]) == ("1.0", "data-free", process.pid)
         verified = last_line(run("verify", address).stdout)
         assert verified["ok"] is True
         assert verified["experts_checked"] == LAYERS * EXPERTS * len(msg.PLAN_BITS)
         process.send_signal(signal.SIGTERM)
-        output, log = process.communicate(timeout=10)
+        output, log = process.communicate(timeout=60)
         assert process.returncode == 0
         assert last_line(output) == {"stopped": True, "executed": 2 * LAYERS, "refused": 0}
         assert "Traceback" not in log
@@ -120,7 +121,7 @@ def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
 def test_a_serving_device_has_no_torch_and_no_vllm_in_it(address: str, model_dir: Path, replicas_dir: Path) -> None:
     with serving(address, "--model", str(model_dir), "--replicas", str(replicas_dir)) as (process, _):
         assert last_line(run("verify", address).stdout)["ok"] is True
-        assert last_line(run("describe", address).stdout)["foreign_modules"] == []
+        assert last_line(run("describe", address, *PATIENT).stdout)["foreign_modules"] == []
         mapped = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libzmq" in mapped
         assert "libtorch" not in mapped
@@ -143,7 +144,7 @@ def test_a_replica_directory_is_verified_without_a_device(replicas_dir: Path, tm
 def test_a_second_device_on_one_path_is_refused_with_the_pid_of_the_first(address: str, model_dir: Path) -> None:
     with serving(address, "--model", str(model_dir)) as (process, ready):
         assert f"pid {process.pid} already listens" in refused("serve", "--model", str(model_dir), "--address", address)
-        assert last_line(run("ping", address).stdout)["incarnation"] == ready["incarnation"]
+        assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == ready["incarnation"]
 
 
 def test_a_device_that_was_killed_leaves_nothing_that_stops_the_next(address: str, model_dir: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_device_that_was_killed_leaves_nothing_that_stops_the_next(address: st
         process.wait()
         with serving(address, "--model", str(model_dir)) as (_, second):
             assert second["incarnation"] != first["incarnation"]
-            assert last_line(run("ping", address).stdout)["incarnation"] == second["incarnation"]
+            assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == second["incarnation"]
 
 
 def test_a_port_in_use_is_named(model_dir: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
         listening = [c.laddr for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
         assert [f"tcp://{host}:{port}" for host, port in listening] == [ready["address"]]
         assert listening[0].ip == "127.0.0.1"
-        assert last_line(run("ping", ready["address"]).stdout)["pong"] is True
+        assert last_line(run("ping", ready["address"], *PATIENT).stdout)["pong"] is True
 
 
 @pytest.mark.parametrize(
@@ -245,10 +246,10 @@ device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
     assert parent.stdout is not None
     device = psutil.Process(int(parent.stdout.readline()))
     time.sleep(0.6)
-    assert last_line(run("ping", address).stdout)["pong"] is True
+    assert last_line(run("ping", address, *PATIENT).stdout)["pong"] is True
     parent.kill()
     parent.communicate()
-    assert eventually(lambda: not device.is_running() or device.status() == psutil.STATUS_ZOMBIE, 10)
+    assert eventually(lambda: not device.is_running() or device.status() == psutil.STATUS_ZOMBIE, 60)
 
 
 def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
@@ -263,7 +264,7 @@ def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
         silent = [socket.create_connection((host, int(port))) for _ in range(50)]
         assert last_line(run("verify", ready["address"]).stdout)["ok"] is True
         for connection in silent:  # HANDSHAKE_IVL throws them out
-            connection.settimeout(10)
+            connection.settimeout(60)
             while connection.recv(64):
                 pass
             connection.close()
@@ -280,16 +281,16 @@ def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(add
                 reply = transport.receive(5.0)
             assert b"bad_request" in bytes(reply[0])
             transport.close()
-        with Probe(address) as probe:
+        with Probe(address, timeout_s=60) as probe:
             assert probe.hello().num_layers == LAYERS
 
 
 def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> None:
     with serving(address, "--model", str(model_dir)) as (process, _):
-        with Probe(address) as probe:
+        with Probe(address, timeout_s=60) as probe:
             probe.hello()
             probe.ask(msg.Shutdown(probe.next_id()))
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
@@ -317,7 +318,7 @@ def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, m
         for request, tensors in requests[1:]:
             assert transport.send(codec.encode(request, tensors))
         while len(outcomes) < len(requests):
-            frames = transport.receive(10.0)
+            frames = transport.receive(60.0)
             if frames is not None:
                 reply, _ = codec.decode_reply(frames[0], frames[1])
                 outcomes.append(reply.code if isinstance(reply, msg.Refusal) else type(reply).__name__)

@@ -116,7 +116,7 @@ def kill_loop(rig: Rig, times: int) -> None:
         process = psutil.Process(rig.process.pid)
         before = rig.client.counters.lost
         served = rig.call(round_, between=process.kill)  # the answer may have been on its way already
-        process.wait(10)
+        process.wait(60)
         if served:
             assert not rig.call(round_)
         assert rig.client.counters.lost > before
@@ -216,7 +216,7 @@ def test_a_device_restarted_with_another_model_is_not_used(rig: Rig, tmp_path: P
     arguments = rig.process._arguments
     rig.process._arguments = [str(other) if text == str(MODEL) else text for text in arguments]
     psutil.Process(rig.process.pid).kill()
-    rig.process._process.wait(10)
+    rig.process._process.wait(60)
     rig.revive()
     deadline = time.monotonic() + PATIENCE_S
     while "digest" not in rig.client.reason:
@@ -225,7 +225,7 @@ def test_a_device_restarted_with_another_model_is_not_used(rig: Rig, tmp_path: P
         time.sleep(0.01)
     rig.process._arguments = arguments
     psutil.Process(rig.process.pid).kill()
-    rig.process._process.wait(10)
+    rig.process._process.wait(60)
     rig.until_served(0)
 
 
@@ -265,7 +265,7 @@ def test_a_device_that_keeps_dying_is_started_less_and_less_often(rig: Rig) -> N
     starts = []
     for _ in range(3):
         psutil.Process(rig.process.pid).kill()
-        rig.process._process.wait(10)
+        rig.process._process.wait(60)
         deadline = time.monotonic() + PATIENCE_S
         while not rig.process.respawn():
             assert time.monotonic() < deadline
