@@ -55,9 +55,11 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """What a read of this matrix moves: its planes, scales, offsets and permutation."""
-        perm_bytes = 0 if self.perm is None else self.perm.nbytes
-        return self.planes.nbytes + self.scale.nbytes + self.offset.nbytes + perm_bytes
+        """What a read of this matrix moves: its planes, scales and offsets.
+
+        The permutation is not streamed with the weights: it reorders a row's activations, once per row.
+        """
+        return self.planes.nbytes + self.scale.nbytes + self.offset.nbytes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, engine
+from engines import MODEL, PROMPTS, ROOT, engine
 
 from ndp_device.calibration.build import default_cache_dir
 from ndp_device.calibration.loss_table import load_loss_table
@@ -37,15 +37,17 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         ({"hot_experts": 2, "avg_bits": 1.5, "gain": "mse"}, {"max_num_batched_tokens": 32, "max_num_seqs": 3}),
         ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "replicas": str(ROOT / "models" / "tiny-mixtral-replicas")}, {}),
     ],
-    ids=["plain", "chunked", "identity", "all-cold"],
+    ids=["plain", "chunked", "identity", "all-cold", "calibrated"],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
     trace = record(tmp_path / "trace", settings, **options)
     if settings.get("cold_precision") == "full":
         loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     else:
-        loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[0])
+        replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
+        loss = LossTable.from_measured(load_loss_table(replicas)[0])
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0
