@@ -44,6 +44,7 @@ def serve(
     pe_mode: Annotated[str | None, typer.Option(help=" | ".join(PE_MODES))] = None,
     kernel: Annotated[str, typer.Option(help="auto | reference | native")] = "auto",
     die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does")] = None,
+    private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed")] = None,
     failpoint: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
     failpoint_seed: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
@@ -58,12 +59,15 @@ def serve(
         pe_mode=pe_mode,
         kernel=kernel,
         parent_pid=die_with_parent,
+        private_dir=private_dir,
     )
     points = Failpoints([Failpoint.parse(text) for text in failpoint or ()], failpoint_seed)
     transport = ZmqServer(config.address)
     try:
         handler = Handler.from_config(config)
-        server = Server(transport, handler, parent_pid=config.parent_pid, outgoing=points)
+        server = Server(
+            transport, handler, parent_pid=config.parent_pid, private_dir=config.private_dir, outgoing=points
+        )
         _print({"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation})
         server.run()
     finally:

@@ -22,6 +22,7 @@ class DeviceConfig:
     hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
     kernel: str = "auto"
     parent_pid: int | None = None  # end when this process is no longer our parent
+    private_dir: Path | None = None  # remove it when the parent ended without doing so
 
     def __post_init__(self) -> None:
         if self.model_dir is None and self.replicas_dir is None:

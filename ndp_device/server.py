@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 
 from ndp_device.carrier import Frames
@@ -40,10 +42,12 @@ class Server:
         handler: Handler,
         *,
         parent_pid: int | None = None,
+        private_dir: Path | None = None,
         outgoing: Outgoing = lambda reply: (reply,),
     ) -> None:
         self._transport, self._handler = transport, handler
         self._parent_pid = parent_pid
+        self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
         self._outgoing = outgoing
         self._queue: deque[tuple[Received, int]] = deque()
         handler.offer_slots = transport.offer_slots
@@ -63,6 +67,8 @@ class Server:
                 if self._queue or time.monotonic_ns() - start_ns > _LONG_NS:
                     while self._accept(self._transport.receive(0)):
                         pass
+        if self._orphaned():
+            self._remove_private_dir()
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
     def _accept(self, received: Received | None) -> bool:
@@ -95,8 +101,17 @@ class Server:
         """Ask the kernel for a signal when the parent ends.
 
         Linux sends it when the *thread* that started us ends, so it only makes us look who our parent is. It also
-        ends a computation that hangs; there is nothing to clean up that the kernel does not.
+        ends a computation that hangs.
         """
-        signal.signal(signal.SIGUSR1, lambda *_: os._exit(0) if self._orphaned() else None)
+        signal.signal(signal.SIGUSR1, self._look_for_parent)
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0):
             raise NdpError(f"cannot follow parent {parent_pid}: {os.strerror(ctypes.get_errno())}")
+
+    def _look_for_parent(self, signum: int, frame: FrameType | None) -> None:
+        if self._orphaned():
+            self._remove_private_dir()
+            os._exit(0)
+
+    def _remove_private_dir(self) -> None:
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)

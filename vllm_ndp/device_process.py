@@ -33,7 +33,7 @@ class DeviceProcess:
         self.num_spawned = 0
         self._arguments = [
             *(sys.executable, "-P", "-m", "ndp_device", "serve", "--address", self.address),
-            *("--die-with-parent", str(os.getpid())),
+            *("--die-with-parent", str(os.getpid()), "--private-dir", str(directory)),
             *arguments,
         ]
         self._next_spawn_s, self._respawn_s = 0.0, RESPAWN_FIRST_S

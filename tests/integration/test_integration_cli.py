@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from engines import BIN, MODEL, NDP_PROGRAM, REPLICAS, last_json, run_program
 
@@ -37,6 +40,22 @@ def test_ping_measures_a_round_trip(device: DeviceProcess):
     done = run_program(DEVICE_PROGRAM, "ping", device.address)
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["pong"] is True
+
+
+def test_a_host_that_is_killed_leaves_neither_its_device_nor_the_private_directory():
+    """SIGKILL: the host cannot clean up, so its device does."""
+    host = (
+        "import os, pathlib, sys; from vllm_ndp.device_process import DeviceProcess; "
+        "device = DeviceProcess.spawn(pathlib.Path(sys.argv[1]), None); "
+        "print(device.pid, device.directory, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = run_program(sys.executable, "-c", host, MODEL)
+    pid, directory = done.stdout.split()
+    deadline = time.monotonic() + 10
+    while (psutil.pid_exists(int(pid)) or Path(directory).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    assert not Path(directory).exists()
 
 
 def test_the_shipped_replicas_are_whole():
