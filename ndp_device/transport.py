@@ -71,7 +71,7 @@ class ZmqServer:
     def __init__(self, address: str) -> None:
         ipc_path = Address.parse(address).ipc_path
         self._channels: dict[bytes, SlotChannel] = {}
-        self._spin_ns = carrier.spin_ns(carrier.DEVICE_SPIN_US)
+        self._spinner = carrier.Spinner(carrier.DEVICE_SPIN_US)
         self._active_ns = 0
         self._lock: int | None = None
         if ipc_path is not None:
@@ -197,9 +197,9 @@ class ZmqServer:
 
     def _spin(self) -> Received | None:
         """A client that was served within the last millisecond is likely to ask again before a bell could ring."""
-        channels = list(self._channels.values())
-        while time.monotonic_ns() - self._active_ns < self._spin_ns:
-            if carrier.spin(channels, _SPIN_SLICE_NS):
+        channels = [channel for channel in self._channels.values() if channel.has_spoken]
+        while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
+            if self._spinner.spin(channels, _SPIN_SLICE_NS):
                 return self._from_slots()
             if received := self._from_socket(0):
                 return received
@@ -240,7 +240,7 @@ class ZmqTransport:
     def __init__(self, address: str, *, heartbeat_ms: int = 100) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
         self._channel: SlotChannel | None = None
-        self._spin_ns = carrier.spin_ns(carrier.HOST_SPIN_US)
+        self._spinner = carrier.Spinner(carrier.HOST_SPIN_US)
         self._socket = _context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -291,7 +291,7 @@ class ZmqTransport:
             return frames
         if timeout_s <= 0:
             return self._from_socket(0.0)
-        if carrier.spin([channel], self._spin_ns) or not channel.prepare_sleep():
+        if self._spinner.spin([channel]) or not channel.prepare_sleep():
             return self._from_slot(channel)
         frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
         channel.awake()

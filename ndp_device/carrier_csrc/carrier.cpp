@@ -178,20 +178,27 @@ private:
     uint64_t sent_, taken_, returned_;
 };
 
-// True as soon as one of the channels has a message, false after timeout_ns. Yields, so that a core shared with the
-// peer is not taken from it.
-bool spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
+// Looks until one of the channels has a message (bit 0 of the answer) or timeout_ns are over. Yields, so that a core
+// shared with the peer is not taken from it. Bit 1: meanwhile somebody else had our core for a while.
+int spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
+    using Clock = std::chrono::steady_clock;
+    constexpr auto kLost = std::chrono::microseconds(100);
     nb::gil_scoped_release release;
-    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-    do {
+    const auto start = Clock::now();
+    const auto end = start + std::chrono::nanoseconds(timeout_ns);
+    int lost = 0;
+    for (auto last = start; last < end || last == start;) {
         for (int look = 0; look < 16; ++look) {
             for (const Channel* channel : channels)
-                if (channel->readable()) return true;
+                if (channel->readable()) return lost | 1;
             for (int i = 0; i < 4; ++i) pause_briefly();
         }
         sched_yield();
-    } while (std::chrono::steady_clock::now() < end);
-    return false;
+        const auto now = Clock::now();
+        if (now - last > kLost) lost = 2;
+        last = now;
+    }
+    return lost;
 }
 
 }  // namespace

@@ -100,12 +100,33 @@ def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
 
 def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, SlotChannel]) -> None:
     host, device = pair
-    assert not carrier.spin([device], 0)
-    assert not carrier.spin([device], 100_000)
+    assert not carrier.Spinner(100).spin([device])
     timer = threading.Timer(0.05, lambda: host.put((b"h", b"")))
     timer.start()
-    assert carrier.spin([device], 60_000_000_000)
+    assert carrier.Spinner(60_000_000).spin([device])
     timer.join()
+
+
+def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    """Two spinners and two busy loops on one core: each spin of 20 ms is interrupted."""
+    program = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    rivals = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    try:
+        spinner = carrier.Spinner(20_000)
+        for _ in range(500):
+            spinner.spin([pair[1]])
+            if spinner.is_calm:
+                break
+        assert spinner.is_calm
+        pair[0].put((b"h", b""))
+        assert not spinner.spin([pair[1]])  # it does not even look
+    finally:
+        os.sched_setaffinity(0, mine)
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
 
 
 @pytest.mark.parametrize(
