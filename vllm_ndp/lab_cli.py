@@ -137,11 +137,13 @@ def compare_command(
     avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 2.0,
     bits: Annotated[str, typer.Option(help="How bits are chosen: importance, mse or uniform.")] = "importance",
     batch_rule: Annotated[str, typer.Option(help="sum, max, tokens or fairness.")] = "sum",
+    affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False,
     migration: Annotated[str, typer.Option(help="free, once, difference, kept or budgeted.")] = "kept",
     prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
     prior_tokens: Annotated[float, typer.Option(help="Tokens the prior is worth.")] = PolicySettings.prior_tokens,
     replicas: ReplicasOption = None,
     set_: SetOption = None,
+    option: Annotated[list[str] | None, typer.Option(help="Of a system, e.g. spill_bits=2, frequency=lru.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table here.")] = None,
 ) -> None:
     """Every system and policy on one trace and one modelled hardware. All times are simulated."""
@@ -150,6 +152,8 @@ def compare_command(
         model=model,
         hardware=hardware,
         overrides=_overrides(set_),
+        options=_options(option),
+        affinity=affinity,
         systems=tuple(SYSTEMS) if systems == "all" else tuple(systems.split(",")),
         policies=ALL_POLICIES if policies == "all" else tuple(policies.split(",")),
         batches=_integers(batch, "--batch"),
@@ -191,6 +195,10 @@ def compare_command(
             "num_requests": result.num_requests,
             "rows": [row.as_dict() for row in result.rows],
             "skipped": result.skipped,
+            "measured_decisions_per_s": [
+                round(batches.num_decisions / seconds)
+                for (_, batches), seconds in zip(result.outcomes, result.measured_seconds, strict=True)
+            ],
             "measured_seconds": round(time.perf_counter() - started, 3),
         }
     )
@@ -355,6 +363,19 @@ def _overrides(pairs: list[str] | None) -> dict[str, str | int]:
         if not equals:
             raise ConfigError(f"--set must be name=value, got {pair!r}")
         out[name] = int(value) if value.lstrip("-").isdigit() else value
+    return out
+
+
+def _options(pairs: list[str] | None) -> dict[str, float | str]:
+    out: dict[str, float | str] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--option must be name=value, got {pair!r}")
+        try:
+            out[name] = float(value)
+        except ValueError:
+            out[name] = value
     return out
 
 

@@ -24,7 +24,8 @@ from vllm_ndp.replay.systems.context_aware import few_moves
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
-from vllm_ndp.traces.trace import Trace
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
@@ -155,6 +156,19 @@ def test_following_decode_covers_more_and_keeps_the_bit_budget():
     assert moving.notes["copies"] > 0
 
 
+def test_batching_requests_that_route_alike_covers_more():
+    """Two kinds of requests that share no expert, in alternation: two hot of four cover a kind, not both."""
+    sequences = []
+    for request in range(8):
+        ids = np.full((20, 1, 2), 2 * (request % 2)) + np.array([0, 1])
+        weights = np.full(ids.shape, 0.5, np.float32)
+        sequences.append(Sequence(request, "", 0.0, ids[:10], weights[:10], ids[10:], weights[10:]))
+    trace = from_sequences(Provenance(model="two kinds", num_layers=1, num_experts=4, top_k=2), sequences)
+    mixed, alike = (Batches.of(trace, 4, affinity=affinity) for affinity in (False, True))
+    assert mixed.requests.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert alike.requests.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
 def test_lanes_of_the_cache_are_an_lru_list_each():
     generator = np.random.default_rng(0)
     groups, layers, experts, capacity = 2, 3, 12, 4
@@ -212,6 +226,7 @@ def test_a_summary_adds_layers_attention_and_head():
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
         ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
+        ("adaptive", {"frequency": "fifo"}, "frequency must be"),
     ],
 )
 def test_an_impossible_option_is_refused(system, options, says):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
+from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.trace import Trace
 
@@ -33,13 +34,18 @@ class Batches:
     requests: NDArray[np.int64]  # [G, B], index in the trace
 
     @classmethod
-    def of(cls, trace: Trace, batch: int = 1) -> Batches:
-        """Raises TraceError when the trace has fewer requests than one group takes, or no decode."""
+    def of(cls, trace: Trace, batch: int = 1, *, affinity: bool = False) -> Batches:
+        """Requests in trace order, or with affinity those whose prompts route alike side by side.
+
+        Raises TraceError when the trace has fewer requests than one group takes, or no decode.
+        """
         sequences = trace.sequences
         groups = len(sequences) // batch if batch > 0 else 0
         if groups == 0:
             raise TraceError(f"a batch of {batch} needs as many requests, the trace has {len(sequences)}")
-        sequences = sequences[: groups * batch]
+        order = _alike(trace, batch) if affinity and batch > 1 else list(range(len(sequences)))
+        order = order[: groups * batch]
+        sequences = [sequences[r] for r in order]
         steps = max(len(s.decode_ids) for s in sequences)
         if steps == 0:
             raise TraceError("the trace has no decode tokens: nothing can be replayed")
@@ -60,7 +66,7 @@ class Batches:
             valid=valid.reshape(groups, batch, steps),
             prompts=tuple(tuple(prompts[g * batch : (g + 1) * batch]) for g in range(groups)),
             decodes=tuple(tuple(decodes[g * batch : (g + 1) * batch]) for g in range(groups)),
-            requests=np.arange(groups * batch).reshape(groups, batch),
+            requests=np.array(order).reshape(groups, batch),
         )
 
     @property
@@ -134,3 +140,17 @@ class Batches:
     def _num_cells(self, part: slice) -> int:
         g, length, layers, experts = self._dense_shape(part)
         return g * length * layers * experts
+
+
+def _alike(trace: Trace, batch: int) -> list[int]:
+    """Greedy groups: the first request that is left, and the batch - 1 whose importance is nearest to its own."""
+    scores = np.stack([importance(trace.stats(s)).values.ravel() for s in trace.sequences])
+    scores /= np.linalg.norm(scores, axis=1, keepdims=True)
+    left = list(range(len(scores)))
+    order: list[int] = []
+    while left:
+        nearest = sorted(left, key=lambda r: (-float(scores[left[0]] @ scores[r]), r))
+        group = [left[0], *(r for r in nearest if r != left[0])][:batch]
+        order += group
+        left = [r for r in left if r not in group]
+    return order

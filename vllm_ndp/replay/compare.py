@@ -6,6 +6,7 @@ variants of a system are worth a row of their own. Does not know how a system wo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -50,7 +51,11 @@ class CompareSettings:
     bits: str = "importance"
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
+    affinity: bool = False
+    """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
+    options: dict[str, float | str] = field(default_factory=dict)
+    """Of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,6 +70,8 @@ class Comparison:
     rows: list[Summary]
     outcomes: list[tuple[Outcome, Batches]]
     """As the rows, with everything behind them."""
+    measured_seconds: list[float]
+    """As the rows: wall time of the replay itself."""
     skipped: list[str]
     config_hash: str
     num_requests: int
@@ -106,12 +113,12 @@ def compare(
         prior_tokens=settings.prior_tokens,
     )
     policies = {name: load_policy("prefill" if name == ORACLE else name, policy_settings) for name in settings.policies}
-    rows, outcomes, skipped = [], [], []
+    rows, outcomes, skipped, seconds = [], [], [], []
     for batch in settings.batches:
         if batch > len(trace.prompt_len):
             skipped.append(f"batch {batch}: only {len(trace.prompt_len)} requests to replay")
             continue
-        batches = Batches.of(trace, batch)
+        batches = Batches.of(trace, batch, affinity=settings.affinity)
         for system, policy, options in _combinations(settings):
             name = policy or "prefill"
             placing = Placing(
@@ -123,12 +130,14 @@ def compare(
                 migration=settings.migration,
                 options=options,
             )
+            started = time.perf_counter()
             outcome = system.replay(batches, costs, placing)
+            seconds.append(time.perf_counter() - started)
             rows.append(summarise(outcome, batches, costs))
             outcomes.append((outcome, batches))
     if not rows:
         raise TraceError(skipped[0])
-    return Comparison(rows, outcomes, skipped, costs.hardware.config_hash, len(trace.prompt_len))
+    return Comparison(rows, outcomes, seconds, skipped, costs.hardware.config_hash, len(trace.prompt_len))
 
 
 def _combinations(
@@ -136,13 +145,11 @@ def _combinations(
 ) -> Iterator[tuple[System, str | None, dict[str, float | str]]]:
     for name in settings.systems:
         system = system_named(name)
-        if system.follows_policy:
-            for policy in settings.policies:
-                for options in VARIANTS.get(name, ({},)):
-                    yield system, policy, options
-        else:
-            for options in VARIANTS.get(name, ({},)):
-                yield system, None, options
+        variants = [{**variant, **settings.options} for variant in VARIANTS.get(name, ({},))]
+        distinct = [v for i, v in enumerate(variants) if v not in variants[:i]]
+        for policy in settings.policies if system.follows_policy else (None,):
+            for options in distinct:
+                yield system, policy, options
 
 
 def best_is_oracle(rows: Sequence[Summary]) -> bool:

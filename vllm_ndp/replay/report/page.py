@@ -50,11 +50,12 @@ def render(
     """sweep: rows of other average widths, for the trade-off between speed and precision."""
     p = trace.provenance
     budget = Budget(analysis.num_hot, settings.avg_bits)
+    but = " but the last figure" if len(trace.events.get("step", ())) else ""
     body = [
         f"<h1>Routing of {escape(p.model)}</h1>",
         f'<p class="faint">{len(trace.prompt_len)} requests, {len(trace.step):,} tokens, {p.num_layers} layers of '
         f"{p.num_experts} experts, top-{p.top_k}; {escape(p.source)}. Replayed as {escape(settings.model)} on "
-        f"{escape(settings.hardware)} ({comparison.config_hash}): every time on this page except the last section is "
+        f"{escape(settings.hardware)} ({comparison.config_hash}): every time on this page{but} is "
         "<b>simulated</b>.</p>",
         _tiles(analysis, comparison.rows),
         "<h2>Which experts, when</h2>",
@@ -223,7 +224,7 @@ def _domain_chart(analysis: Analysis) -> str:
 def _interesting(comparison: Comparison) -> list[tuple[Outcome, Batches, Summary]]:
     """One line per system, more for those that follow a policy; the first batch size only."""
     first = comparison.rows[0].batch
-    wanted = ("prefill", "static", "oracle", "prefill_prior, spill 3", "prefill_prior then decode")
+    wanted = ("prefill", "static", "oracle", "prefill_prior, spill 3", "prefill_prior then decayed")
     out = []
     for (outcome, batches), row in zip(comparison.outcomes, comparison.rows, strict=True):
         if row.batch == first and (not SYSTEMS[row.system].follows_policy or row.policy in wanted):

@@ -19,9 +19,15 @@ from vllm_ndp.replay.outcome import Outcome, layer_factor
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
 
+MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
+"""Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""
+
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    memory = float(placing.options.get("memory_tokens", 128.0))
+    frequency = str(placing.options.get("frequency", "decayed"))
+    if frequency not in MEMORY_TOKENS:
+        raise ConfigError(f"frequency must be one of {', '.join(MEMORY_TOKENS)}, got {frequency!r}")
+    memory = float(placing.options.get("memory_tokens", MEMORY_TOKENS[frequency]))
     if memory < 1:
         raise ConfigError(f"memory_tokens must be at least 1, got {memory}")
     g = batches.shape[0]
@@ -53,7 +59,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         credit[go] = 0.0
         copied += len(go)
     outcome = finish("adaptive", batches, costs, placing, widths, hot, before, copied * layer_factor(batches, costs))
-    outcome.policy += " then decode"
+    outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = copied
     return outcome
 

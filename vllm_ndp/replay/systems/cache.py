@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 NEVER = -1e6
+_IN_USE = 1e9
+"""Above any priority: experts in use come before all others."""
 
 
 @dataclass
@@ -47,9 +49,7 @@ class LaneCache:
     def _bring_in(self, used: NDArray[np.bool_], lanes: NDArray[np.bool_]) -> None:
         rank = self.priority(self)[lanes]
         candidates = (self.cached | used)[lanes]
-        rank = np.where(candidates, rank, -np.inf)
-        span = 1 + np.abs(rank[candidates]).max()
-        rank = rank + 4 * span * used[lanes]  # those in use come before all others
+        rank = np.where(candidates, rank + _IN_USE * used[lanes], -np.inf)
         order = np.argsort(-rank, axis=1, kind="stable")
         fits = np.arange(order.shape[1]) < self._places[lanes][:, None]
         content = np.zeros_like(candidates)

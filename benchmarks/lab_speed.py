@@ -1,0 +1,111 @@
+"""How many routing decisions per second does the lab record and replay?
+
+    python benchmarks/lab_speed.py [--model mixtral-8x7b] [--requests 64]
+
+Recording: token-layer rows per second of wall time through TraceWriter, closing included, beside what the disk takes
+for the same bytes. Replay: (token, layer) decisions per second of CPU time at batch 1, planning included, one row per
+system. A synthetic trace of the model's shape. Last line of stdout: one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.compare import popularity, split_requests
+from vllm_ndp.replay.costs import Costs, dims_of
+from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.traces.recorder import TraceWriter
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+ROWS_PER_STEP = 64
+
+
+def recording(trace: Trace) -> dict[str, float]:
+    """Every row of the trace, in steps of ROWS_PER_STEP, as a serving run would hand them over."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "trace"
+        started = time.perf_counter()
+        with TraceWriter(out, trace.provenance) as writer:
+            for request, prompt_len in enumerate(trace.prompt_len.tolist()):
+                writer.add_request(request, str(request), prompt_len)
+            for step, start in enumerate(range(0, len(trace.step), ROWS_PER_STEP)):
+                rows = slice(start, start + ROWS_PER_STEP)
+                columns = (trace.request[rows], trace.position[rows], trace.phase[rows])
+                writer.append_step(step, *columns, trace.ids[rows], trace.weights[rows])
+        seconds = time.perf_counter() - started
+        num_bytes = sum(file.stat().st_size for file in out.iterdir())
+        started = time.perf_counter()
+        with (Path(folder) / "plain").open("wb") as file:
+            file.write(os.urandom(num_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+        disk = time.perf_counter() - started
+    return {
+        "token_layer_rows_per_s": trace.num_token_layers / seconds,
+        "bytes_per_token_layer_row": num_bytes / trace.num_token_layers,
+        "plain_write_of_the_same_bytes_s": disk,
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mixtral-8x7b")
+    parser.add_argument("--requests", type=int, default=64)
+    arguments = parser.parse_args()
+    settings = SyntheticSettings.of_shape(
+        arguments.model, num_requests=arguments.requests, prompt_len=128, decode_len=256
+    )
+    trace = synthetic_trace(settings, arguments.model)
+    recorded = recording(trace)
+    known, rest = split_requests(trace)
+    prior, batches = popularity(known), Batches.of(rest)
+    costs = Costs(load_hardware("h100-ndp512"), dims_of(arguments.model))
+    costs.device_experts_ps(1)  # not part of any replay: asked once per model and hardware
+    placing = Placing(
+        policy=load_policy("prefill", PolicySettings(prior=prior)),
+        budget=Budget(settings.num_experts // 2, 2.0),
+        loss=LossTable.nominal(settings.num_layers, settings.num_experts),
+        prior=prior,
+    )
+    table = Table(title=f"{batches.num_decisions:,} decisions, {arguments.model}, load {np.round(os.getloadavg(), 1)}")
+    table.add_column("system")
+    table.add_column("decisions/s of CPU time", justify="right")
+    speeds = {}
+    for name, system in SYSTEMS.items():
+        started = time.process_time()
+        system.replay(batches, costs, placing)
+        speeds[name] = batches.num_decisions / (time.process_time() - started)
+        table.add_row(name, f"{speeds[name]:,.0f}")
+    Console().print(table)
+    print(f"recording: {recorded['token_layer_rows_per_s']:,.0f} token-layer rows/s of wall time")
+    print(
+        json.dumps(
+            {
+                "model": arguments.model,
+                "decisions": batches.num_decisions,
+                "load": os.getloadavg()[0],
+                "recording": recorded,
+                "decisions_per_cpu_s": speeds,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
