@@ -72,6 +72,11 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"ndp setting 'alpha' must lie in 0..1, got {self.alpha}")
+        if self.cold_precision == "full" and self.replicas is not None:
+            raise ConfigError(
+                "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
+                "drop one of the two"
+            )
         if self.deadline_ms <= 0:
             raise ConfigError(f"ndp setting 'deadline_ms' must be positive, got {self.deadline_ms}")
         if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):

@@ -135,3 +135,8 @@ def test_hot_experts_are_half_of_them_unless_asked_otherwise(asked: int | None, 
 def test_more_hot_experts_than_the_model_has_are_refused():
     with pytest.raises(ConfigError, match="'hot_experts' is 9, the model has only 8 experts per layer"):
         NdpSettings(hot_experts=9).resolve_hot_experts(8)
+
+
+def test_replicas_that_would_not_be_used_are_refused():
+    with pytest.raises(ConfigError, match="no effect with cold_precision 'full'"):
+        NdpSettings(cold_precision="full", replicas="somewhere")
