@@ -237,7 +237,7 @@ class ZmqServer:
 class ZmqTransport:
     """A DEALER whose monitor tells within milliseconds that the device died; libzmq's heartbeat tells that it froze."""
 
-    def __init__(self, address: str, *, heartbeat_ms: int = 100) -> None:
+    def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
         self._channel: SlotChannel | None = None
         self._spinner = carrier.Spinner(carrier.HOST_SPIN_US)
