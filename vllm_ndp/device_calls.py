@@ -78,3 +78,8 @@ def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
         for flag, bits in enumerate(msg.PLAN_BITS)
         if flags[layer, expert] >> flag & 1
     ]
+
+
+def named(reply: msg.AnyReply) -> str:
+    shapes = "".join(f" {spec.name}{list(spec.shape)}" for spec in reply.tensors)
+    return f"{type(reply).__name__}{shapes} under epoch {getattr(reply, 'epoch', '?')}"

@@ -34,6 +34,7 @@ from vllm_ndp.device_calls import (
     ExecuteResult,
     is_finite,
     listed,
+    named,
 )
 from vllm_ndp.device_process import DeviceProcess
 
@@ -265,7 +266,7 @@ class DeviceClient:
             self.counters.ignored += 1
         else:
             raise RemoteProtocolError(
-                f"the device answered request {reply.id}, which was never made, by {_named(reply)}"
+                f"the device answered request {reply.id}, which was never made, by {named(reply)}"
             )
 
     def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
@@ -278,7 +279,7 @@ class DeviceClient:
         y = tensors.get("y")
         if not isinstance(reply, msg.Result) or y is None or reply.epoch != handle.epoch or y.shape != handle.x.shape:
             handle.failure = RemoteProtocolError(
-                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {_named(reply)}"
+                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {named(reply)}"
             )
             raise handle.failure
         if not np.isfinite(y).all() and is_finite(handle.x):
@@ -298,10 +299,10 @@ class DeviceClient:
         control.reply = reply
         plan = control.plan
         if not isinstance(reply, msg.Welcome) if plan is None else getattr(reply, "epoch", None) != plan.epoch:
-            raise RemoteProtocolError(f"{control.asked} was answered by {_named(reply)}")
+            raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
         if plan is not None and isinstance(reply, msg.PlanInstalled):
             if tensors["missing"].shape != plan.replicas.shape:
-                raise RemoteProtocolError(f"{control.asked} was answered by {_named(reply)}")
+                raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
             plan.missing = tensors["missing"].copy()
         if self._up:
             return
@@ -398,8 +399,3 @@ class DeviceClient:
     def _next_id(self) -> int:
         self._last_id += 1
         return self._last_id
-
-
-def _named(reply: msg.AnyReply) -> str:
-    shapes = "".join(f" {spec.name}{list(spec.shape)}" for spec in reply.tensors)
-    return f"{type(reply).__name__}{shapes} under epoch {getattr(reply, 'epoch', '?')}"
