@@ -57,8 +57,8 @@ def make_private(directory: Path) -> None:
     status = directory.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"{directory} must belong to you alone (mode 0700) because the device's socket lives in it, "
-            f"got {stat.filemode(status.st_mode)}; make a directory for it"
+            f"{directory} must belong to you alone (mode 0700) because the device's socket lives in it, got "
+            f"{stat.filemode(status.st_mode)}; name a directory that does not exist yet and it will be made"
         )
 
 

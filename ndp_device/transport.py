@@ -107,6 +107,8 @@ class ZmqServer:
     def offer_slots(self, client: bytes) -> SlotOffer | None:
         """A segment for this client, used in both directions as soon as the client has used it once."""
         self._close_channel(client)
+        if len(self._channels) >= carrier.MAX_CHANNELS:
+            self._forget_absent(silent_s=0.0)
         channel = SlotChannel.create() if len(self._channels) < carrier.MAX_CHANNELS else None
         if channel is None:
             return None
@@ -211,16 +213,16 @@ class ZmqServer:
         if all(channel.prepare_sleep() for channel in channels):
             received = self._from_socket(timeout_ms)
             if received is None:
-                self._forget_absent()
+                self._forget_absent(carrier.PROBE_AFTER_S)
         for channel in channels:
             channel.awake()
         return received or self._from_slots()
 
-    def _forget_absent(self) -> None:
-        """Free the segment of a host that is gone: nobody tells a ROUTER, but it refuses to send to such a one."""
+    def _forget_absent(self, silent_s: float) -> None:
+        """Free the segments of hosts that are gone: nobody tells a ROUTER, but it refuses to send to such a one."""
         now = time.monotonic()
         for client, channel in list(self._channels.items()):
-            if now - channel.used_s > carrier.PROBE_AFTER_S:
+            if now - channel.used_s >= silent_s:
                 channel.used_s = now
                 if not self._to_socket(client, _BELL):
                     self._close_channel(client)

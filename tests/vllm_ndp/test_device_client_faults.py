@@ -17,6 +17,7 @@ import psutil
 import pytest
 from device_cases import MODEL, full_plan, make_calls
 
+from ndp_device.carrier import MAX_CHANNELS
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.model_shape import model_digest
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
@@ -287,3 +288,17 @@ def test_a_thousand_reconnections_leak_nothing(rig: Rig, way: str) -> None:
     rig.until_served(0)
     assert process.num_fds() <= descriptors + 2
     assert process.num_threads() == threads
+
+
+def test_reconnections_free_the_memory_of_the_connections_before(rig: Rig) -> None:
+    """The device holds at most 16 segments, and the seventeenth connection still gets one."""
+    rig.until_served(0)
+    device = psutil.Process(rig.process.pid)
+    before = device.num_fds()
+    in_memory = 0
+    for step in range(40):
+        rig.client._fail(DeviceUnavailable("the test says so"))
+        rig.until_served(step)
+        in_memory += rig.client.uses_slots
+    assert in_memory > 30
+    assert device.num_fds() < before + 2 * MAX_CHANNELS
