@@ -35,7 +35,7 @@ from vllm_ndp.replay.reproduce import (
     reproduce_moepic,
     reproduce_paper,
 )
-from vllm_ndp.replay.systems import SYSTEMS
+from vllm_ndp.replay.systems import SYSTEMS, Placing
 from vllm_ndp.traces.importers import IMPORTERS, ImportSettings, import_trace
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
@@ -104,13 +104,10 @@ def trace_synth(
     _finish(_describe(trace, out))
 
 
-def replay_command(
-    trace: TraceOption,
-    replicas: ReplicasOption = None,
-) -> None:
+def replay_command(trace: TraceOption, replicas: ReplicasOption = None) -> None:
     """Replay a recorded run of the plugin under its own policy and check its simulated times to the picosecond."""
     recorded = Trace.load(trace)
-    replayed = replay_live(recorded, _losses(recorded, replicas, nominal="full" in _precision(recorded)))
+    replayed = replay_live(recorded, _losses(recorded, replicas, nominal=_is_identity(recorded)))
     off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
     _finish(
         {
@@ -139,6 +136,10 @@ def compare_command(
     batch_rule: Annotated[str, typer.Option(help="sum, max, tokens or fairness.")] = "sum",
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False,
     migration: Annotated[str, typer.Option(help="free, once, difference, kept or budgeted.")] = "kept",
+    moves: Annotated[int, typer.Option(help="budgeted: exchanges per layer and prefill.")] = Placing.migration_budget,
+    hysteresis: Annotated[
+        float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
+    ] = Placing.hysteresis,
     prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
     prior_tokens: Annotated[float, typer.Option(help="Tokens the prior is worth.")] = PolicySettings.prior_tokens,
     replicas: ReplicasOption = None,
@@ -163,6 +164,8 @@ def compare_command(
         batch_rule=batch_rule,
         prior_tokens=prior_tokens,
         migration=migration,
+        migration_budget=moves,
+        hysteresis=hysteresis,
     )
     started = time.perf_counter()
     loss = None if replicas is None else _losses(recorded, replicas)
@@ -299,8 +302,8 @@ def report_command(
         num_hot=hot,
         avg_bits=avg_bits,
     )
-    live = recorded.provenance.live is not None
-    loss = _losses(recorded, replicas, nominal=replicas is None and (not live or "full" in _precision(recorded)))
+    nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
+    loss = _losses(recorded, replicas, nominal=nominal)
     result = write_report(recorded, settings, out, loss)
     if perfetto is not None:
         result["perfetto"] = str(perfetto)
@@ -338,8 +341,8 @@ def _losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> Lo
     return loss
 
 
-def _precision(trace: Trace) -> str:
-    return str(trace.provenance.settings.get("cold_precision", ""))
+def _is_identity(trace: Trace) -> bool:
+    return trace.provenance.settings.get("cold_precision") == "full"
 
 
 def _describe(trace: Trace, directory: Path) -> dict[str, Any]:

@@ -7,10 +7,8 @@ variants of a system are worth a row of their own. Does not know how a system wo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
@@ -54,6 +52,8 @@ class CompareSettings:
     affinity: bool = False
     """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
+    migration_budget: int = Placing.migration_budget
+    hysteresis: float = Placing.hysteresis
     options: dict[str, float | str] = field(default_factory=dict)
     """Of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
     seed: int = 0
@@ -128,6 +128,8 @@ def compare(
                 prior=prior,
                 clairvoyant=policy == ORACLE,
                 migration=settings.migration,
+                migration_budget=settings.migration_budget,
+                hysteresis=settings.hysteresis,
                 options=options,
             )
             started = time.perf_counter()
@@ -150,25 +152,3 @@ def _combinations(
         for policy in settings.policies if system.follows_policy else (None,):
             for options in distinct:
                 yield system, policy, options
-
-
-def best_is_oracle(rows: Sequence[Summary]) -> bool:
-    """Whether no static placement of the same batch covers more decode pairs than the clairvoyant one."""
-    for batch in {row.batch for row in rows}:
-        same = [r for r in rows if r.batch == batch and r.system == "context_aware"]
-        oracle = [r.hit_mass for r in same if r.policy == ORACLE]
-        if oracle and max(r.hit_mass for r in same) > oracle[0] + 1e-12:
-            return False
-    return True
-
-
-def as_columns(rows: Sequence[Summary]) -> dict[str, list[object]]:
-    """Rows turned into columns, for CSV and tables."""
-    names = list(rows[0].as_dict())
-    return {name: [row.as_dict()[name] for row in rows] for name in names}
-
-
-def mean_and_standard_error(values: np.ndarray) -> tuple[float, float]:
-    """Over requests; the error is NaN for fewer than two."""
-    spread = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
-    return float(values.mean()), spread

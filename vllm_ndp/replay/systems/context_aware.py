@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
@@ -29,7 +30,11 @@ def plan_groups(batches: Batches, placing: Placing) -> tuple[NDArray[np.bool_], 
         before[group] = current
         known = (batches.decodes if placing.clairvoyant else batches.prompts)[group]
         scores = [placing.policy.score(stats) for stats in known]
-        placement = placing.policy.place(scores, Placement(current), placing.budget)
+        if placing.clairvoyant:  # no fixed placement covers more of the group's decode, whatever the batch rule
+            counts = np.sum([stats.counts for stats in known], axis=0).astype(np.float64)
+            placement = top_experts(counts, placing.budget.num_hot)
+        else:
+            placement = placing.policy.place(scores, Placement(current), placing.budget)
         if placing.migration == "budgeted":
             ranking = np.sum([score.values for score in scores], axis=0)
             placement = Placement(few_moves(current, ranking, placing.migration_budget, placing.hysteresis))
