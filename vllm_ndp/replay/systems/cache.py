@@ -41,7 +41,7 @@ class LaneCache:
         self.last_used[used] = self.step
         self.frequency += tokens
         lanes: NDArray[np.bool_] = np.any(used & ~self.cached, axis=2)
-        if lanes.any():
+        if lanes.any() and self._places.any():
             self._bring_in(used, lanes)
         self.step += 1
         return hits
