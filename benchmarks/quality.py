@@ -6,7 +6,8 @@ Decode-path negative log-likelihood (nats per token) of the real model: each seq
 as prefill does; every later row runs its hot experts in full precision and its cold ones through the dequantized
 replicas, at the widths the policy gave this sequence. Two things vary:
 
-    bits        uniform | mse (the selector as published) | importance (its gains weighted by importance)
+    bits        uniform | mse (the selector as published) | importance (its gains weighted by importance) |
+                relative (weighted too, and each expert's loss relative to the mean square of its own output)
     importance  prefill (this prompt's routing) | static (routing of the calibration text) | random | oracle (this
                 sequence's own decode routing in full precision: not available to any real system)
 
@@ -37,6 +38,7 @@ from torch import Tensor
 from transformers import DynamicCache, MixtralForCausalLM
 
 from ndp_device.calibration.build import build_data_free, default_cache_dir
+from ndp_device.calibration.loss_table import load_loss_table
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.model_shape import FULL_PRECISION_BITS, model_digest
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
@@ -51,8 +53,15 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny-mixtral"
 SEQUENCE_TOKENS, PROMPT_TOKENS = 512, 256
 CALIBRATION_WINDOWS = 96
 BEGIN = 1  # <s>
-SELECTORS = ("uniform", "mse", "importance")
+SELECTORS = {
+    "uniform": ("uniform", "mse"),
+    "mse": ("mse", "mse"),
+    "importance": ("importance", "mse"),
+    "relative": ("importance", "relative"),
+}
+"""name: (the planning package's rule for bits, the losses it is given)"""
 SOURCES = ("prefill", "static", "random", "oracle")
+LOSSES = ("mse", "relative")
 
 
 @dataclass(frozen=True)
@@ -162,26 +171,39 @@ def static_importance(model: MixedModel, model_dir: Path) -> ImportanceScore:
     return importance(merged)
 
 
-def loss_table(replicas: Path) -> LossTable:
-    files = ReplicaFiles(replicas)
-    return LossTable.from_measured(np.stack([files.layer_losses(n)[0] for n in range(files.manifest.model.num_layers)]))
+def replicas_of(model_dir: Path) -> Path:
+    """The replicas that lie beside the model, or else data-free ones from the cache, built there if missing."""
+    beside, cached = model_dir.with_name(f"{model_dir.name}-replicas"), default_cache_dir(model_digest(model_dir))
+    if (beside / MANIFEST).exists():
+        return beside
+    if not (cached / MANIFEST).exists():
+        build_data_free(model_dir, cached)
+    return cached
+
+
+def loss_tables(replicas: Path) -> dict[str, LossTable]:
+    """Expert-output errors on held-out calibration tokens: mean squares, and relative to the output's mean square."""
+    return dict(zip(LOSSES, map(LossTable.from_measured, load_loss_table(replicas)), strict=True))
 
 
 def plan_bits(
-    cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, loss: LossTable
+    cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, losses: dict[str, LossTable]
 ) -> NDArray[np.uint8]:
     """[L, E], 0 where hot: what the policy decides for one sequence."""
-    policy = load_policy(
-        "prefill" if cell.source == "oracle" else cell.source, PolicySettings(bits=cell.selector, prior=prior)
-    )
+    rule, loss = SELECTORS[cell.selector]
+    policy = load_policy("prefill" if cell.source == "oracle" else cell.source, PolicySettings(bits=rule, prior=prior))
     budget = Budget(cell.hot_experts, cell.avg_bits)
     score = policy.score(decode if cell.source == "oracle" else prompt)
     placement = policy.place([score], None, budget)
-    return policy.assign(score, placement, loss, budget).bits
+    return policy.assign(score, placement, losses[loss], budget).bits
 
 
 def measure(
-    model: MixedModel, batches: Iterator[Tensor], cells: list[Cell], prior: ImportanceScore, loss: LossTable
+    model: MixedModel,
+    batches: Iterator[Tensor],
+    cells: list[Cell],
+    prior: ImportanceScore,
+    losses: dict[str, LossTable],
 ) -> tuple[NDArray[np.float64], dict[Cell, NDArray[np.float64]]]:
     """nll of every sequence: in full precision [N], and in every cell [N]."""
     full, by_cell = [], {cell: [] for cell in cells}
@@ -191,7 +213,7 @@ def measure(
         decodes = model.routing_stats()
         done: dict[bytes, NDArray[np.float64]] = {}
         for cell in cells:
-            plans = [plan_bits(cell, p, d, prior, loss) for p, d in zip(prompts, decodes, strict=True)]
+            plans = [plan_bits(cell, p, d, prior, losses) for p, d in zip(prompts, decodes, strict=True)]
             bits = np.stack(plans)
             if bits.tobytes() not in done:  # with no hot expert, uniform bits are the same whatever the importance
                 done[bits.tobytes()] = model.decode(bits)
@@ -237,29 +259,29 @@ def print_table(rows: list[dict[str, object]], full: NDArray[np.float64], consol
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--replicas", type=Path, help="default: the cache, where data-free ones are built if missing")
+    parser.add_argument("--replicas", type=Path, help="default: those beside the model, else data-free ones")
     parser.add_argument("--sequences", type=int, default=16, help="per domain, of 512 tokens, the first 256 a prompt")
     parser.add_argument("--avg-bits", type=float, nargs="+", default=[3, 2, 1.5])
     parser.add_argument("--hot-experts", type=int, nargs="+", default=[4, 2, 0])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    replicas = arguments.replicas or default_cache_dir(model_digest(arguments.model))
-    if arguments.replicas is None and not (replicas / MANIFEST).exists():
-        build_data_free(arguments.model, replicas)
+    replicas = arguments.replicas or replicas_of(arguments.model)
     store = ExpertStore(arguments.model, replicas, kernel=ReferenceKernel())
     model = MixedModel(arguments.model, store)
     cells = [Cell(*point) for point in itertools.product(arguments.avg_bits, arguments.hot_experts, SELECTORS, SOURCES)]
-    prior, loss = static_importance(model, arguments.model), loss_table(replicas)
+    prior, losses = static_importance(model, arguments.model), loss_tables(replicas)
     sequences = held_out_sequences(arguments.model, arguments.sequences)
     console = Console(stderr=True)
-    full, by_cell = measure(model, track(sequences.values(), "held-out domains", console=console), cells, prior, loss)
+    full, by_cell = measure(model, track(sequences.values(), "held-out domains", console=console), cells, prior, losses)
     rows = results(full, by_cell)
     print_table(rows, full, Console(width=120))
+    manifest = ReplicaFiles(replicas).manifest
     summary = {
         "model_digest": store.model_digest,
         "replicas": store.replica_source,
-        "container": ReplicaFiles(replicas).manifest.container,
+        "container": manifest.container,
+        "solver": manifest.solver,
         "sequences": len(full),
         "decode_tokens": len(full) * (SEQUENCE_TOKENS - PROMPT_TOKENS - 1),
         "full_precision_nll": round(float(full.mean()), 4),

@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from quality import MODEL, PROMPT_TOKENS, Cell, MixedModel, held_out_sequences, loss_table, plan_bits
+from quality import MODEL, PROMPT_TOKENS, Cell, MixedModel, held_out_sequences, loss_tables, plan_bits, replicas_of
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
-from ndp_device.calibration.build import build_data_free, default_cache_dir
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.model_shape import model_digest
-from ndp_device.replicas.format import MANIFEST
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.planning.importance import ImportanceScore
+
+DEADLINE_MS = 60_000.0
+"""A busy machine may miss the default deadline, and the fallback computes in full precision: a flattered result."""
 
 
 class ForcedTokens(AdapterLogitsProcessor):
@@ -59,7 +59,7 @@ def served_nll(sequences: Tensor, settings: dict[str, Any]) -> tuple[NDArray[np.
         str(MODEL),
         dtype="float32",
         quantization="ndp",
-        additional_config={"ndp": settings},
+        additional_config={"ndp": {"deadline_ms": DEADLINE_MS, **settings}},
         logits_processors=[ForcedTokens],
         enforce_eager=True,
         async_scheduling=False,
@@ -91,8 +91,8 @@ def harness_nll(model: MixedModel, sequences: Tensor, cell: Cell, replicas: Path
     """What quality.py measures for the same sequences."""
     prompts = model.prefill(sequences)
     nobody = ImportanceScore.from_weights(np.ones(prompts[0].counts.shape))
-    loss = loss_table(replicas)
-    return model.decode(np.stack([plan_bits(cell, prompt, prompt, nobody, loss) for prompt in prompts]))
+    losses = loss_tables(replicas)
+    return model.decode(np.stack([plan_bits(cell, prompt, prompt, nobody, losses) for prompt in prompts]))
 
 
 def main() -> None:
@@ -104,9 +104,7 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
-    replicas = arguments.replicas or default_cache_dir(model_digest(MODEL))
-    if arguments.replicas is None and not (replicas / MANIFEST).exists():
-        build_data_free(MODEL, replicas)
+    replicas = arguments.replicas or replicas_of(MODEL)
     began = time.monotonic()
     model = MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
     sequences = torch.cat(list(held_out_sequences(MODEL, arguments.sequences).values()))
