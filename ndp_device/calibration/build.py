@@ -7,6 +7,7 @@ torch and transformers are imported only where text is involved.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -63,21 +64,25 @@ def build_data_free(
     group_size: int | None = None,
     show_progress: bool = True,
 ) -> Manifest:
-    """Nested replicas from the weights alone, about 1 us per weight on one core; continues an interrupted build.
+    """Nested replicas from the weights alone, at the speed in docs/replica-format.md; continues an interrupted build.
 
-    Their loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text.
+    Their loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text,
+    and of a large expert from part of its intermediate units.
     """
     checkpoint = CheckpointExperts(model_dir)
+    if data_free.native is None:
+        _say_how_slow(checkpoint.shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in _checked_bits(bits)}
+    group_size = _checked_group_size(group_size, checkpoint.shape)
     manifest = Manifest(
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
         container="nested",
         bits=tuple(track_weights),
-        group_size=_checked_group_size(group_size, checkpoint.shape),
+        group_size=group_size,
         source="data-free",
         solver={"name": "least-squares", "track_weights": list(track_weights.values())},
-        calibration={"inputs": "unit normal times the norm's weight", "rows": data_free.PROBE_ROWS},
+        calibration=_probe_settings(checkpoint.shape, group_size),
     )
 
     def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
@@ -175,6 +180,26 @@ def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_pr
                 replicas = make_layer(layer, lambda: progress.advance(task))
                 manifest = write_layer(out_dir, layer, replicas, manifest)
     return manifest
+
+
+def _say_how_slow(shape: ModelShape) -> None:
+    num_weights = 3 * shape.num_layers * shape.num_experts * shape.hidden_size * shape.intermediate_size
+    minutes = num_weights / data_free.NUMPY_WEIGHTS_PER_S / 60
+    print(
+        f"ndp-device: the fit was built without its C++ module: {num_weights} weights in numpy take about "
+        f"{minutes:.1f} minutes of one core; pip install again with a C++ compiler makes it 30 to 50 times as fast",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int | float]:
+    settings: dict[str, str | int | float] = {
+        "inputs": "unit normal times the norm's weight",
+        "rows": data_free.PROBE_ROWS,
+    }
+    units = data_free.num_probe_units(shape.intermediate_size, group_size)
+    return settings if units == shape.intermediate_size else settings | {"units": units}
 
 
 def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:

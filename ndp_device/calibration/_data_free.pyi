@@ -1,0 +1,20 @@
+"""Types of the C++ module (csrc/module.cpp)."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+def fit_matrix(
+    weights: NDArray[Any],
+    dtype: str,
+    group_size: int,
+    widths: Sequence[int],
+    costs: Sequence[float],
+    planes: NDArray[np.uint8],
+    scale: NDArray[np.uint16],
+    offset: NDArray[np.uint16],
+    threads: int,
+    isa: Literal["auto", "avx2", "portable"] = "auto",
+) -> None: ...

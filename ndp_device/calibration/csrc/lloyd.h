@@ -1,0 +1,38 @@
+// What the fit of data-free replicas is given: rows of a checkpoint's matrix in, planes, scales and offsets out.
+// Knows nothing of Python, threads or instruction sets.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ndp::data_free {
+
+constexpr int kMaxBits = 4;
+constexpr size_t kLanes = 8;  // the same in every build, and no contraction: every machine gives the same bytes
+
+enum class DType { kFloat32, kFloat16, kBfloat16 };
+
+struct Job {
+    DType dtype;
+    const void* weights;  // [rows, cols]
+    size_t rows, cols, group_size;
+    int bits;                 // of the codes
+    float cost[kMaxBits];     // of an error at width 1, 2, ...; 0 for a width that is not made
+    int track[kMaxBits];      // place of that width in scale and offset, -1 for none
+    uint8_t* planes;          // [bits, rows, cols / 8]
+    uint16_t *scale, *offset;  // float16 [tracks, rows, groups]
+};
+
+// A thread's own room: one group of weights as float and one row of codes, both rounded up to kLanes.
+struct Room {
+    float* group;
+    uint8_t* codes;
+};
+
+using FitRows = void (*)(const Job& job, size_t first, size_t last, const Room& room);
+
+void fit_rows_portable(const Job&, size_t first, size_t last, const Room&);
+#if defined(__x86_64__)
+void fit_rows_avx2(const Job&, size_t first, size_t last, const Room&);
+#endif
+
+}  // namespace ndp::data_free

@@ -1,0 +1,317 @@
+// Lloyd's steps over the tracks of a nested container, one group of a row at a time: data_free.py says what they are.
+// Included once per instruction set; everything here is in an anonymous namespace and uses no inline function of the
+// standard library, so that no code with these instructions is shared with another file.
+//
+// Two facts make it fast. The cost of a code is linear in the weight once w**2 is left out, so the best codes follow
+// from the lower envelope of at most 16 lines: a code is the number of thresholds below the weight. And codes that rise
+// with the weight give scales >= 0, which give lines of rising slope, which give codes that rise again: always so.
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "lloyd.h"
+
+namespace {
+
+using namespace ndp::data_free;
+
+#define NDP_INLINE inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef Floats AnyFloats __attribute__((aligned(4), may_alias));  // memcpy would go through the stack in halves
+
+constexpr int kRounds = 6;      // data_free.py has the reasons for both
+constexpr float kClip = 0.9f;
+constexpr float kLargest = 3.402823466e38f;
+constexpr float kNever = __builtin_inff();
+
+NDP_INLINE float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+NDP_INLINE uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+NDP_INLINE float half_to_float(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000u) << 16, magnitude = uint32_t(half & 0x7fffu) << 13;
+    const uint32_t infinite = magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // and NaN
+    return bits_to_float(sign | infinite | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
+}
+
+// The nearest value that float16 holds, ties to even.
+NDP_INLINE float round_to_half(float value) {
+    const uint32_t bits = float_to_bits(value), sign = bits & 0x80000000u, magnitude = bits ^ sign;
+    const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
+    const uint32_t small = float_to_bits((bits_to_float(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
+    uint32_t rounded = magnitude < 0x38800000u ? small : normal;
+    if (rounded >= 0x47800000u) rounded = magnitude > 0x7f800000u ? 0x7fc00000u : 0x7f800000u;
+    return bits_to_float(sign | rounded);
+}
+
+// Of a value that float16 holds.
+NDP_INLINE uint16_t half_bits(float value) {
+    const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude >= 0x7f800000u)
+        half = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    else if (magnitude < 0x38800000u)
+        half = uint32_t(bits_to_float(magnitude) * 0x1p24f);
+    else
+        half = (magnitude - 0x38000000u) >> 13;
+    return uint16_t((bits >> 16 & 0x8000u) | half);
+}
+
+NDP_INLINE void load_group(const Job& job, size_t start, size_t count, float* group) {
+    const char* weights = static_cast<const char*>(job.weights);
+    if (job.dtype == DType::kFloat32) {
+        memcpy(group, weights + 4 * start, 4 * count);
+        return;
+    }
+    const char* first = weights + 2 * start;
+    const bool bfloat = job.dtype == DType::kBfloat16;
+    for (size_t i = 0; i < count; ++i) {
+        uint16_t value;
+        memcpy(&value, first + 2 * i, 2);
+        group[i] = bfloat ? bits_to_float(uint32_t(value) << 16) : half_to_float(value);
+    }
+}
+
+NDP_INLINE Floats load(const float* p) { return *reinterpret_cast<const AnyFloats*>(p); }
+
+NDP_INLINE float sum(const Floats& v) {
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+}
+
+// table[index[lane]] for 8 places.
+NDP_INLINE Floats look_up(const float* table, const Ints& index) {
+#if defined(__AVX2__)
+    return Floats(_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), __m256i(index)));
+#else
+    Floats found;
+    for (size_t lane = 0; lane < kLanes; ++lane) found[lane] = table[index[lane]];
+    return found;
+#endif
+}
+
+// What one group is, whatever its codes: weights less their middle; the padding lies below every threshold.
+struct Centred {
+    size_t padded;
+    double count, sum;
+    float middle, span;
+};
+
+NDP_INLINE Centred centre(float* group, size_t count) {
+    Centred c;
+    c.padded = (count + kLanes - 1) / kLanes * kLanes;
+    c.count = double(count);
+    for (size_t i = count; i < c.padded; ++i) group[i] = group[0];
+    Floats low = load(group), high = low;
+    for (size_t i = kLanes; i < c.padded; i += kLanes) {
+        const Floats w = load(group + i);
+        low = w < low ? w : low;
+        high = w > high ? w : high;
+    }
+    float lowest = low[0], highest = high[0];
+    for (size_t lane = 1; lane < kLanes; ++lane) {
+        lowest = low[lane] < lowest ? low[lane] : lowest;
+        highest = high[lane] > highest ? high[lane] : highest;
+    }
+    c.middle = (highest + lowest) / 2;
+    c.span = (highest - lowest) * kClip;
+    c.sum = 0;
+    Floats total = {};
+    for (size_t i = 0; i < c.padded; i += kLanes) {
+        Floats w = load(group + i) - c.middle;
+        for (size_t lane = count - i; lane < kLanes && i + kLanes > count; ++lane) w[lane] = 0;
+        *reinterpret_cast<AnyFloats*>(group + i) = w;
+        total += w;
+    }
+    c.sum = sum(total);
+    for (size_t i = count; i < c.padded; ++i) group[i] = -kLargest;
+    return c;
+}
+
+// The code of a weight is the number of thresholds below it. Rising, so a search finds it bit by bit.
+template <int BITS>
+struct Thresholds {
+    float at[(1 << BITS) - 1];
+};
+
+// Sums over a group for every width 1..BITS: of the codes, of their squares, and of code times weight.
+template <int BITS>
+struct Sums {
+    double code[BITS], square[BITS], product[BITS];
+};
+
+template <int BITS>
+NDP_INLINE Sums<BITS> assign(const float* group, size_t padded, const Thresholds<BITS>& thresholds, uint8_t* codes) {
+    float table[BITS][kLanes] = {};  // what decides on bit b, by the bits before it
+    for (int bit = 0; bit < BITS; ++bit)
+        for (int prefix = 0; prefix < 1 << bit; ++prefix)
+            table[bit][prefix] = thresholds.at[((2 * prefix + 1) << (BITS - 1 - bit)) - 1];
+    Floats code_sum[BITS] = {}, square_sum[BITS] = {}, product_sum[BITS] = {};
+    for (size_t i = 0; i < padded; i += kLanes) {
+        const Floats w = load(group + i);
+        Ints code = {};
+#pragma GCC unroll 4
+        for (int bit = 0; bit < BITS; ++bit) {
+            code += code;
+            code -= bit ? w > look_up(table[bit], code >> 1) : w > table[0][0];
+            const Floats prefix = __builtin_convertvector(code, Floats);  // the whole code of width bit + 1
+            code_sum[bit] += prefix;
+            if (bit) square_sum[bit] += prefix * prefix;
+            product_sum[bit] += prefix * w;
+        }
+        if (codes)
+            for (size_t lane = 0; lane < kLanes; ++lane) codes[i + lane] = uint8_t(code[lane]);
+    }
+    Sums<BITS> sums;
+    for (int bit = 0; bit < BITS; ++bit) {
+        sums.code[bit] = sum(code_sum[bit]);
+        sums.square[bit] = bit ? sum(square_sum[bit]) : sums.code[bit];
+        sums.product[bit] = sum(product_sum[bit]);
+    }
+    return sums;
+}
+
+// Scale and offset of every width as float16 holds them.
+template <int BITS>
+struct Fit {
+    float scale[BITS], offset[BITS];
+};
+
+template <int BITS>
+NDP_INLINE Fit<BITS> fit(const Sums<BITS>& sums, const Centred& c) {
+    Fit<BITS> fit;
+    for (int track = 0; track < BITS; ++track) {
+        const double mean_code = sums.code[track] / c.count;
+        const double variance = sums.square[track] - sums.code[track] * mean_code;
+        double scale = (sums.product[track] - mean_code * c.sum) / (variance > 0 ? variance : 1);
+        if (variance <= 0 || scale < 0) scale = 0 * scale;  // below zero by rounding only; NaN stays
+        fit.scale[track] = round_to_half(float(scale));
+        fit.offset[track] = round_to_half(float(c.middle + (c.sum / c.count - scale * mean_code)));
+    }
+    return fit;
+}
+
+template <int BITS>
+NDP_INLINE Thresholds<BITS> uniform(float span) {
+    Thresholds<BITS> thresholds;
+    constexpr int steps = (1 << BITS) - 1;
+    for (int t = 0; t < steps; ++t) thresholds.at[t] = ((t + 0.5f) / steps - 0.5f) * span;
+    return thresholds;
+}
+
+// The thresholds between the lines that are the lowest somewhere: those of the others coincide.
+template <int BITS>
+__attribute__((noinline)) Thresholds<BITS> hull(const float* slope, const float* constant) {
+    constexpr int num_codes = 1 << BITS;
+    int best[num_codes];    // the codes of the envelope, from the left
+    float from[num_codes];  // where each becomes the best
+    int num_best = 1;
+    best[0] = 0;
+    from[0] = -kLargest;
+    for (int code = 1; code < num_codes; ++code) {
+        float start;
+        for (;;) {
+            const int other = best[num_best - 1];
+            const float rise = slope[code] - slope[other], excess = constant[code] - constant[other];
+            start = rise > 0 ? excess / rise : excess < 0 ? -kLargest : kNever;
+            if (num_best == 1 || !(start <= from[num_best - 1])) break;
+            --num_best;
+        }
+        if (start == kNever) continue;
+        best[num_best] = code;
+        from[num_best++] = start;
+    }
+    Thresholds<BITS> thresholds;
+    int next = 0;
+    for (int i = 1; i < num_best; ++i)
+        while (next < best[i]) thresholds.at[next++] = from[i];
+    while (next < num_codes - 1) thresholds.at[next++] = kNever;
+    return thresholds;
+}
+
+// The lower envelope of the lines sum_k cost_k (level_k**2 - 2 level_k w), one per code, slopes falling.
+template <int BITS>
+NDP_INLINE Thresholds<BITS> envelope(const Job& job, const Fit<BITS>& fit, float middle) {
+    constexpr int num_codes = 1 << BITS;
+    float slope[num_codes] = {}, constant[num_codes] = {};
+    for (int track = 0; track < BITS; ++track) {
+        const float scale = fit.scale[track], offset = fit.offset[track] - middle, cost = job.cost[track];
+        for (int code = 0; code < num_codes; ++code) {
+            const float level = scale * float(code >> (BITS - 1 - track)) + offset;
+            slope[code] += 2 * cost * level;
+            constant[code] += cost * level * level;
+        }
+    }
+    // Nearly always every code is the best somewhere, and neighbours meet in rising order.
+    Thresholds<BITS> thresholds;
+    float meet[num_codes];
+    bool rising = true;
+    for (int t = 0; t < num_codes - 1; ++t) meet[t] = (constant[t + 1] - constant[t]) / (slope[t + 1] - slope[t]);
+    for (int t = 0; t < num_codes - 1; ++t) {
+        thresholds.at[t] = meet[t];
+        rising &= slope[t + 1] > slope[t] && (!t || meet[t] > meet[t - 1]);
+    }
+    return rising ? thresholds : hull<BITS>(slope, constant);
+}
+
+template <int BITS>
+NDP_INLINE Fit<BITS> fit_group(const Job& job, float* group, size_t count, uint8_t* codes) {
+    const Centred c = centre(group, count);
+    Thresholds<BITS> thresholds = uniform<BITS>(c.span);
+    for (int round = 0; round < kRounds; ++round)
+        thresholds = envelope<BITS>(job, fit<BITS>(assign<BITS>(group, c.padded, thresholds, nullptr), c), c.middle);
+    return fit<BITS>(assign<BITS>(group, c.padded, thresholds, codes), c);
+}
+
+// Bit `bit` of eight codes, the first code lowest.
+NDP_INLINE uint8_t plane_byte(const uint8_t* codes, int bit) {
+    uint64_t eight = 0;
+    for (int i = 0; i < 8; ++i) eight |= uint64_t(codes[i]) << (8 * i);
+    return uint8_t(((eight >> bit & 0x0101010101010101u) * 0x0102040810204080u) >> 56);
+}
+
+template <int BITS>
+void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
+    const size_t num_groups = (job.cols + job.group_size - 1) / job.group_size;
+    for (size_t row = first; row < last; ++row) {
+        for (size_t g = 0; g < num_groups; ++g) {
+            const size_t start = g * job.group_size, left = job.cols - start;
+            const size_t count = left < job.group_size ? left : job.group_size;
+            load_group(job, row * job.cols + start, count, room.group);
+            // codes of the padding are overwritten by the next group or lie beyond the row
+            const Fit<BITS> fit = fit_group<BITS>(job, room.group, count, room.codes + start);
+            for (int width = 0; width < BITS; ++width) {
+                if (job.track[width] < 0) continue;
+                const size_t at = (size_t(job.track[width]) * job.rows + row) * num_groups + g;
+                job.scale[at] = half_bits(fit.scale[width]);
+                job.offset[at] = half_bits(fit.offset[width]);
+            }
+        }
+        const size_t row_bytes = job.cols / 8;
+        for (int plane = 0; plane < BITS; ++plane) {
+            uint8_t* bytes = job.planes + (size_t(plane) * job.rows + row) * row_bytes;
+            for (size_t i = 0; i < row_bytes; ++i) bytes[i] = plane_byte(room.codes + 8 * i, BITS - 1 - plane);
+        }
+    }
+}
+
+NDP_INLINE void fit_rows_of(const Job& job, size_t first, size_t last, const Room& room) {
+    switch (job.bits) {
+        case 1: return fit_rows<1>(job, first, last, room);
+        case 2: return fit_rows<2>(job, first, last, room);
+        case 3: return fit_rows<3>(job, first, last, room);
+        default: return fit_rows<4>(job, first, last, room);
+    }
+}
+
+}  // namespace
