@@ -18,9 +18,12 @@ from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
 IDLE_CASES = ("hit", "closed", "conflict")
 _OFFER_CYCLES = 1  # the scheduler sees a line in the cycle after it was offered
+_NEVER = 1 << 60  # more lines than any stream has
 _RAMP_LINES = 32  # after these every bank group streams
-_EXACT_LINES = 256  # transfers up to this length are simulated, longer ones computed
-_CONCURRENT_REFRESHES = 6  # concurrent streams are simulated for so many refresh intervals, then go on at their pace
+_EXACT_LINES = 16_384  # transfers up to this length are simulated, longer ones computed
+_SIMULATED_LINES = 32_768  # in all start times of one transfer together
+_CONCURRENT_REFRESHES = 6  # long concurrent streams are simulated for at least so many refresh intervals
+_CONCURRENT_LINES = 16_384  # short ones whole, these lines in all start times together
 _LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
 
 
@@ -35,7 +38,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A read begun at moments spread evenly over the interval before the first refresh of an idle device."""
+    """A read of an idle device, begun at moments spread evenly over one refresh interval, also while it refreshes."""
 
     mean_ps: int
     min_ps: int
@@ -58,15 +61,10 @@ def stream(dram: DramSpec, lines: int, start_ps: int) -> Stream:
         num_bytes = lines * dram.line_bytes * dram.channels
         return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
     profile = _profile(dram)
-    wait, to_refresh = 0, 0
-    if profile.refresh_interval:
-        since = start_ps * FS_PER_PS // dram.tck_fs % profile.refresh_interval
-        wait = max(profile.blocked - since, 0)
-        to_refresh = profile.refresh_interval - since - wait
-    cycles, met = profile.cycles_and_refreshes(lines, to_refresh)
-    stall = wait + cycles - profile.undisturbed(lines)
+    cycles, met = profile.cycles_and_refreshes(lines, start_ps * FS_PER_PS // dram.tck_fs)
+    stall = cycles - profile.undisturbed(lines)
     rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
-    return Stream(dram.cycles_to_ps(wait + cycles), dram.cycles_to_ps(stall), rows)
+    return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(stall), rows)
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:
@@ -96,12 +94,12 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
         concurrent = ConcurrentStreams(dram, streams, placement, length)
         times = _concurrent_cycles(dram, concurrent)
     elif lines <= _EXACT_LINES:
-        times = [
-            _exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, min(16_384 // lines, 1024))
-        ]
+        count = max(8, min(_SIMULATED_LINES // lines, 1024))
+        times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, count)]
     else:
-        profile = _profile(dram)
-        times = [profile.cycles(lines, idle.to_refresh) for idle in _moments(dram, 256)]
+        profile, count = _profile(dram), 256
+        parts = [(2 * part + 1) * profile.refresh_interval // (2 * count) for part in range(count)]
+        times = [profile.cycles_and_refreshes(lines, since)[0] for since in parts]
     if dram.kind == "bank":
         times = [dram.cycles_to_ps(cycles) for cycles in times]
     mean = ceil_div(sum(times), len(times))
@@ -110,14 +108,20 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
 
 
 def _moments(dram: DramSpec, count: int) -> list[Idle]:
-    """The idle device at `count` moments in the middles of equal parts of one refresh interval (of every bank)."""
-    if dram.refresh != "per-bank":
-        return [Idle(dram.refi - (2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
-    banks = dram.ranks * dram.banks
+    """An idle device that refreshes itself, offered lines in the middles of `count` equal parts of a refresh interval.
+
+    It is simulated from the last refresh that falls due before the start; with per-bank refresh, the interval is that
+    of one bank, and as many refreshes before the start as may still be under way are simulated.
+    """
+    if dram.refresh == "off":
+        return [Idle(0)]
+    if dram.refresh == "all-bank":
+        return [Idle(0, start=(2 * part + 1) * dram.refi // (2 * count)) for part in range(count)]
+    banks, earlier = dram.ranks * dram.banks, dram.rfc_pb // dram.refi_pb
     moments = []
     for part in range(count):
         turn, since = divmod((2 * part + 1) * dram.refi_pb * banks // (2 * count), dram.refi_pb)
-        moments.append(Idle(dram.refi_pb - since, next_bank=turn % banks))
+        moments.append(Idle(0, next_bank=(turn - earlier) % banks, start=earlier * dram.refi_pb + since))
     return moments
 
 
@@ -126,22 +130,31 @@ def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
 
 
 def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams) -> list[int]:
-    """Simulated until every stream has crossed a row boundary and some refreshes are over; then the pace goes on.
+    """Simulated whole where that is short; else until conflicts between rows repeat, and continued at that pace.
 
-    The pace is that between the first and the last refresh simulated: whole refresh intervals.
+    Conflicts repeat when every stream has moved on by one block of rows. The pace is taken between two refreshes about
+    a whole number of such blocks apart: whole refresh intervals, whole patterns.
     """
-    end = lines.streams * lines.length
-    simulated = max(lines.streams * (lines.one.block + _RAMP_LINES), _CONCURRENT_REFRESHES * dram.refi // dram.burst)
-    if end <= simulated:
-        return [_exact_cycles(dram, lines, end, idle) for idle in _moments(dram, 8 if end <= 2048 else 4)]
+    end, repeat = lines.streams * lines.length, lines.streams * lines.one.block
+    refresh_lines = dram.refi // dram.burst
+    simulated = max(repeat + 3 * refresh_lines, _CONCURRENT_REFRESHES * refresh_lines)
+    if end <= max(simulated, _CONCURRENT_LINES):
+        moments = _moments(dram, max(2, min(_CONCURRENT_LINES // end, 64)))
+        return [_exact_cycles(dram, lines, end, idle) for idle in moments]
     times = []
     for idle in _moments(dram, 2):
         controller = Controller(dram, lines, idle, simulated, dram.outstanding)
         cycles = controller.run().cycles + _OFFER_CYCLES
-        marks = controller.refresh_marks
-        (since, before), (until, after) = (marks[0], marks[-1]) if len(marks) > 1 else ((0, 0), (cycles, simulated))
+        marks = [mark for mark in controller.refresh_marks if mark[1]] or [(0, 0), (cycles, simulated)]
+        since, before = marks[0]
+        until, after = min(marks[1:], key=lambda mark: _from_multiple(mark[1] - before, repeat))
         times.append(cycles + ceil_div((until - since) * (end - simulated), after - before))
     return times
+
+
+def _from_multiple(value: int, of: int) -> int:
+    """Distance to the nearest multiple, 0 not being one."""
+    return abs(value - max(1, round(value / of)) * of)
 
 
 # -- the closed form ---------------------------------------------------------------------------------------------------
@@ -152,7 +165,9 @@ class _Profile:
     """What a sequential stream on one device looks like, taken from the exact controller. Cycles."""
 
     ramp: tuple[int, ...]  # for the first 0, 1, 2 … lines without refresh
-    pace: tuple[int, int]  # (cycles, lines) after the ramp
+    pace: tuple[int, int]  # (cycles, lines) after the ramp, rows being opened in closed banks
+    first_pass: int  # lines until every bank has a row open, if no refresh closes it before
+    later_pace: tuple[int, int]  # after that
     loss: tuple[int, int]  # (cycles, refreshes): what meeting refreshes costs
     data_cycles: int  # from the last command to the last data
     refresh_interval: int  # 0 = no refresh
@@ -162,24 +177,28 @@ class _Profile:
     def undisturbed(self, lines: int) -> int:
         if lines < len(self.ramp):
             return self.ramp[lines]
-        cycles, per = self.pace
-        return self.ramp[-1] + ceil_div(cycles * (lines - len(self.ramp) + 1), per)
+        first = min(lines, self.first_pass)
+        (cycles, per), (later_cycles, later_per) = self.pace, self.later_pace
+        opening = ceil_div(cycles * (first - len(self.ramp) + 1), per)
+        return self.ramp[-1] + opening + ceil_div(later_cycles * (lines - first), later_per)
 
-    def cycles_and_refreshes(self, lines: int, to_refresh: int) -> tuple[int, int]:
-        """(cycles, refreshes met) of a stream that begins to_refresh cycles before a refresh falls due.
+    def cycles_and_refreshes(self, lines: int, start: int) -> tuple[int, int]:
+        """(cycles, refreshes met) of a stream that begins at absolute cycle `start`; refreshes fall due from cycle 0.
 
-        A refresh is met if it falls due before the last command; each one met moves that command by the loss.
+        One that is under way is waited for. One is met if it falls due before the last command, and moves that
+        command by the loss.
         """
         undisturbed = self.undisturbed(lines)
-        beyond = undisturbed - self.data_cycles - to_refresh
-        if not self.refresh_interval or beyond <= 0:
+        if not self.refresh_interval:
             return undisturbed, 0
+        since = start % self.refresh_interval
+        wait = max(self.blocked - since, 0)
+        beyond = wait + undisturbed - self.data_cycles - (self.refresh_interval - since)
+        if beyond <= 0:
+            return wait + undisturbed, 0
         cycles, per = self.loss
         met = ceil_div(beyond * per, self.refresh_interval * per - cycles)
-        return undisturbed + ceil_div(met * cycles, per), met
-
-    def cycles(self, lines: int, to_refresh: int) -> int:
-        return self.cycles_and_refreshes(lines, to_refresh)[0]
+        return wait + undisturbed + ceil_div(met * cycles, per), met
 
 
 @lru_cache(maxsize=64)
@@ -188,15 +207,17 @@ def _profile(dram: DramSpec) -> _Profile:
     ramp = tuple(_exact_cycles(still, lines, end, idle) if end else 0 for end in range(_RAMP_LINES + 1))
     rank_lines = lines.row_span // dram.ranks
     after_rank = _exact_cycles(still, lines, _RAMP_LINES + rank_lines, idle)
-    pace = (after_rank - ramp[-1], rank_lines)
-    data_cycles = dram.cl + dram.burst
+    pace, data_cycles = (after_rank - ramp[-1], rank_lines), dram.cl + dram.burst
     if dram.refresh == "off":
-        return _Profile(ramp, pace, (0, 1), data_cycles, refresh_interval=0, blocked=0, rows_reopened=0)
+        first_pass = max(lines.row_span, _RAMP_LINES)
+        once, twice = (_exact_cycles(still, lines, passes * first_pass, idle) for passes in (1, 2))
+        return _Profile(ramp, pace, first_pass, (twice - once, first_pass), (0, 1), data_cycles, 0, 0, 0)
+    undisturbed = (ramp, pace, _NEVER, pace)
     if dram.refresh == "per-bank":
-        return _Profile(ramp, pace, _bank_refresh_loss(dram, lines), data_cycles, dram.refi_pb, 0, rows_reopened=1)
+        return _Profile(*undisturbed, _bank_refresh_loss(dram, lines), data_cycles, dram.refi_pb, 0, rows_reopened=1)
     loss = _refresh_loss(dram, lines)
     blocked = dram.ranks - 1 + dram.rfc - (dram.act_cycles - 1)
-    return _Profile(ramp, pace, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
+    return _Profile(*undisturbed, loss, data_cycles, dram.refi, blocked, rows_reopened=lines.period)
 
 
 def _refresh_loss(dram: DramSpec, lines: StreamMap) -> tuple[int, int]:

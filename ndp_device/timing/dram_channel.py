@@ -69,11 +69,6 @@ class Channel:
         self.data_clock_until = now + self.read_to_data + dram.wck_sync
         self.bus_free = now + dram.read_cycles
 
-    def start_data_clock(self, now: int) -> None:
-        """LPDDR5 sends this in the cycle before a read when the data clock has stopped."""
-        self.data_clock_until = now + 2
-        self.bus_free = now + 1
-
     def activate(self, bank: int, row: int, now: int) -> None:
         dram = self.dram
         rank = self.rank_of[bank]

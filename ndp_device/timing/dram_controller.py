@@ -3,7 +3,8 @@
     one command a cycle:  read of a row just opened  >  refresh  >  oldest queued request whose next command is ready
 
 First-ready first-come-first-served over a queue of queue_entries, open rows. A row opened for a request is not closed
-before that request is read. A refresh that is due lets no queued request begin before it is issued.
+before that request is read. A refresh that is due lets no queued request begin before it is issued. Where an activate
+is two commands (LPDDR5), the second takes the first cycle that nothing else wants, and no other activate comes between.
 
 Time jumps from command to command. Where the state repeats itself while one set of open rows is streamed, whole
 periods are skipped at once (`_skip_periods`): the result is that of walking through them.
@@ -41,16 +42,16 @@ class Lines(Protocol):
 
 @dataclass(frozen=True)
 class Idle:
-    """A channel with every row closed, about to be offered lines."""
+    """A channel with every row closed that will be offered lines."""
 
     to_refresh: int  # cycles until the next refresh falls due
-    bank_ready: tuple[int, ...] = ()  # cycles until each bank may be activated; () = all at once
     next_bank: int = 0  # of per-bank refresh
+    start: int = 0  # cycles until the scheduler sees the first line
 
 
 @dataclass(frozen=True)
 class Served:
-    """What serving the lines took, from the first cycle the scheduler saw one."""
+    """What serving the lines took, from the first cycle in which the scheduler saw one."""
 
     cycles: int
     activations: int
@@ -70,10 +71,12 @@ class Controller:
         self.in_flight_limit = lines_in_flight
         self.period = lines.period if skip else 0
         self.now = 0
+        self.start = idle.start
         self.offered = 0
         self.queue: dict[int, dict[int, deque[int]]] = {}  # bank -> row -> positions, oldest first
         self.queued = 0
         self.active: dict[int, int] = {}  # bank -> position of the request its row was opened for
+        self.second_activate_by = _FOREVER  # the last cycle for the other half of an activate; _FOREVER = none is open
         self.returns: deque[int] = deque()  # cycles at which lines in flight have returned
         self.last_return = 0
         self.refresh_interval = dram.refi_pb if dram.refresh == "per-bank" else dram.refi
@@ -86,17 +89,19 @@ class Controller:
         self.calm_reads = 0
         self.calm_state: tuple[object, ...] = ()
         self.calm_since = (0, 0)  # (now, offered) at calm_state
-        self.channel.bank_act[: len(idle.bank_ready)] = idle.bank_ready
 
     def run(self) -> Served:
         """Until the last line has returned."""
         while self.queued or self.active or self.offered + self.skipped_lines < self.end:
             self._step()
-        return Served(self.last_return + self.skipped_cycles, self.channel.activations, self.refreshes)
+        cycles = self.last_return + self.skipped_cycles - self.start
+        return Served(cycles, self.channel.activations, self.refreshes)
 
     # -- offering ------------------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
+        if self.now < self.start:
+            return
         room = min(self.dram.queue_entries - self.queued, self.end - self.offered - self.skipped_lines)
         if self.in_flight_limit:
             while self.returns and self.returns[0] < self.now:
@@ -126,7 +131,10 @@ class Controller:
         else:
             queue_at, bank, row, kind = self._next_queued()
         at = min(active_at, refresh_at, queue_at)
-        wake = self.next_refresh
+        if self.second_activate_by != _FOREVER and (at > self.now or self.second_activate_by <= self.now):
+            self._activate_second()
+            return
+        wake = self.next_refresh if self.now >= self.start else min(self.next_refresh, self.start)
         if self.in_flight_limit and self.returns:
             wake = min(wake, self.returns[0] + 1)
         if wake <= at:
@@ -148,6 +156,8 @@ class Controller:
         elif kind == _ACTIVATE:
             self.active[bank] = self._take(bank, row)
             self.channel.activate(bank, row, at)
+            if self.dram.aad:
+                self.second_activate_by = at + self.dram.aad
         else:
             self.channel.precharge(bank, at)
         self._disturb()
@@ -156,6 +166,11 @@ class Controller:
         """Something other than a queued read happened: a repeated state can only begin after it."""
         self.calm_reads = 0
         self.calm_state = ()
+
+    def _activate_second(self) -> None:
+        self.channel.bus_free = self.now + 1
+        self.second_activate_by = _FOREVER
+        self._disturb()
 
     def _next_active(self) -> tuple[int, int]:
         channel = self.channel
@@ -174,6 +189,7 @@ class Controller:
     def _next_queued(self) -> tuple[int, int, int, int]:
         """(cycle, bank, row, kind) of the earliest ready command; the oldest request among equals."""
         channel, now = self.channel, self.now
+        may_activate = self.second_activate_by == _FOREVER
         best, oldest = _FOREVER, _FOREVER
         chosen = (-1, -1, _READ)
         for bank, rows in self.queue.items():
@@ -185,6 +201,8 @@ class Controller:
                     other = channel.group_read[channel.group_of[bank]]
                     last = channel.rank_read[channel.rank_of[bank]]
                 elif open_row is None:
+                    if not may_activate:
+                        continue
                     kind = _ACTIVATE
                     ready = channel.bank_act[bank]
                     other = channel.group_act[channel.group_of[bank]]
@@ -216,12 +234,15 @@ class Controller:
         return number
 
     def _read(self, bank: int) -> bool:
-        """Read a line; where the data clock must be started first, that is the command, and the answer is False."""
+        """Read a line. A stopped data clock is started in this cycle and the line read in the next; False if even that
+        must wait for the second half of an activate."""
         channel = self.channel
         if self.dram.wck_sync and self.now >= channel.data_clock_until:
-            channel.start_data_clock(self.now)
+            if self.second_activate_by <= self.now + 1:
+                self._activate_second()
+                return False
+            self.now += 1
             self._disturb()
-            return False
         channel.read(bank, self.now)
         self.last_return = self.now + channel.read_to_data
         if self.in_flight_limit:

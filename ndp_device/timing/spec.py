@@ -66,6 +66,7 @@ class DramSpec:
     ppd: int  # precharge to precharge
     rank_switch: int  # bubble on the data bus between ranks
     act_cycles: int  # command bus cycles of an activate
+    aad: int  # LPDDR5: an activate is two commands, the second at most so many cycles after the first; 0 = one command
     read_cycles: int  # command bus cycles of a read
     wck_sync: int  # LPDDR5: cycles the clock of the data bus stays in sync after a burst; 0 = no such clock
     refresh: str  # all-bank | per-bank | off
@@ -86,7 +87,7 @@ class DramSpec:
         _at_least("dram", self, 1, "banks_per_group", "lines_per_row", "line_bytes", "stripe_bytes", "tck_fs", "burst")
         _at_least("dram", self, 1, "cl", "rcd", "rp", "rp_ab", "ras", "rc", "rtp", "ccd_s", "ccd_l", "rrd_s", "rrd_l")
         _at_least("dram", self, 1, "faw", "ppd", "act_cycles", "read_cycles", "rfc", "refi", "queue_entries")
-        _at_least("dram", self, 0, "rank_switch", "wck_sync", "rfc_pb", "refi_pb", "pbr_to_pbr", "pbr_to_act")
+        _at_least("dram", self, 0, "aad", "rank_switch", "wck_sync", "rfc_pb", "refi_pb", "pbr_to_pbr", "pbr_to_act")
         _at_least("dram", self, 0, "outstanding")
         if self.stripe_bytes % self.line_bytes:
             raise ConfigError(
@@ -96,6 +97,10 @@ class DramSpec:
             raise ConfigError(f"dram.rc must not be below dram.ras {self.ras}, got {self.rc}")
         if self.ccd_s < self.burst or self.ccd_l < self.ccd_s or self.rrd_l < self.rrd_s:
             raise ConfigError("dram needs burst <= ccd_s <= ccd_l and rrd_s <= rrd_l: a burst may not overlap the next")
+        if self.aad >= self.rcd:
+            raise ConfigError(
+                f"dram.aad must be below dram.rcd {self.rcd}: a row is open before it is read, got {self.aad}"
+            )
         if self.refresh == "per-bank" and not (self.rfc_pb and self.refi_pb):
             raise ConfigError(f"{self.standard} has no per-bank refresh: use dram.refresh all-bank or off")
         if self.refresh == "all-bank" and self.rfc >= self.refi:

@@ -79,6 +79,8 @@ class ByCycle:
     acts: list[tuple[int, int]] = field(default_factory=list)  # (cycle, bank)
     bus_busy_until: int = 0
     synced_until: int = NEVER
+    half_open: int | None = None  # the cycle of an ACT-1 whose ACT-2 has not been sent
+    clocked: Request | None = None  # the data clock was started for it in the cycle before
 
     def run(self) -> int:
         dram = self.dram
@@ -88,7 +90,7 @@ class ByCycle:
         waiting, queue, active, returns = list(self.lines), [], [], []
         refreshes: list[int] = []
         turn, cycle, last_return = 0, -1, 0
-        while waiting or queue or active:
+        while waiting or queue or active or self.clocked:
             cycle += 1
             if dram.refresh != "off" and cycle >= self.to_refresh:
                 period = dram.refi_pb if dram.refresh == "per-bank" else dram.refi
@@ -99,11 +101,20 @@ class ByCycle:
                     refreshes.append(turn % (dram.ranks * dram.banks))
                     turn += 1
             while waiting and len(queue) < dram.queue_entries:
-                in_flight = len(queue) + len(active) + sum(1 for back in returns if back >= cycle)
+                in_flight = len(queue) + len(active) + bool(self.clocked) + sum(1 for back in returns if back >= cycle)
                 if self.lines_in_flight and in_flight >= self.lines_in_flight:
                     break
                 queue.append(Request(*waiting.pop(0)))
             if cycle < self.bus_busy_until:
+                continue
+            if self.clocked:
+                done, self.clocked = self.clocked, None
+                self.issue("RD", done.bank, cycle, dram.read_cycles)
+                last_return = self.data_back(cycle)
+                returns.append(last_return)
+                continue
+            if self.half_open is not None and cycle == self.half_open + dram.aad:
+                self.second_activate(cycle)
                 continue
 
             def may(command: str, bank: int, now: int = cycle) -> bool:
@@ -113,22 +124,27 @@ class ByCycle:
             if chosen:
                 if self.read(chosen, cycle):
                     active.remove(chosen)
-                    last_return = cycle + dram.cl + dram.burst
-                    returns.append(last_return)
+                    if not self.clocked:
+                        last_return = self.data_back(cycle)
+                        returns.append(last_return)
                 continue
             if refreshes:
                 self.refresh(refreshes, active, cycle, may)
+                if self.half_open is not None and cycle >= self.bus_busy_until:
+                    self.second_activate(cycle)
                 continue
             for request in queue:
                 row = self.row_of.get(request.bank)
                 if row == request.row and may("RD", request.bank):
                     if self.read(request, cycle):
                         queue.remove(request)
-                        last_return = cycle + dram.cl + dram.burst
-                        returns.append(last_return)
+                        if not self.clocked:
+                            last_return = self.data_back(cycle)
+                            returns.append(last_return)
                     break
-                if row is None and may("ACT", request.bank):
+                if row is None and self.half_open is None and may("ACT", request.bank):
                     self.issue("ACT", request.bank, cycle, dram.act_cycles)
+                    self.half_open = cycle if dram.aad else None
                     self.acts.append((cycle, request.bank))
                     self.row_of[request.bank] = request.row
                     queue.remove(request)
@@ -139,6 +155,8 @@ class ByCycle:
                     self.issue("PRE", request.bank, cycle, 1)
                     del self.row_of[request.bank]
                     break
+            if self.half_open is not None and cycle >= self.bus_busy_until:
+                self.second_activate(cycle)
         return last_return
 
     def refresh(self, due: list[int], active: list[Request], cycle: int, may: Callable[[str, int], bool]) -> None:
@@ -158,13 +176,26 @@ class ByCycle:
             due.pop(0)
 
     def read(self, request: Request, cycle: int) -> bool:
+        """Whether the request is served: in this cycle, or in the next where the data clock must be started first."""
         if self.dram.wck_sync and cycle >= self.synced_until:
-            self.synced_until = cycle + 2
+            if self.half_open is not None and cycle + 1 >= self.half_open + self.dram.aad:
+                self.second_activate(cycle)
+                return False
             self.bus_busy_until = cycle + 1
-            return False
+            self.clocked = request
+            return True
         self.issue("RD", request.bank, cycle, self.dram.read_cycles)
-        self.synced_until = cycle + self.dram.cl + self.dram.burst + self.dram.wck_sync
         return True
+
+    def data_back(self, cycle: int) -> int:
+        """The cycle at which a line read in `cycle` has returned; the data clock runs on for a while."""
+        back = cycle + self.dram.cl + self.dram.burst
+        self.synced_until = back + self.dram.wck_sync
+        return back
+
+    def second_activate(self, cycle: int) -> None:
+        self.half_open = None
+        self.bus_busy_until = cycle + 1
 
     def issue(self, command: str, bank: int, cycle: int, bus_cycles: int) -> None:
         self.last[command, bank] = cycle

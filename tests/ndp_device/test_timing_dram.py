@@ -80,7 +80,16 @@ def test_skipping_repeated_periods_changes_no_cycle(dram: DramSpec, to_refresh: 
     assert exact(dram, 2300, to_refresh) == exact(dram, 2300, to_refresh, skip=False)
 
 
-@pytest.mark.parametrize("dram", [DDR5, replace(DDR5, rfc=1315), LPDDR5, replace(DDR5, refresh="off")])
+STREAMED = [
+    DDR5,
+    replace(DDR5, rfc=1315),
+    replace(DDR5, refresh="off"),
+    LPDDR5,
+    replace(LPDDR5, refresh="off"),
+]
+
+
+@pytest.mark.parametrize("dram", STREAMED)
 @pytest.mark.parametrize("lines", [300, 1500, 8192, 20_000])
 def test_the_closed_form_equals_the_simulation(dram: DramSpec, lines: int) -> None:
     """Within 0.15 % (a refresh that falls on a row boundary costs a few cycles more or less than the mean loss)."""
@@ -89,6 +98,18 @@ def test_the_closed_form_equals_the_simulation(dram: DramSpec, lines: int) -> No
     simulated = exact(dram, lines, to_refresh) + 1
     computed = stream(dram, lines, dram.cycles_to_ps(start)).total_ps
     assert computed == pytest.approx(dram.cycles_to_ps(simulated), rel=0.0015)
+
+
+@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
+@pytest.mark.parametrize("refresh", ["all-bank", "off"])
+def test_the_closed_form_is_coarser_without_bank_group_interleave(dram: DramSpec, refresh: str) -> None:
+    """Within 3 %: rows overlap at their boundaries, and how far depends on how long ago they were closed."""
+    dram = replace(dram, bank_group_interleave=False, refresh=refresh)
+    to_refresh = dram.refi - 5000 % dram.refi
+    simulated = exact(dram, 20_000, to_refresh) + 1
+    assert stream(dram, 20_000, dram.cycles_to_ps(5000)).total_ps == pytest.approx(
+        dram.cycles_to_ps(simulated), rel=0.03
+    )
 
 
 def test_idle_latencies_are_the_standard_s_sums() -> None:
@@ -194,6 +215,29 @@ def test_an_ideal_dram_reads_at_its_rate() -> None:
     ideal = load_hardware("h100-ndp512", **{"dram.kind": "ideal"}).dram
     assert stream(ideal, 4, 77).total_ps == 10_000  # 20 channels x 256 B at 512 GB/s
     assert efficiency(512 * 10**6, ideal) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
+def test_start_times_in_a_refresh_wait_for_its_end(dram: DramSpec) -> None:
+    """One start in refi / rfc falls into a refresh and waits for half of it on average: rfc^2 / (2 refi). As long as
+    that again at most is lost by reads that a refresh cuts in two, or that begin just before it."""
+    alone, spread = transfer(replace(dram, refresh="off"), 4096), transfer(dram, 4096)
+    assert spread.min_ps == alone.mean_ps
+    waiting = dram.cycles_to_ps(dram.rfc * dram.rfc // (2 * dram.refi))
+    assert waiting < spread.mean_ps - alone.mean_ps < 2 * waiting
+    assert spread.max_ps >= alone.mean_ps + dram.cycles_to_ps(dram.rfc - dram.refi // 1024 - 2)
+
+
+def test_long_concurrent_streams_go_on_at_the_pace_of_short_ones() -> None:
+    """24 MiB are extrapolated, 12 MiB simulated whole; parts of 2^k lines would all lie in the same bank."""
+    whole, longer = (transfer(DDR5, size * MIB, 4, "staggered").mean_ps for size in (12, 24))
+    assert longer == pytest.approx(2 * whole, rel=0.005)
+
+
+def test_the_second_half_of_an_activate_keeps_others_waiting() -> None:
+    """LPDDR5: one activate at a time, and its other half comes when the reads leave a cycle, at most 8 later."""
+    one_command = efficiency(MIB, replace(LPDDR5, aad=0), streams=8, placement="staggered")
+    assert efficiency(MIB, LPDDR5, streams=8, placement="staggered") < 0.9 * one_command
 
 
 def test_a_transfer_reports_the_spread_over_start_times() -> None:
