@@ -204,6 +204,7 @@ int spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
 }  // namespace
 
 NB_MODULE(_carrier, module) {
+    nb::set_leak_warnings(false);  // a host that ends while it holds a channel is no news
     nb::class_<Channel>(module, "Channel")
         .def(nb::init<nb::handle, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
              nb::arg("num_slots"), nb::arg("body_room"), nb::arg("is_device"))
