@@ -20,6 +20,9 @@ using namespace ndp::data_free;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UInts __attribute__((vector_size(4 * kLanes)));
+typedef float Four __attribute__((vector_size(16)));  // one value per width
+typedef double FourDoubles __attribute__((vector_size(32)));
 typedef Floats AnyFloats __attribute__((aligned(4), may_alias));  // memcpy would go through the stack in halves
 
 constexpr int kRounds = 6;      // data_free.py has the reasons for both
@@ -45,14 +48,15 @@ NDP_INLINE float half_to_float(uint16_t half) {
     return bits_to_float(sign | infinite | float_to_bits(bits_to_float(magnitude) * 0x1p112f));
 }
 
-// The nearest value that float16 holds, ties to even.
-NDP_INLINE float round_to_half(float value) {
-    const uint32_t bits = float_to_bits(value), sign = bits & 0x80000000u, magnitude = bits ^ sign;
-    const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u)) & ~0x1fffu;
-    const uint32_t small = float_to_bits((bits_to_float(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
-    uint32_t rounded = magnitude < 0x38800000u ? small : normal;
-    if (rounded >= 0x47800000u) rounded = magnitude > 0x7f800000u ? 0x7fc00000u : 0x7f800000u;
-    return bits_to_float(sign | rounded);
+// The nearest values that float16 holds, ties to even.
+NDP_INLINE Floats round_to_half(const Floats& values) {
+    const Ints bits = Ints(values), magnitude = bits & 0x7fffffff;
+    const UInts up = UInts(magnitude) + 0xfffu + (UInts(magnitude) >> 13 & 1u);
+    const Ints small = Ints((Floats(magnitude) + 0.5f) - 0.5f);  // steps of 2**-24
+    const Ints infinite = magnitude > 0x7f800000 ? (magnitude & 0) + 0x7fc00000 : (magnitude & 0) + 0x7f800000;
+    Ints rounded = magnitude < 0x38800000 ? small : Ints(up & ~0x1fffu);
+    rounded = (rounded >= 0x47800000) | (magnitude > 0x7f800000) ? infinite : rounded;
+    return Floats(rounded | (bits ^ magnitude));
 }
 
 // Of a value that float16 holds.
@@ -83,10 +87,30 @@ NDP_INLINE void load_group(const Job& job, size_t start, size_t count, float* gr
     }
 }
 
+NDP_INLINE void store(float* p, const Floats& v) { *reinterpret_cast<AnyFloats*>(p) = v; }
 NDP_INLINE Floats load(const float* p) { return *reinterpret_cast<const AnyFloats*>(p); }
 
 NDP_INLINE float sum(const Floats& v) {
-    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+NDP_INLINE Four sums(const Floats v[4]) {
+#if defined(__AVX2__)
+    const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    return Four(_mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+#else
+    return Four{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+#endif
+}
+
+NDP_INLINE bool all(const Ints& truths) {
+#if defined(__AVX2__)
+    return _mm256_movemask_ps(_mm256_castsi256_ps(__m256i(truths))) == 0xff;
+#else
+    int32_t every = -1;
+    for (size_t lane = 0; lane < kLanes; ++lane) every &= truths[lane];
+    return every;
+#endif
 }
 
 // table[index[lane]] for 8 places.
@@ -130,7 +154,7 @@ NDP_INLINE Centred centre(float* group, size_t count) {
     for (size_t i = 0; i < c.padded; i += kLanes) {
         Floats w = load(group + i) - c.middle;
         for (size_t lane = count - i; lane < kLanes && i + kLanes > count; ++lane) w[lane] = 0;
-        *reinterpret_cast<AnyFloats*>(group + i) = w;
+        store(group + i, w);
         total += w;
     }
     c.sum = sum(total);
@@ -141,22 +165,23 @@ NDP_INLINE Centred centre(float* group, size_t count) {
 // The code of a weight is the number of thresholds below it. Rising, so a search finds it bit by bit.
 template <int BITS>
 struct Thresholds {
-    float at[(1 << BITS) - 1];
+    static constexpr int kCodes = 1 << BITS;
+    static constexpr size_t kPadded = (kCodes + kLanes - 1) / kLanes * kLanes;
+    float at[kPadded + 1];  // kCodes - 1 of them are used
 };
 
-// Sums over a group for every width 1..BITS: of the codes, of their squares, and of code times weight.
-template <int BITS>
+// Sums over a group for every width, 0 beyond BITS: of the codes, of their squares, and of code times weight.
 struct Sums {
-    double code[BITS], square[BITS], product[BITS];
+    Four code, square, product;
 };
 
 template <int BITS>
-NDP_INLINE Sums<BITS> assign(const float* group, size_t padded, const Thresholds<BITS>& thresholds, uint8_t* codes) {
+NDP_INLINE Sums assign(const float* group, size_t padded, const Thresholds<BITS>& thresholds, uint8_t* codes) {
     float table[BITS][kLanes] = {};  // what decides on bit b, by the bits before it
     for (int bit = 0; bit < BITS; ++bit)
         for (int prefix = 0; prefix < 1 << bit; ++prefix)
             table[bit][prefix] = thresholds.at[((2 * prefix + 1) << (BITS - 1 - bit)) - 1];
-    Floats code_sum[BITS] = {}, square_sum[BITS] = {}, product_sum[BITS] = {};
+    Floats code_sum[kMaxBits] = {}, square_sum[kMaxBits] = {}, product_sum[kMaxBits] = {};
     for (size_t i = 0; i < padded; i += kLanes) {
         const Floats w = load(group + i);
         Ints code = {};
@@ -166,38 +191,32 @@ NDP_INLINE Sums<BITS> assign(const float* group, size_t padded, const Thresholds
             code -= bit ? w > look_up(table[bit], code >> 1) : w > table[0][0];
             const Floats prefix = __builtin_convertvector(code, Floats);  // the whole code of width bit + 1
             code_sum[bit] += prefix;
-            if (bit) square_sum[bit] += prefix * prefix;
+            square_sum[bit] += bit ? prefix * prefix : prefix;
             product_sum[bit] += prefix * w;
         }
         if (codes)
             for (size_t lane = 0; lane < kLanes; ++lane) codes[i + lane] = uint8_t(code[lane]);
     }
-    Sums<BITS> sums;
-    for (int bit = 0; bit < BITS; ++bit) {
-        sums.code[bit] = sum(code_sum[bit]);
-        sums.square[bit] = bit ? sum(square_sum[bit]) : sums.code[bit];
-        sums.product[bit] = sum(product_sum[bit]);
-    }
-    return sums;
+    return {sums(code_sum), sums(square_sum), sums(product_sum)};
 }
 
 // Scale and offset of every width as float16 holds them.
-template <int BITS>
 struct Fit {
-    float scale[BITS], offset[BITS];
+    float scale[kMaxBits], offset[kMaxBits];
 };
 
-template <int BITS>
-NDP_INLINE Fit<BITS> fit(const Sums<BITS>& sums, const Centred& c) {
-    Fit<BITS> fit;
-    for (int track = 0; track < BITS; ++track) {
-        const double mean_code = sums.code[track] / c.count;
-        const double variance = sums.square[track] - sums.code[track] * mean_code;
-        double scale = (sums.product[track] - mean_code * c.sum) / (variance > 0 ? variance : 1);
-        if (variance <= 0 || scale < 0) scale = 0 * scale;  // below zero by rounding only; NaN stays
-        fit.scale[track] = round_to_half(float(scale));
-        fit.offset[track] = round_to_half(float(c.middle + (c.sum / c.count - scale * mean_code)));
-    }
+NDP_INLINE Fit fit(const Sums& sums, const Centred& c) {
+    const FourDoubles code = __builtin_convertvector(sums.code, FourDoubles);
+    const FourDoubles mean_code = code / c.count, none = code * 0;
+    const FourDoubles variance = __builtin_convertvector(sums.square, FourDoubles) - code * mean_code;
+    FourDoubles scale = __builtin_convertvector(sums.product, FourDoubles) - mean_code * c.sum;
+    scale /= variance > none ? variance : none + 1;
+    scale = (variance <= none) | (scale < none) ? 0 * scale : scale;  // below zero by rounding only; NaN stays
+    const Four s = __builtin_convertvector(scale, Four);
+    const Four o = __builtin_convertvector(c.middle + (c.sum / c.count - scale * mean_code), Four);
+    const Floats rounded = round_to_half(Floats{s[0], s[1], s[2], s[3], o[0], o[1], o[2], o[3]});
+    Fit fit;
+    memcpy(&fit, &rounded, sizeof fit);
     return fit;
 }
 
@@ -239,38 +258,58 @@ __attribute__((noinline)) Thresholds<BITS> hull(const float* slope, const float*
     return thresholds;
 }
 
+// What each width makes of a code: its first bits.
+template <int BITS>
+struct Prefixes {
+    float of[BITS][Thresholds<BITS>::kPadded];
+    constexpr Prefixes() : of{} {
+        for (int track = 0; track < BITS; ++track)
+            for (size_t code = 0; code < Thresholds<BITS>::kPadded; ++code)
+                of[track][code] = float(code >> (BITS - 1 - track));
+    }
+};
+
 // The lower envelope of the lines sum_k cost_k (level_k**2 - 2 level_k w), one per code, slopes falling.
 template <int BITS>
-NDP_INLINE Thresholds<BITS> envelope(const Job& job, const Fit<BITS>& fit, float middle) {
-    constexpr int num_codes = 1 << BITS;
-    float slope[num_codes] = {}, constant[num_codes] = {};
-    for (int track = 0; track < BITS; ++track) {
-        const float scale = fit.scale[track], offset = fit.offset[track] - middle, cost = job.cost[track];
-        for (int code = 0; code < num_codes; ++code) {
-            const float level = scale * float(code >> (BITS - 1 - track)) + offset;
-            slope[code] += 2 * cost * level;
-            constant[code] += cost * level * level;
+NDP_INLINE Thresholds<BITS> envelope(const Job& job, const Fit& fit, float middle) {
+    static constexpr Prefixes<BITS> prefixes;
+    constexpr size_t padded = Thresholds<BITS>::kPadded;
+    float slope[padded + 1], constant[padded + 1];
+    for (size_t code = 0; code < padded; code += kLanes) {
+        Floats slopes = {}, constants = {};
+        for (int track = 0; track < BITS; ++track) {
+            const float offset = fit.offset[track] - middle, cost = job.cost[track];
+            const Floats level = fit.scale[track] * load(prefixes.of[track] + code) + offset;
+            const Floats weighted = cost * level;
+            slopes += 2 * weighted;
+            constants += weighted * level;
         }
+        store(slope + code, slopes);
+        store(constant + code, constants);
     }
+    slope[padded] = constant[padded] = kLargest;
     // Nearly always every code is the best somewhere, and neighbours meet in rising order.
     Thresholds<BITS> thresholds;
-    float meet[num_codes];
-    bool rising = true;
-    for (int t = 0; t < num_codes - 1; ++t) meet[t] = (constant[t + 1] - constant[t]) / (slope[t + 1] - slope[t]);
-    for (int t = 0; t < num_codes - 1; ++t) {
-        thresholds.at[t] = meet[t];
-        rising &= slope[t + 1] > slope[t] && (!t || meet[t] > meet[t - 1]);
+    Ints rising = {};
+    rising -= 1;
+    for (size_t t = 0; t < padded; t += kLanes) {
+        const Floats rise = load(slope + t + 1) - load(slope + t);
+        store(thresholds.at + t, (load(constant + t + 1) - load(constant + t)) / rise);
+        rising &= rise > 0;
     }
-    return rising ? thresholds : hull<BITS>(slope, constant);
+    thresholds.at[padded - 1] = kLargest;
+    thresholds.at[padded] = kNever;
+    for (size_t t = 0; t < padded; t += kLanes) rising &= load(thresholds.at + t + 1) > load(thresholds.at + t);
+    return all(rising) ? thresholds : hull<BITS>(slope, constant);
 }
 
 template <int BITS>
-NDP_INLINE Fit<BITS> fit_group(const Job& job, float* group, size_t count, uint8_t* codes) {
+NDP_INLINE Fit fit_group(const Job& job, float* group, size_t count, uint8_t* codes) {
     const Centred c = centre(group, count);
     Thresholds<BITS> thresholds = uniform<BITS>(c.span);
     for (int round = 0; round < kRounds; ++round)
-        thresholds = envelope<BITS>(job, fit<BITS>(assign<BITS>(group, c.padded, thresholds, nullptr), c), c.middle);
-    return fit<BITS>(assign<BITS>(group, c.padded, thresholds, codes), c);
+        thresholds = envelope<BITS>(job, fit(assign<BITS>(group, c.padded, thresholds, nullptr), c), c.middle);
+    return fit(assign<BITS>(group, c.padded, thresholds, codes), c);
 }
 
 // Bit `bit` of eight codes, the first code lowest.
@@ -289,7 +328,7 @@ void fit_rows(const Job& job, size_t first, size_t last, const Room& room) {
             const size_t count = left < job.group_size ? left : job.group_size;
             load_group(job, row * job.cols + start, count, room.group);
             // codes of the padding are overwritten by the next group or lie beyond the row
-            const Fit<BITS> fit = fit_group<BITS>(job, room.group, count, room.codes + start);
+            const Fit fit = fit_group<BITS>(job, room.group, count, room.codes + start);
             for (int width = 0; width < BITS; ++width) {
                 if (job.track[width] < 0) continue;
                 const size_t at = (size_t(job.track[width]) * job.rows + row) * num_groups + g;
