@@ -211,12 +211,11 @@ def reproduce_command(
     source: Annotated[str, typer.Argument(help=f"One of {', '.join(SOURCES)}.")],
     physical: Annotated[bool, typer.Option(help="cxl-expert: real bytes instead of the stated ones.")] = False,
     trace: Annotated[Path | None, typer.Option(help="paper, hobbit: also trace-driven figures.")] = None,
-    model: ModelOption = "mixtral-8x7b",
 ) -> None:
     """Published figures, ours and the assumptions, row by row."""
     recorded = None if trace is None else Trace.load(trace)
     if source == "paper":
-        result = reproduce_paper(recorded, model)
+        result = reproduce_paper(recorded)
     elif source == "cxl-expert":
         result = reproduce_cxl_expert(physical)
     elif source == "hobbit":

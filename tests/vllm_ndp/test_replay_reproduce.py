@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vllm_ndp.replay.reproduce import reproduce_cxl_expert, reproduce_hobbit, reproduce_moepic, reproduce_paper
 from vllm_ndp.replay.reproduce.paper import split_probabilities
+from vllm_ndp.traces.trace import Trace
 
 PAPER = reproduce_paper()
 X7, X22 = "mixtral-8x7b", "mixtral-8x22b"
@@ -100,6 +103,15 @@ def test_hobbits_figures_imply_a_miss_rate_of_16_percent():
     assert result.find("implied", f"{X7} no cache").ours == pytest.approx(20.5, rel=0.01)
     assert result.find("implied", f"{X22} no cache").ours == pytest.approx(35.2, rel=0.01)
     assert result.find("implied", f"{X7} fp16 experts that fit in 70 GB").ours == pytest.approx(78, abs=0.5)
+
+
+def test_a_trace_gives_both_models_ratios_near_the_rows_without_migration():
+    """Replayed with banks, refresh, link and scales: between row F and row A, never near the published ratios."""
+    trace = Trace.load(Path(__file__).resolve().parents[1] / "data" / "tiny-mixtral-trace")
+    result = reproduce_paper(trace)
+    for model in (X7, X22):
+        for bits, low, high in ((3, 5.8, 7.2), (2, 6.8, 8.6)):
+            assert low < result.find("trace", f"{model} {bits}-bit over MoNDE (H cost)").ours < high
 
 
 @pytest.mark.slow
