@@ -164,7 +164,7 @@ def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
 def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: int | str) -> None:
     rng = np.random.default_rng(5)
     if isinstance(kind, int):
-        experts: list[Expert] = [random_expert(rng, 320, 544, kind, 64) for _ in range(2)]
+        experts: list[Expert] = [random_expert(rng, 320, 544, kind, 64 if kind == 1 else 128) for _ in range(2)]
     else:
         experts = [full_expert(rng, 320, 544, kind) for _ in range(2)]
     one, three = NativeKernel(isa=isa, threads=1), NativeKernel(isa=isa, threads=3)

@@ -1,6 +1,6 @@
 // Several tokens by AMX int8 tiles; one token goes the VNNI way, because a tile instruction costs the same for 1 row as
 // for 16. The including file gives `struct Tiles`: the tile instructions, real or done in software.
-// Tiles 0..3 hold sums [16 rows][16], tile 4 activations [16 rows][64 columns], tile 5 codes [16 steps][16][4].
+// Tiles 0..3 hold sums [16 rows][16], 4 and 5 activations [16 rows][64 columns], 6 and 7 codes [16 steps][16][4].
 #pragma once
 
 #include "avx512vnni.inc.h"
@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kTileSteps = 16;
-// Below this many rows VNNI wins: R rows x 4 blocks cost 2 R cycles per step of 4 columns, tiles 64 cycles per 16 steps
-// and block whatever R, and a pass over the sums. From instruction rates, not measured on a machine with AMX.
-constexpr int kFewestTileRows = 5;
+// Below this many rows VNNI wins: for a block and 64 columns R rows cost it 8 R cycles, the tiles 16 whatever R, and a
+// pass over the sums, about 3 R. From instruction rates: no machine with AMX was at hand.
+constexpr int kFewestTileRows = 4;
 
 struct TileConfig {
     uint8_t palette = 1;
@@ -22,9 +22,8 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "the layout that ldtilecfg reads");
 
-template <int BLOCKS, int LIMBS>
-bool tile_products(const uint8_t* codes, int steps, const int8_t* x, int tokens, const float* scale, const float* sum,
-                   const f32x16 (*meta)[2], float* y, ptrdiff_t stride);
+template <int LIMBS>
+bool tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride);
 
 }  // namespace
 
@@ -32,32 +31,55 @@ bool tile_products(const uint8_t* codes, int steps, const int8_t* x, int tokens,
 
 namespace {
 
-template <int BLOCKS, int LIMBS>
-bool tile_products(const uint8_t* codes, int steps, const int8_t* x, int tokens, const float* scale, const float* sum,
-                   const f32x16 (*meta)[2], float* y, ptrdiff_t stride) {
-    if (tokens * LIMBS < kFewestTileRows || steps % kTileSteps != 0) return false;
+// Two row blocks by two weight blocks at a time: four products per two loads of each side.
+template <int LIMBS>
+bool tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+    const int rows = a.tokens * LIMBS, steps = panel.steps;
+    if (rows < kFewestTileRows || steps % kTileSteps != 0) return false;
     constexpr int kTokens = kTileRows / LIMBS;
-    alignas(64) i32x16 dots[kTileRows][BLOCKS];
-    for (int first = 0; first < tokens; first += kTokens) {
-        const int8_t* rows = x + static_cast<ptrdiff_t>(first) * LIMBS * steps * 4;
-        Tiles::template zero<BLOCKS>();
-        for (int step = 0; step < steps; step += kTileSteps) {
-            Tiles::template load<4>(rows + step * 4, steps * 4);
-            const auto products = [&](auto block) __attribute__((always_inline)) {
-                constexpr int kBlock = decltype(block)::value;
-                if constexpr (kBlock < BLOCKS) {
-                    Tiles::template load<5>(codes + (static_cast<ptrdiff_t>(kBlock) * steps + step) * 64, 64);
-                    Tiles::template multiply<kBlock>();
+    const ptrdiff_t row_bytes = steps * 4;
+    alignas(64) i32x16 dots[2 * kTileRows][kUnitBlocks];
+    const uint8_t* ahead[] = {panel.ahead[0], panel.ahead[1]};
+    for (int g = 0; g < panel.groups; ++g) {
+        const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64;
+        const f32x16* meta = panel.meta + g * kUnitBlocks * 2;
+        const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens;
+        for (int first = 0; first < a.tokens; first += 2 * kTokens) {
+            const bool two = first + kTokens < a.tokens;
+            const int8_t* x = a.codes + (at + first) * LIMBS * row_bytes;
+            Tiles::zero();
+            for (int step = 0; step < steps; step += kTileSteps) {
+                Tiles::load<6>(codes + step * 64, 64);
+                Tiles::load<7>(codes + (steps + step) * 64, 64);
+                Tiles::load<4>(x + step * 4, row_bytes);
+                Tiles::multiply<0, 4, 6>();
+                Tiles::multiply<1, 4, 7>();
+                for (int i = 0; i < kTileSteps && first == 0; ++i) {
+                    __builtin_prefetch(ahead[0] += panel.ahead_bytes[0]);
+                    __builtin_prefetch(ahead[1] += panel.ahead_bytes[1]);
                 }
-            };
-            products(Index<0>{});
-            products(Index<1>{});
-            products(Index<2>{});
-            products(Index<3>{});
+                if (two) {
+                    Tiles::load<5>(x + kTileRows * row_bytes + step * 4, row_bytes);
+                    Tiles::multiply<2, 5, 6>();
+                    Tiles::multiply<3, 5, 7>();
+                }
+            }
+            Tiles::save<0>(&dots[0][0], sizeof dots[0]);
+            Tiles::save<1>(&dots[0][1], sizeof dots[0]);
+            if (two) {
+                Tiles::save<2>(&dots[kTileRows][0], sizeof dots[0]);
+                Tiles::save<3>(&dots[kTileRows][1], sizeof dots[0]);
+            }
+            const int count = a.tokens - first < 2 * kTokens ? a.tokens - first : 2 * kTokens;
+            for (int t = 0; t < count; ++t) {
+                for (int block = 0; block < kUnitBlocks; ++block) {
+                    f32x16 dot = to_float(dots[t * LIMBS][block]);
+                    if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                    add_dot(dot, a.scale[at + first + t], a.sum[at + first + t], meta + block * 2,
+                            y + (first + t) * stride + block * kBlockRows);
+                }
+            }
         }
-        Tiles::template save<BLOCKS>(dots, sizeof dots[0]);
-        const int count = tokens - first < kTokens ? tokens - first : kTokens;
-        add_group<BLOCKS, LIMBS>(dots, count, scale + first, sum + first, meta, y + first * stride, stride);
     }
     return true;
 }

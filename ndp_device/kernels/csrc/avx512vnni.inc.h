@@ -11,8 +11,7 @@
 namespace {
 
 constexpr bool kInPlaceFields = true;  // vpdpbusd does not saturate
-constexpr int kGemmRows = 6;           // 6 rows x 4 blocks = 24 of 32 registers
-constexpr int kGemmUnits = 2;
+constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)steps);

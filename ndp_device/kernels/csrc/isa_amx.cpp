@@ -4,11 +4,6 @@
 
 namespace {
 
-template <int N>
-struct Index {
-    static constexpr int value = N;
-};
-
 struct TileConfig;
 
 struct Tiles {
@@ -17,28 +12,20 @@ struct Tiles {
     }
     static void release() { asm volatile("tilerelease" ::: "memory"); }
 
-    template <int BLOCKS>
     static NDP_INLINE void zero() {
-        asm volatile("tilezero %%tmm0\n\ttilezero %%tmm1" ::);
-        if constexpr (BLOCKS == 4) asm volatile("tilezero %%tmm2\n\ttilezero %%tmm3" ::);
+        asm volatile("tilezero %tmm0\n\ttilezero %tmm1\n\ttilezero %tmm2\n\ttilezero %tmm3");
     }
     template <int TILE>
     static NDP_INLINE void load(const void* base, ptrdiff_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(base), "r"(stride), "i"(TILE) : "memory");
     }
-    template <int TILE>
-    static NDP_INLINE void multiply() {  // tile += activations (signed) x codes (unsigned)
-        asm volatile("tdpbsud %%tmm5, %%tmm4, %%tmm%c0" ::"i"(TILE));
+    template <int SUM, int ACTIVATIONS, int CODES>
+    static NDP_INLINE void multiply() {  // signed by unsigned bytes
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ACTIVATIONS), "i"(CODES));
     }
-    template <int BLOCKS>
+    template <int TILE>
     static NDP_INLINE void save(void* base, ptrdiff_t stride) {
-        char* p = static_cast<char*>(base);
-        asm volatile("tilestored %%tmm0, (%0,%1,1)" ::"r"(p), "r"(stride) : "memory");
-        asm volatile("tilestored %%tmm1, (%0,%1,1)" ::"r"(p + 64), "r"(stride) : "memory");
-        if constexpr (BLOCKS == 4) {
-            asm volatile("tilestored %%tmm2, (%0,%1,1)" ::"r"(p + 128), "r"(stride) : "memory");
-            asm volatile("tilestored %%tmm3, (%0,%1,1)" ::"r"(p + 192), "r"(stride) : "memory");
-        }
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(base), "r"(stride), "i"(TILE) : "memory");
     }
 };
 

@@ -4,45 +4,38 @@
 
 namespace {
 
-template <int N>
-struct Index {
-    static constexpr int value = N;
-};
-
 struct TileConfig;
 
 struct Tiles {
-    static inline thread_local int8_t tile[6][16][64];
+    static inline thread_local int8_t tile[8][16][64];
 
     static void configure(const TileConfig&) {}
     static void release() {}
+    static void zero() { std::memset(tile, 0, 4 * sizeof tile[0]); }
 
-    template <int BLOCKS>
-    static void zero() {
-        std::memset(tile, 0, BLOCKS * sizeof tile[0]);
-    }
     template <int TILE>
     static void load(const void* base, ptrdiff_t stride) {
-        for (int row = 0; row < 16; ++row) std::memcpy(tile[TILE][row], static_cast<const char*>(base) + row * stride, 64);
+        for (int row = 0; row < 16; ++row)
+            std::memcpy(tile[TILE][row], static_cast<const char*>(base) + row * stride, 64);
     }
-    template <int TILE>
+    template <int SUM, int ACTIVATIONS, int CODES>
     static void multiply() {
         for (int row = 0; row < 16; ++row) {
             for (int n = 0; n < 16; ++n) {
                 int32_t sum;
-                std::memcpy(&sum, tile[TILE][row] + 4 * n, 4);
+                std::memcpy(&sum, tile[SUM][row] + 4 * n, 4);
                 for (int step = 0; step < 16; ++step)
                     for (int j = 0; j < 4; ++j)
-                        sum += tile[4][row][4 * step + j] * static_cast<uint8_t>(tile[5][step][4 * n + j]);
-                std::memcpy(tile[TILE][row] + 4 * n, &sum, 4);
+                        sum += tile[ACTIVATIONS][row][4 * step + j] *
+                               static_cast<uint8_t>(tile[CODES][step][4 * n + j]);
+                std::memcpy(tile[SUM][row] + 4 * n, &sum, 4);
             }
         }
     }
-    template <int BLOCKS>
+    template <int TILE>
     static void save(void* base, ptrdiff_t stride) {
-        for (int block = 0; block < BLOCKS; ++block)
-            for (int row = 0; row < 16; ++row)
-                std::memcpy(static_cast<char*>(base) + row * stride + 64 * block, tile[block][row], 64);
+        for (int row = 0; row < 16; ++row)
+            std::memcpy(static_cast<char*>(base) + row * stride, tile[TILE][row], 64);
     }
 };
 

@@ -10,7 +10,6 @@ namespace {
 
 constexpr bool kInPlaceFields = false;  // vpmaddubsw saturates: codes must stay below 128
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
-constexpr int kGemmUnits = 1;
 
 NDP_INLINE __m256i dot4_half(__m256i acc, __m256i codes, __m256i steps) {
     __m256i pairs = _mm256_maddubs_epi16(codes, steps);  // at most 2 * 15 * 127: exact
@@ -32,9 +31,8 @@ NDP_INLINE f32x16 half_to_float(const uint16_t* p) {
     return load<f32x16>(v);
 }
 
-template <int BLOCKS, int LIMBS>
-NDP_INLINE bool tile_products(const uint8_t*, int, const int8_t*, int, const float*, const float*,
-                              const f32x16 (*)[2], float*, ptrdiff_t) {
+template <int LIMBS>
+NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;
 }
 

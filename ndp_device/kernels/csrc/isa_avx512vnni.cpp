@@ -2,9 +2,8 @@
 #include "avx512vnni.inc.h"
 
 namespace {
-template <int BLOCKS, int LIMBS>
-NDP_INLINE bool tile_products(const uint8_t*, int, const int8_t*, int, const float*, const float*,
-                              const f32x16 (*)[2], float*, ptrdiff_t) {
+template <int LIMBS>
+NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;
 }
 }  // namespace

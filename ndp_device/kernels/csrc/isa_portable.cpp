@@ -7,7 +7,6 @@ namespace {
 
 constexpr bool kInPlaceFields = false;
 constexpr int kGemmRows = 2;
-constexpr int kGemmUnits = 1;
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     uint8_t c[64];
@@ -21,9 +20,8 @@ NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
 
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return half_to_float_by_bits(p); }
 
-template <int BLOCKS, int LIMBS>
-NDP_INLINE bool tile_products(const uint8_t*, int, const int8_t*, int, const float*, const float*,
-                              const f32x16 (*)[2], float*, ptrdiff_t) {
+template <int LIMBS>
+NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;
 }
 

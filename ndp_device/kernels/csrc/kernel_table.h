@@ -20,7 +20,7 @@ constexpr int kRowSlack = 16;  // rows past the last one that a tile load may re
 
 // One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first.
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
-//                the codes of 8/W consecutive steps of 4 columns, lowest bits first
+//                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
 struct QuantizedView {
     int units;
@@ -83,8 +83,14 @@ struct KernelTable {
     uint64_t (*read_stream)(const void* data, size_t bytes, int streams, int prefetch_bytes);
 };
 
+// A byte of a 1-bit component holds steps 0, 1, 4, 5, 2, 3, 6, 7 from its lowest bit up: then bits q and q + 4 are the
+// two codes that belong with vector q of a 2-bit component.
+constexpr int step_of_bit(int bit) { return (bit & 1) | (bit & 2) << 1 | (bit & 4) >> 1; }
+
+constexpr int kPanelCols = 256;  // columns unpacked at a time (at least one group): 8 KB of codes
+
 constexpr size_t scratch_bytes(int padded_group) {
-    return static_cast<size_t>(padded_group) * 64 + 16 * 1024;  // four unpacked blocks, and integer tiles
+    return static_cast<size_t>(padded_group > kPanelCols ? padded_group : kPanelCols) * kUnitRows + 16 * 1024;
 }
 
 const KernelTable& portable_kernels();

@@ -4,8 +4,9 @@
 //   kInPlaceFields   dot4 is exact for codes up to 255, so that a field may stay where it lies in its byte; else one
 //                    token goes the way of several
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
-//   kGemmRows        activation rows (token limbs) per register block, kGemmUnits units per register block
-//   template <int BLOCKS> bool tile_products(...)   or false: integer products of many rows by other means (AMX)
+//   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
+//   tile_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
+//                    or false to leave it to multiply_panel
 // No STL, everything in an unnamed namespace (see kernel_table.h).
 #pragma once
 
@@ -13,223 +14,269 @@
 
 namespace {
 
+// Bytes of software prefetch, measured (docs/log.md).
+constexpr int kGemvLead = 2048;
+constexpr int kMetaLead = 512;
+
+
 // ---- codes -----------------------------------------------------------------------------------------------------
 
 // Bytes of a component per chunk of 32 columns and unit.
 constexpr int chunk_bytes(int width) { return width * kUnitBlocks * 64; }
 
-template <int WIDTH>
-NDP_INLINE u8x64 field(u8x64 v, int index) {
-    constexpr uint8_t mask = (1 << WIDTH) - 1;
-    return (u8x64)((u16x32)v >> (WIDTH * index)) & mask;
-}
+// A chunk of a block as four vectors that hold two codes per byte: a low field and a high one, garbage between.
+// W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
+// what two passes of products do.
+template <int W0, int W1>
+struct Codes {
+    static constexpr uint8_t kMask = (1 << (W0 + W1)) - 1;
+    static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field
 
-// The codes of one group of `UNITS` units as bytes: out [UNITS * 2 blocks][steps][16 rows][4 columns].
-// W0 then W1 are the component widths (W1 = 0: one component).
+    // Which of the chunk's 8 steps a field of vector q belongs to.
+    static constexpr int step(int q, int high) {
+        if (W1) return q / 2 * 4 + q % 2 + 2 * high;
+        return W0 == 1 ? step_of_bit(2 * q + high) : 2 * q + high;
+    }
+
+    // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
+    static NDP_INLINE u8x64 vector(const uint8_t* block0, const uint8_t* block1, int q) {
+        constexpr int kNext = kUnitBlocks * 64;
+        if constexpr (W1 == 0) {
+            constexpr int kPerVector = 4 / W0;
+            u16x32 v = load<u16x32>(block0 + q / kPerVector * kNext);
+            return (u8x64)(v >> (2 * W0 * (q % kPerVector)));
+        } else {
+            u16x32 top = load<u16x32>(block0 + q / 2 * kNext);
+            u16x32 rest = load<u16x32>(block1 + (W1 == 2 ? q / 2 * kNext : 0));
+            if constexpr (W1 == 2) return (u8x64)(q % 2 ? choose(0xcc, top, rest >> 2) : choose(0xcc, top << 2, rest));
+            return (u8x64)choose(0x66, q % 2 ? top >> 1 : top << 1, rest >> q);
+        }
+    }
+
+    // Prefetches what vector() reads for the first time at this q.
+    static NDP_INLINE void prefetch(const uint8_t* block0, const uint8_t* block1, int q, int lead) {
+        constexpr int kNext = kUnitBlocks * 64, kPerVector = W1 ? 2 : 4 / W0;
+        if (q % kPerVector == 0) __builtin_prefetch(block0 + q / kPerVector * kNext + lead);
+        if (W1 == 2 && q % 2 == 0) __builtin_prefetch(block1 + q / 2 * kNext + lead);
+        if (W1 == 1 && q == 0) __builtin_prefetch(block1 + lead);
+    }
+};
+
+// The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
 template <int W0, int W1>
 NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, uint8_t* out) {
-    constexpr int kLead = 2048;  // bytes of software prefetch
+    using Code = Codes<W0, W1>;
     const int steps = chunks * 8;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        const uint8_t* p0 = c0 + chunk * chunk_bytes(W0);
-        const uint8_t* p1 = c1 + chunk * chunk_bytes(W1);
         for (int block = 0; block < kUnitBlocks; ++block) {
-            u8x64 v0[W0], v1[W1 ? W1 : 1];
-            for (int v = 0; v < W0; ++v) {
-                const uint8_t* p = p0 + (v * kUnitBlocks + block) * 64;
-                __builtin_prefetch(p + kLead);
-                v0[v] = load<u8x64>(p);
-            }
-            for (int v = 0; v < W1; ++v) {
-                const uint8_t* p = p1 + (v * kUnitBlocks + block) * 64;
-                __builtin_prefetch(p + kLead);
-                v1[v] = load<u8x64>(p);
-            }
+            const uint8_t* b0 = c0 + chunk * chunk_bytes(W0) + block * 64;
+            const uint8_t* b1 = c1 + chunk * chunk_bytes(W1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
-NDP_UNROLL(8)
-            for (int step = 0; step < 8; ++step) {
-                u8x64 code = field<W0>(v0[step * W0 / 8], step % (8 / W0));
-                if constexpr (W1 > 0) {
-                    code = (code << W1) | field<W1>(v1[step * W1 / 8], step % (8 / W1));
-                }
-                store(to + step * 64, code);
+            NDP_UNROLL(4)
+            for (int q = 0; q < 4; ++q) {
+                u8x64 v = Code::vector(b0, b1, q);
+                store(to + Code::step(q, 0) * 64, v & repeat8(Code::kMask));
+                store(to + Code::step(q, 1) * 64, (u8x64)((u16x32)v >> Code::kHigh) & repeat8(Code::kMask));
             }
         }
     }
 }
 
-// ---- one token: fields stay in registers -----------------------------------------------------------------------------
+// ---- one token: codes stay in registers ------------------------------------------------------------------------------
 
-// total[block][limb] += the dot product of one group with this component's fields, times 2^shift of its lowest bit.
-template <int WIDTH, int LIMBS, int CHUNKS>
-NDP_INLINE void add_component(const uint8_t* p, const int8_t* x, int chunks_now, int padded_group, int shift,
-                              i32x16 (&total)[kUnitBlocks][LIMBS]) {
-    constexpr int kLead = 1536 * WIDTH / 2;  // bytes of software prefetch, measured
-    constexpr int kFields = 8 / WIDTH;
-    constexpr uint8_t mask = (1 << WIDTH) - 1;
-    // Fields that stay in place need a sum of their own, which is shifted down at the group's end; at width 1 the high
-    // four are moved down first, because eight sums cost more than one shift.
-    constexpr int kSums = kFields < 4 ? kFields : 4;
-    i32x16 sum[kSums][kUnitBlocks][LIMBS] = {};
+// total[block][limb] = the dot product of one group, for the BLOCKS / 2 units that lie `stride0` and `stride1` apart:
+// two units are two streams, which the memory system likes better than one.
+template <int W0, int W1, int LIMBS, int BLOCKS, int CHUNKS>
+NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const int8_t* x,
+                          int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
+    using Code = Codes<W0, W1>;
+    i32x16 sum[2][BLOCKS][LIMBS] = {};  // the high fields stay in place: their sum is shifted down at the end
     const int chunks = CHUNKS ? CHUNKS : chunks_now;
-NDP_UNROLL(4)
+    NDP_UNROLL(4)
     for (int chunk = 0; chunk < chunks; ++chunk) {
-NDP_UNROLL(4)
-        for (int v = 0; v < WIDTH; ++v) {
-            u8x64 packed[kUnitBlocks];
-NDP_UNROLL(2)
-            for (int block = 0; block < kUnitBlocks; ++block) {
-                const uint8_t* at = p + chunk * chunk_bytes(WIDTH) + (v * kUnitBlocks + block) * 64;
-                __builtin_prefetch(at + kLead);
-                packed[block] = load<u8x64>(at);
+        NDP_UNROLL(4)
+        for (int q = 0; q < 4; ++q) {
+            u8x64 v[BLOCKS];
+            NDP_UNROLL(4)
+            for (int block = 0; block < BLOCKS; ++block) {
+                const int unit = block / kUnitBlocks, within = block % kUnitBlocks * 64;
+                const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(W0) + within;
+                const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(W1) + within;
+                Code::prefetch(b0, b1, q, kGemvLead);
+                v[block] = Code::vector(b0, b1, q);
             }
-NDP_UNROLL(8)
-            for (int f = 0; f < kFields; ++f) {
-                const int8_t* at = x + (chunk * 8 + v * kFields + f) * 4;
+            NDP_UNROLL(2)
+            for (int high = 0; high < 2; ++high) {
+                const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
                 i32x16 steps[LIMBS];
-NDP_UNROLL(2)
+                NDP_UNROLL(2)
                 for (int limb = 0; limb < LIMBS; ++limb) steps[limb] = broadcast_step(at + limb * padded_group);
-NDP_UNROLL(2)
-                for (int block = 0; block < kUnitBlocks; ++block) {
-                    u8x64 from = f < 4 ? packed[block] : (u8x64)((u16x32)packed[block] >> 4);
-                    u8x64 codes = from & static_cast<uint8_t>(mask << (WIDTH * (f % kSums)));
-NDP_UNROLL(2)
+                NDP_UNROLL(4)
+                for (int block = 0; block < BLOCKS; ++block) {
+                    const u8x64 codes = v[block] & repeat8(Code::kMask << (high * Code::kHigh));
+                    NDP_UNROLL(2)
                     for (int limb = 0; limb < LIMBS; ++limb) {
-                        i32x16& to = sum[f % kSums][block][limb];
-                        to = dot4(to, codes, steps[limb]);
+                        sum[high][block][limb] = dot4(sum[high][block][limb], codes, steps[limb]);
                     }
                 }
             }
+            asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
         }
     }
-NDP_UNROLL(2)
-    for (int block = 0; block < kUnitBlocks; ++block) {
-NDP_UNROLL(2)
-        for (int limb = 0; limb < LIMBS; ++limb) {
-            i32x16 all = sum[0][block][limb];
-NDP_UNROLL(4)
-            for (int s = 1; s < kSums; ++s) all += sum[s][block][limb] >> (WIDTH * s);
-            total[block][limb] += all << shift;
-        }
+    NDP_UNROLL(4)
+    for (int block = 0; block < BLOCKS; ++block) {
+        NDP_UNROLL(2)
+        for (int limb = 0; limb < LIMBS; ++limb)
+            total[block][limb] = sum[0][block][limb] + (sum[1][block][limb] >> Code::kHigh);
     }
+}
+
+template <int W0, int W1, int LIMBS, int UNITS, int CHUNKS>
+void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y) {
+    constexpr int kBlocks = UNITS * kUnitBlocks;
+    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
+    const int padded = chunks * kChunkCols;
+    const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(W0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(W1);
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
+    const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(W0);
+    const uint8_t* c1 = W1 ? w.component[1] + group0 * chunks * chunk_bytes(W1) : nullptr;
+    const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
+    const int8_t* x = a.codes;
+    f32x16 out[kBlocks] = {};
+    for (int g = 0; g < w.groups; ++g) {
+        i32x16 total[kBlocks][LIMBS];
+        dot_group<W0, W1, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, chunks, padded, total);
+        NDP_UNROLL(4)
+        for (int block = 0; block < kBlocks; ++block) {
+            const uint16_t* halves = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * 32;
+            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
+            f32x16 dot = to_float(total[block][0]);
+            if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[block][1]);
+            out[block] += dot * a.scale[g] * half_to_float(halves);
+            out[block] += half_to_float(halves + 16) * a.sum[g];
+        }
+        c0 += chunks * chunk_bytes(W0);
+        if constexpr (W1 > 0) c1 += chunks * chunk_bytes(W1);
+        meta += 2 * kUnitRows;
+        x += LIMBS * padded;
+    }
+    NDP_UNROLL(4)
+    for (int block = 0; block < kBlocks; ++block) store(y + block * kBlockRows, out[block]);
 }
 
 template <int W0, int W1, int LIMBS, int CHUNKS>
 void gemv(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
-    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
-    const int padded = chunks * kChunkCols;
-    for (int unit = first; unit < last; ++unit) {
-        const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-        const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(W0);
-        const uint8_t* c1 = W1 ? w.component[1] + group0 * chunks * chunk_bytes(W1) : nullptr;
-        const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
-        const int8_t* x = a.codes;
-        f32x16 out[kUnitBlocks] = {};
-        for (int g = 0; g < w.groups; ++g) {
-            i32x16 total[kUnitBlocks][LIMBS] = {};
-            add_component<W0, LIMBS, CHUNKS>(c0, x, chunks, padded, W1, total);
-            if constexpr (W1 > 0) add_component<W1, LIMBS, CHUNKS>(c1, x, chunks, padded, 0, total);
-            __builtin_prefetch(meta + 512);
-            __builtin_prefetch(meta + 512 + kUnitRows);
-NDP_UNROLL(2)
-            for (int block = 0; block < kUnitBlocks; ++block) {
-                f32x16 dot = to_float(total[block][0]);
-                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(total[block][1]);
-                out[block] += dot * a.scale[g] * half_to_float(meta + block * 32);
-                out[block] += half_to_float(meta + block * 32 + 16) * a.sum[g];
+    constexpr int kUnits = W1 ? 1 : 2;  // two streams of codes either way
+    int unit = first;
+    for (; unit + kUnits <= last; unit += kUnits)
+        gemv_units<W0, W1, LIMBS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
+    for (; unit < last; ++unit) gemv_units<W0, W1, LIMBS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
+}
+
+// ---- several tokens: codes are unpacked once per panel ---------------------------------------------------------------
+
+// What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
+// x and the tokens' scale and sum begin at the panel's first group and this block's first token. STEPS is the panel's,
+// or 0: known at compile time, every row's address is a constant away from the first one's.
+template <int ROWS, int LIMBS, int STEPS, bool PREFETCH>
+void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale, const float* sum,
+                   int tokens, float* y, ptrdiff_t y_stride) {
+    const int steps = STEPS ? STEPS : panel.steps;
+    const uint8_t* ahead0 = panel.ahead[0];
+    const uint8_t* ahead1 = panel.ahead[1];
+    const uint8_t* codes = panel.codes;
+    for (int g = 0; g < panel.groups; ++g) {
+        i32x16 dots[ROWS][kUnitBlocks];
+        NDP_UNROLL(12)
+        for (int row = 0; row < ROWS; ++row) dots[row][0] = dots[row][1] = i32x16{};
+        for (int step = 0; step < steps; ++step) {
+            if constexpr (PREFETCH) {
+                __builtin_prefetch(ahead0);
+                __builtin_prefetch(ahead1);
+                ahead0 += panel.ahead_bytes[0];
+                ahead1 += panel.ahead_bytes[1];
             }
-            c0 += chunks * chunk_bytes(W0);
-            if constexpr (W1 > 0) c1 += chunks * chunk_bytes(W1);
-            meta += 2 * kUnitRows;
-            x += LIMBS * padded;
+            const u8x64 w0 = load<u8x64>(codes + step * 64);
+            const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
+            NDP_UNROLL(12)
+            for (int row = 0; row < ROWS; ++row) {
+                const i32x16 four = broadcast_step(x + (row * steps + step) * 4);
+                dots[row][0] = dot4(dots[row][0], w0, four);
+                dots[row][1] = dot4(dots[row][1], w1, four);
+            }
         }
-        store(y, out[0]);
-        store(y + kBlockRows, out[1]);
-        y += kUnitRows;
+        NDP_UNROLL(12)
+        for (int t = 0; t < ROWS / LIMBS; ++t) {
+            NDP_UNROLL(2)
+            for (int block = 0; block < kUnitBlocks; ++block) {
+                const f32x16* meta = panel.meta + (g * kUnitBlocks + block) * 2;
+                f32x16 dot = to_float(dots[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                add_dot(dot, scale[t], sum[t], meta, y + t * y_stride + block * kBlockRows);
+            }
+        }
+        codes += kUnitBlocks * steps * 64;
+        x += group_stride;
+        scale += tokens;
+        sum += tokens;
     }
 }
 
-// ---- several tokens: codes are unpacked once per group --------------------------------------------------------------
-
-// y rows += scale * (integer dot product) * row scale + offset * row sum, for ROWS limbs of ROWS / LIMBS tokens.
-template <int BLOCKS, int LIMBS>
-NDP_INLINE void add_group(const i32x16 (*dots)[BLOCKS], int tokens, const float* scale, const float* sum,
-                          const f32x16 (*meta)[2], float* y, ptrdiff_t stride) {
-    for (int t = 0; t < tokens; ++t) {
-NDP_UNROLL(4)
-        for (int block = 0; block < BLOCKS; ++block) {
-            f32x16 dot = to_float(dots[t * LIMBS][block]);
-            if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
-            float* to = y + t * stride + block * kBlockRows;
-            store(to, load<f32x16>(to) + dot * scale[t] * meta[block][0] + meta[block][1] * sum[t]);
-        }
-    }
-}
-
-// Not inlined: one copy serves every width.
-template <int ROWS, int BLOCKS, int LIMBS>
-__attribute__((noinline)) void multiply_rows(const uint8_t* codes, int steps, const int8_t* x, const float* scale, const float* sum,
-                              const f32x16 (*meta)[2], float* y, ptrdiff_t stride) {
-    i32x16 dots[ROWS][BLOCKS] = {};
-    for (int step = 0; step < steps; ++step) {
-        u8x64 w[BLOCKS];
-NDP_UNROLL(4)
-        for (int block = 0; block < BLOCKS; ++block) {
-            w[block] = load<u8x64>(codes + (static_cast<ptrdiff_t>(block) * steps + step) * 64);
-        }
-NDP_UNROLL(8)
-        for (int row = 0; row < ROWS; ++row) {
-            i32x16 four = broadcast_step(x + (static_cast<ptrdiff_t>(row) * steps + step) * 4);
-NDP_UNROLL(4)
-            for (int block = 0; block < BLOCKS; ++block) dots[row][block] = dot4(dots[row][block], w[block], four);
-        }
-    }
-    add_group<BLOCKS, LIMBS>(dots, ROWS / LIMBS, scale, sum, meta, y, stride);
-}
-
-template <int MAX_TOKENS, int BLOCKS, int LIMBS>
-void multiply_tokens(int tokens, const uint8_t* codes, int steps, const int8_t* x, const float* scale,
-                                const float* sum, const f32x16 (*meta)[2], float* y, ptrdiff_t stride) {
-    if (tokens == MAX_TOKENS) {
-        multiply_rows<MAX_TOKENS * LIMBS, BLOCKS, LIMBS>(codes, steps, x, scale, sum, meta, y, stride);
+template <int MAX_TOKENS, int LIMBS, int STEPS, bool PREFETCH>
+void multiply_tokens(int count, const Panel& panel, const int8_t* x, ptrdiff_t group_stride, const float* scale,
+                     const float* sum, int tokens, float* y, ptrdiff_t y_stride) {
+    if (count == MAX_TOKENS) {
+        multiply_rows<MAX_TOKENS * LIMBS, LIMBS, STEPS, PREFETCH>(panel, x, group_stride, scale, sum, tokens, y,
+                                                                  y_stride);
     } else if constexpr (MAX_TOKENS > 1) {
-        multiply_tokens<MAX_TOKENS - 1, BLOCKS, LIMBS>(tokens, codes, steps, x, scale, sum, meta, y, stride);
+        multiply_tokens<MAX_TOKENS - 1, LIMBS, STEPS, PREFETCH>(count, panel, x, group_stride, scale, sum, tokens, y,
+                                                                y_stride);
     }
 }
 
-template <int W0, int W1, int LIMBS, int UNITS>
-void gemm_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t stride, uint8_t* scratch) {
-    constexpr int kBlocks = UNITS * kUnitBlocks;
-    constexpr int kTokens = kGemmRows / LIMBS;
-    const int chunks = w.padded_group / kChunkCols;
-    const int steps = chunks * 8;
-    const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-    const int blocks_of_tokens = (a.tokens + kTokens - 1) / kTokens;
-    for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * UNITS * kUnitRows);
-    for (int g = 0; g < w.groups; ++g) {
-        f32x16 meta[kBlocks][2];
-        for (int u = 0; u < UNITS; ++u) {
-            const ptrdiff_t group = group0 + static_cast<ptrdiff_t>(u) * w.groups + g;
-            const uint8_t* c0 = w.component[0] + group * chunks * chunk_bytes(W0);
-            const uint8_t* c1 = W1 ? w.component[1] + group * chunks * chunk_bytes(W1) : nullptr;
-            unpack_group<W0, W1>(c0, c1, chunks, scratch + static_cast<ptrdiff_t>(u) * kUnitBlocks * steps * 64);
-            const uint16_t* halves = w.meta + group * 2 * kUnitRows;
-            __builtin_prefetch(halves + 512);
-            __builtin_prefetch(halves + 512 + kUnitRows);
-            for (int i = 0; i < 2 * kUnitBlocks; ++i) meta[u * kUnitBlocks + i / 2][i % 2] = half_to_float(halves + 16 * i);
+template <int LIMBS>
+void multiply_panel(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t y_stride) {
+    constexpr int kTokens = kGemmRows / LIMBS, kUsual = 128 / 4;
+    const ptrdiff_t row_bytes = panel.steps * 4, group_stride = a.tokens * LIMBS * row_bytes;
+    const int blocks = (a.tokens + kTokens - 1) / kTokens;
+    for (int i = 0, done = 0; i < blocks; ++i) {  // blocks of equal size: 16 rows are 8 + 8, not 12 + 4
+        const int count = (a.tokens - done) / (blocks - i);
+        const ptrdiff_t at = static_cast<ptrdiff_t>(first_group) * a.tokens + done;
+        const int8_t* x = a.codes + first_group * group_stride + done * LIMBS * row_bytes;
+        (panel.steps != kUsual ? multiply_tokens<kTokens, LIMBS, 0, false>
+         : i == 0              ? multiply_tokens<kTokens, LIMBS, kUsual, true>
+                               : multiply_tokens<kTokens, LIMBS, kUsual, false>)(
+            count, panel, x, group_stride, a.scale + at, a.sum + at, a.tokens, y + done * y_stride, y_stride);
+        done += count;
+    }
+}
+
+template <int W0, int W1, int LIMBS>
+void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t stride, void* scratch) {
+    const int chunks = w.padded_group / kChunkCols, steps = chunks * 8;
+    const int most = kPanelCols > w.padded_group ? kPanelCols / w.padded_group : 1;
+    const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(W0), chunks * chunk_bytes(W1)};
+    f32x16* meta = static_cast<f32x16*>(scratch);
+    uint8_t* codes = reinterpret_cast<uint8_t*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
+    for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * kUnitRows);
+    for (int first = 0; first < w.groups; first += most) {
+        const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
+        const uint8_t* c0 = w.component[0] + at * group_bytes[0];
+        const uint8_t* c1 = W1 ? w.component[1] + at * group_bytes[1] : c0;
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, codes, meta, {}, {}};
+        panel.ahead[0] = c0 + panel.groups * group_bytes[0];
+        panel.ahead[1] = c1 + panel.groups * group_bytes[1];
+        panel.ahead_bytes[0] = chunk_bytes(W0) / 8;
+        panel.ahead_bytes[1] = chunk_bytes(W1) / 8;
+        for (int g = 0; g < panel.groups; ++g) {
+            unpack_group<W0, W1>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
+                                 codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
+            const uint16_t* halves = w.meta + (at + g) * 2 * kUnitRows;
+            for (int i = 0; i < 2 * kUnitBlocks; ++i) meta[g * 2 * kUnitBlocks + i] = half_to_float(halves + 16 * i);
         }
-        const int8_t* x = a.codes + static_cast<ptrdiff_t>(g) * a.tokens * LIMBS * w.padded_group;
-        const float* scale = a.scale + static_cast<ptrdiff_t>(g) * a.tokens;
-        const float* sum = a.sum + static_cast<ptrdiff_t>(g) * a.tokens;
-        if (tile_products<kBlocks, LIMBS>(scratch, steps, x, a.tokens, scale, sum, meta, y, stride)) continue;
-        int done = 0;
-        for (int i = 0; i < blocks_of_tokens; ++i) {  // blocks of equal size: 8 rows are 4 + 4, not 6 + 2
-            const int tokens = (a.tokens - done) / (blocks_of_tokens - i);
-            multiply_tokens<kTokens, kBlocks, LIMBS>(tokens, scratch, steps,
-                                                     x + static_cast<ptrdiff_t>(done) * LIMBS * w.padded_group,
-                                                     scale + done, sum + done, meta, y + done * stride, stride);
-            done += tokens;
-        }
+        if (!tile_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS>(panel, a, first, y, stride);
     }
 }
 
@@ -242,14 +289,8 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
             return gemv<W0, W1, LIMBS, 0>(w, a, first, last, y);
         }
     }
-    uint8_t* unpacked = static_cast<uint8_t*>(scratch);
-    int unit = first;
-    for (; unit + kGemmUnits <= last; unit += kGemmUnits) {
-        gemm_units<W0, W1, LIMBS, kGemmUnits>(w, a, unit, y + (unit - first) * kUnitRows, stride, unpacked);
-    }
-    for (; unit < last; ++unit) {
-        gemm_units<W0, W1, LIMBS, 1>(w, a, unit, y + (unit - first) * kUnitRows, stride, unpacked);
-    }
+    for (int unit = first; unit < last; ++unit)
+        gemm_unit<W0, W1, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
 }
 
 void multiply(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,

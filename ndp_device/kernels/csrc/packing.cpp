@@ -74,7 +74,7 @@ std::shared_ptr<Buffer> pack_component(ThreadPool& pool, const Geometry& geometr
                     for (int v = 0; v < width; ++v) {
                         uint32_t packed = 0;
                         for (int f = 0; f < fields; ++f) {
-                            const int step = v * fields + f;
+                            const int step = width == 1 ? step_of_bit(f) : v * fields + f;
                             for (int p = 0; p < width; ++p)
                                 packed |= spread((bits[p] >> (4 * step)) & 15) << (width * f + width - 1 - p);
                         }

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #include "kernel_table.h"
 
@@ -34,6 +37,11 @@ NDP_INLINE void store(void* p, V v) {
 
 NDP_INLINE f32x16 broadcast(float v) { return v - f32x16{}; }
 
+NDP_INLINE u8x64 repeat8(int byte) {
+    const uint8_t v = static_cast<uint8_t>(byte);
+    return v - u8x64{};
+}
+
 NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
     int32_t v;
     std::memcpy(&v, four, 4);
@@ -54,6 +62,16 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
     f32x16 value = (f32x16)(rest << 13) * 0x1p112f;  // rebias 15 -> 127; subnormals come out right as well
     u32x16 bits = rest >= 0x7c00u ? (rest << 13) | 0x7f800000u : (u32x16)value;
     return (f32x16)(bits | sign);
+}
+
+// The bits of `mask` (one byte, repeated) from a, the others from b.
+NDP_INLINE u16x32 choose(int mask, u16x32 a, u16x32 b) {
+    u16x32 m = (u16x32)repeat8(mask);
+#if defined(__AVX512F__)
+    return (u16x32)_mm512_ternarylogic_epi32((__m512i)m, (__m512i)a, (__m512i)b, 0xca);
+#else
+    return (a & m) | (b & ~m);
+#endif
 }
 
 NDP_INLINE float sum_lanes(f32x16 v) {
@@ -92,6 +110,24 @@ NDP_INLINE f32x16 exp_lanes(f32x16 v) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     return p * (f32x16)((n + 127) << 23);
+}
+
+// Some consecutive groups of one unit, ready for products with any number of rows.
+struct Panel {
+    int groups;
+    int steps;             // per group
+    const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
+    const f32x16* meta;    // [groups][2 blocks][scale, offset]
+    const uint8_t* ahead[kMaxComponents];  // the next panel's components ...
+    int ahead_bytes[kMaxComponents];       // ... and how much of them to prefetch per step; 0: there is none
+};
+
+// y += dot * token scale * meta[0] + meta[1] * token sum. Written once, so that a row gets the same bits on every way.
+NDP_INLINE void add_dot(f32x16 dot, float scale, float sum, const f32x16* meta, float* y) {
+    f32x16 out = load<f32x16>(y);
+    out += dot * scale * meta[0];
+    out += meta[1] * sum;
+    store(y, out);
 }
 
 }  // namespace

@@ -1,0 +1,130 @@
+// Every path of the kernels against float64, run under the sanitizers (CMake option NDP_SANITIZE): shapes that are no
+// multiple of anything, so that a read or write past a buffer is one that the address sanitizer sees.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <thread>
+
+#include "cpu.h"
+#include "engine.h"
+
+using namespace ndp;
+
+namespace {
+
+struct Case {
+    int hidden, intermediate, group, tokens, threads;
+};
+
+constexpr Case kCases[] = {{40, 24, 32, 1, 1},   {40, 24, 32, 7, 2},     {128, 256, 128, 1, 1}, {128, 256, 128, 33, 3},
+                           {136, 344, 128, 5, 2}, {72, 56, 16, 17, 2},   {8, 8, 8, 2, 1},       {384, 320, 1024, 3, 2},
+                           {1000, 520, 128, 1, 3}, {1000, 520, 128, 18, 3}};
+constexpr double kLargestError[] = {4e-2, 2e-4};  // one limb, two limbs
+constexpr uint16_t kScale = 0x2c00;  // fp16: weights are code / 16 - (2^bits - 1) / 32, centred
+constexpr uint16_t kOffset[] = {0xa800, 0xae00, 0xb300, 0xb780};
+
+struct Matrix {
+    int rows, cols;
+    std::vector<uint8_t> planes;
+    std::vector<int32_t> perm;
+    std::vector<double> values;  // [rows][cols], columns in the order of the input
+    PackedMatrix packed;
+};
+
+Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int bits, int group_size, int halves) {
+    Matrix m{rows, cols, std::vector<uint8_t>(static_cast<size_t>(bits) * rows * cols / 8), {}, {}, {}};
+    for (uint8_t& byte : m.planes) byte = static_cast<uint8_t>(random());
+    for (int c = 0; c < cols; ++c) m.perm.push_back(cols - 1 - c);
+    const int stored = (cols + group_size - 1) / group_size;
+    std::vector<uint16_t> scale(static_cast<size_t>(rows) * stored, kScale), offset(scale.size(), kOffset[bits - 1]);
+    m.values.resize(static_cast<size_t>(rows) * cols);
+    for (int r = 0; r < rows; ++r) {
+        for (int c = 0; c < cols; ++c) {
+            int code = 0;
+            for (int p = 0; p < bits; ++p)
+                code = code * 2 + (m.planes[((static_cast<size_t>(p) * rows + r) * cols + c) / 8] >> (c % 8) & 1);
+            m.values[static_cast<size_t>(r) * cols + m.perm[c]] = code / 16.0 - ((1 << bits) - 1) / 32.0;
+        }
+    }
+    m.packed.geometry = {rows, cols, halves, kernel_group(group_size, cols)};
+    m.packed.perm = m.perm;
+    const ptrdiff_t plane = static_cast<ptrdiff_t>(rows) * cols / 8;
+    engine.with_pool([&](ThreadPool& pool) {
+        for (int first = 0; first < bits;) {
+            const int width = bits - first < 2 ? 1 : 2;
+            m.packed.components.push_back(
+                {pack_component(pool, m.packed.geometry, m.planes.data() + first * plane, plane, width), width});
+            first += width;
+        }
+        m.packed.meta = pack_meta(pool, m.packed.geometry, scale.data(), offset.data(), group_size);
+        return 0;
+    });
+    return m;
+}
+
+std::vector<double> times(const Matrix& m, const std::vector<double>& v) {
+    std::vector<double> y(m.rows);
+    for (int r = 0; r < m.rows; ++r)
+        for (int c = 0; c < m.cols; ++c) y[r] += m.values[static_cast<size_t>(r) * m.cols + c] * v[c];
+    return y;
+}
+
+double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
+    std::mt19937 random(c.hidden + bits);
+    std::normal_distribution<float> normal;
+    Engine engine(isa, c.threads, limbs);
+    const Matrix w13 = random_matrix(engine, random, 2 * c.intermediate, c.hidden, bits, c.group, 2);
+    const Matrix w2 = random_matrix(engine, random, c.hidden, c.intermediate, bits, c.group, 1);
+    PreparedExpert expert;
+    expert.hidden = c.hidden;
+    expert.intermediate = c.intermediate;
+    expert.w13 = w13.packed;
+    expert.w2 = w2.packed;
+    std::vector<float> x(static_cast<size_t>(c.tokens) * c.hidden), y(x.size()), gates(c.tokens, 0.5f);
+    for (float& value : x) value = normal(random);
+    std::vector<int32_t> rows(c.tokens), experts(c.tokens);
+    for (int t = 0; t < c.tokens; ++t) rows[t] = c.tokens - 1 - t;
+    // Two callers at once: they take turns.
+    const Pairs pairs{c.tokens, rows.data(), experts.data(), gates.data()};
+    std::vector<float> other(y.size());
+    std::thread rival([&] { engine.execute(x.data(), c.tokens, c.hidden, {&expert}, pairs, other.data()); });
+    engine.execute(x.data(), c.tokens, c.hidden, {&expert}, pairs, y.data());
+    rival.join();
+    if (y != other) return INFINITY;
+
+    double wrong = 0, all = 0;
+    for (int t = 0; t < c.tokens; ++t) {
+        const std::vector<double> row(x.begin() + t * c.hidden, x.begin() + (t + 1) * c.hidden);
+        const std::vector<double> both = times(w13, row);
+        std::vector<double> hidden(c.intermediate);
+        for (int i = 0; i < c.intermediate; ++i) hidden[i] = both[i] / (1 + std::exp(-both[i])) * both[c.intermediate + i];
+        const std::vector<double> wanted = times(w2, hidden);
+        for (int h = 0; h < c.hidden; ++h) {
+            wrong += std::pow(y[static_cast<size_t>(t) * c.hidden + h] - 0.5 * wanted[h], 2);
+            all += std::pow(0.5 * wanted[h], 2);
+        }
+    }
+    return std::sqrt(wrong / all);
+}
+
+}  // namespace
+
+int main() {
+    int checks = 0, failures = 0;
+    for (const std::string& isa : supported_isas()) {
+        for (const Case& c : kCases) {
+            for (int bits = 1; bits <= 4; ++bits) {
+                for (int limbs = 1; limbs <= 2; ++limbs) {
+                    const double error = error_of(isa, c, bits, limbs);
+                    ++checks;
+                    if (error < kLargestError[limbs - 1]) continue;
+                    ++failures;
+                    std::fprintf(stderr, "%s, %d bits, %d limbs, %d x %d in groups of %d, %d tokens: error %g\n",
+                                 isa.c_str(), bits, limbs, c.hidden, c.intermediate, c.group, c.tokens, error);
+                }
+            }
+        }
+    }
+    std::printf("{\"checks\": %d, \"failures\": %d}\n", checks, failures);
+    return failures ? 1 : 0;
+}
