@@ -132,7 +132,7 @@ def test_impossible_requests_are_refused(change: dict[str, Any], message: str) -
 def test_without_the_module_numpy_serves_and_says_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The announcement comes before the work, which is interrupted here: 3.1 M weights at 0.8 M/s are 0.1 minutes."""
+    """The announcement comes before the work, which is interrupted here: 3.1 M weights at 1 M/s are 0.05 minutes."""
     monkeypatch.setattr(data_free, "native", None)
     monkeypatch.setattr(build, "run_job", lambda *_, **__: None)
     build.build_data_free(MODEL, tmp_path, show_progress=False)
