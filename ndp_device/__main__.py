@@ -43,6 +43,7 @@ def serve(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Hardware value: section.field=value")] = None,
     pe_mode: Annotated[str | None, typer.Option(help=" | ".join(PE_MODES))] = None,
     kernel: Annotated[str, typer.Option(help="auto | reference | native")] = "auto",
+    cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6")] = "",
     die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does")] = None,
     private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed")] = None,
     failpoint: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
@@ -50,6 +51,8 @@ def serve(
 ) -> None:
     """Load the experts, listen, print {"ready": true, …}, serve until SIGTERM."""
     _log_to_stderr()
+    if cores:
+        _run_on(cores)
     config = DeviceConfig(
         address=address,
         model_dir=model,
@@ -154,6 +157,16 @@ class _AtMost(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         self._left -= 1
         return self._left >= 0
+
+
+def _run_on(cores: str) -> None:
+    """Before any thread starts, so that all of them inherit it."""
+    try:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"--cores must be a list of this machine's processor cores such as 0,1, got {cores!r}: {error}"
+        ) from None
 
 
 def _log_to_stderr() -> None:

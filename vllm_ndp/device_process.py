@@ -50,6 +50,7 @@ class DeviceProcess:
         hardware_overrides: Mapping[str, object] | None = None,
         pe_mode: str | None = None,
         kernel: str = "auto",
+        cores: Sequence[int] = (),
         extra_arguments: Sequence[str] = (),
         ready_timeout_s: float = 120.0,
     ) -> DeviceProcess:
@@ -60,6 +61,8 @@ class DeviceProcess:
         options = {"--model": model_dir, "--replicas": replicas_dir, "--pe-mode": pe_mode}
         arguments = ["--hardware", hardware, "--kernel", kernel]
         arguments += [text for option, value in options.items() if value for text in (option, str(value))]
+        if cores:
+            arguments += ["--cores", ",".join(map(str, cores))]
         for key, override in (hardware_overrides or {}).items():
             arguments += ["--set", f"{key}={override}"]
         device = cls(_private_directory(), [*arguments, *extra_arguments])

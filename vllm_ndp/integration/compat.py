@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape, model_digest
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
 
 if TYPE_CHECKING:
@@ -106,6 +108,26 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def leave_cores_to_the_device(settings: NdpSettings) -> None:
+    """vLLM's CPU build binds its threads to every core it is not told to spare; a device beside it would starve.
+
+    An embedded device gets a quarter of the cores, at least one. Whoever sets vLLM's own variables keeps them.
+    """
+    ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
+    num_cores = len(os.sched_getaffinity(0))
+    if _on_cpu() and settings.device == EMBEDDED and ours_to_set and num_cores > 1:
+        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(max(1, num_cores // 4))
+
+
+def device_cores() -> list[int]:
+    """Cores for an embedded device: those that vLLM has not bound its threads to; empty = no restriction."""
+    for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
+        bound = {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}
+        if bound:
+            return sorted(set(range(os.cpu_count() or 1)) - bound)
+    return []
 
 
 def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:

@@ -258,6 +258,7 @@ class NdpController:
             "plugin_active": True,
             "engine_pid": os.getpid(),
             "device_pid": self.device.pid,
+            "device_cores": self.device.cores,
             "device_address": self.device.address,
             "moe_layers": len(self._by_index),
             "model_layers": self.pool.shape.num_layers,

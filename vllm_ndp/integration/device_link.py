@@ -17,6 +17,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
+from vllm_ndp.integration import compat
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import WIDTHS
 
@@ -93,10 +94,17 @@ class DeviceLink:
         self, settings: NdpSettings, hardware: Hardware, model_dir: Path, digest: str, replicas: Path | None
     ) -> None:
         self.process: DeviceProcess | None = None
+        self.cores: list[int] = []
         address = settings.device
         if settings.device == EMBEDDED:
+            self.cores = compat.device_cores()
             self.process = DeviceProcess.spawn(
-                model_dir, replicas, hardware=settings.hardware, pe_mode=settings.pe_mode, kernel=settings.kernel
+                model_dir,
+                replicas,
+                hardware=settings.hardware,
+                pe_mode=settings.pe_mode,
+                kernel=settings.kernel,
+                cores=self.cores,
             )
             address = self.process.address
         self.address = address

@@ -31,6 +31,7 @@ def residency_table(status: dict[str, Any]) -> Table:
         ("cold precision", status["cold_precision"]),
         ("replicas", status["replicas"]),
         ("device", f"{status['device_address']} (pid {status['device_pid'] or 'external'}), kernel {status['kernel']}"),
+        ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}"),
         ("policy", f"{status['policy']}, gain {status['gain']}, average {status['avg_bits']:g} bits"),
