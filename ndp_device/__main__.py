@@ -164,9 +164,7 @@ def _run_on(cores: str) -> None:
     try:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     except (ValueError, OSError) as error:
-        raise ConfigError(
-            f"--cores must be a list of this machine's processor cores such as 0,1, got {cores!r}: {error}"
-        ) from None
+        raise ConfigError(f"--cores must list cores of this machine, such as 0,1, got {cores!r}: {error}") from None
 
 
 def _log_to_stderr() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-
 from engines import MODEL, engine
 
 pytestmark = pytest.mark.vllm
