@@ -1,4 +1,4 @@
-"""The kernels under the address and undefined-behaviour sanitizers, as a program of their own (csrc/kernel_check.cpp)."""
+"""The kernels under the address and undefined-behaviour sanitizers, as a program of their own (kernel_check.cpp)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 def test_no_path_reads_or_writes_outside_its_buffers_or_relies_on_undefined_behaviour(tmp_path: Path) -> None:
-    """Every path, 1 to 4 bits, one and two limbs, 10 awkward shapes; the sanitizers end the program at the first find."""
+    """Every path, 1 to 4 bits, one and two limbs, 10 awkward shapes; the sanitizers end it at their first find."""
     subprocess.run(
         ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DNDP_SANITIZE=ON"], check=True, capture_output=True
     )

@@ -187,7 +187,9 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
     const uint8_t* ahead0 = panel.ahead[0];
     const uint8_t* ahead1 = panel.ahead[1];
     const uint8_t* codes = panel.codes;
+    const int8_t* next_rows = x + ROWS * steps * 4;
     for (int g = 0; g < panel.groups; ++g) {
+        const int8_t* next_x = g + 1 < panel.groups ? x + group_stride : next_rows;
         i32x16 dots[ROWS][kUnitBlocks];
         NDP_UNROLL(12)
         for (int row = 0; row < ROWS; ++row) dots[row][0] = dots[row][1] = i32x16{};
@@ -198,6 +200,7 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
                 ahead0 += panel.ahead_bytes[0];
                 ahead1 += panel.ahead_bytes[1];
             }
+            __builtin_prefetch(next_x + step * ROWS * 4);
             const u8x64 w0 = load<u8x64>(codes + step * 64);
             const u8x64 w1 = load<u8x64>(codes + (steps + step) * 64);
             NDP_UNROLL(12)
@@ -207,14 +210,15 @@ void multiply_rows(const Panel& panel, const int8_t* x, ptrdiff_t group_stride, 
                 dots[row][1] = dot4(dots[row][1], w1, four);
             }
         }
+        f32x16 meta[kUnitBlocks][2];
+        std::memcpy(meta, panel.meta + g * kUnitBlocks * 2, sizeof meta);
         NDP_UNROLL(12)
         for (int t = 0; t < ROWS / LIMBS; ++t) {
             NDP_UNROLL(2)
             for (int block = 0; block < kUnitBlocks; ++block) {
-                const f32x16* meta = panel.meta + (g * kUnitBlocks + block) * 2;
                 f32x16 dot = to_float(dots[t * LIMBS][block]);
                 if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
-                add_dot(dot, scale[t], sum[t], meta, y + t * y_stride + block * kBlockRows);
+                add_dot(dot, scale[t], sum[t], meta[block], y + t * y_stride + block * kBlockRows);
             }
         }
         codes += kUnitBlocks * steps * 64;

@@ -1,0 +1,243 @@
+"""How close to the memory limit does an expert run at 4, 3, 2 and 1 bits, and against what else runs here?
+
+One Mixtral-8x7B expert (w1, w3 [14336, 4096], w2 [4096, 14336], SwiGLU: 176.2 M weights), M tokens, one core. The limit
+is this machine's own read bandwidth in the same run; the floor of a width is its bytes (codes, fp16 scale and offset
+per 128 weights) at that bandwidth. Distinct experts take turns so that none stays in a cache; all contestants and the
+bandwidth take turns too; times are thread CPU time, the smallest of all calls, because neighbours only ever slow a
+call down. Beside every time stands its error against float64 over the same quantized weights (M = 1).
+
+    python benchmarks/kernel_lowbit.py [--peers torch,vllm,ggml] [--bits 4,3,2,1] [--tokens 1,4,16,128] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, NdpError
+from ndp_device.kernels.native import NativeExpert, NativeKernel
+from ndp_device.kernels.reference import dequantize
+from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers
+
+FOOTPRINT_BYTES = 1.2e9
+STREAM_BYTES = 512 << 20
+MODES = ("two_limb", "a8")
+
+
+@dataclass
+class Contestant:
+    """`call(i)` computes with expert i of `num_experts`; a round makes `calls` calls."""
+
+    name: str
+    tokens: int
+    call: Callable[[int], object]
+    num_experts: int
+    calls: int
+    bits: int
+    seconds: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        for _ in range(self.calls):
+            expert = len(self.seconds) % self.num_experts
+            start = time.thread_time()
+            self.call(expert)
+            self.seconds.append(time.thread_time() - start)
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * min(self.seconds)
+
+
+class Stream:
+    """The limit: the best read bandwidth seen in this run, over numbers of streams and prefetch distances."""
+
+    WAYS = ((1, 2048), (2, 1024), (2, 2048), (4, 512), (4, 1024))
+
+    def __init__(self, kernel: NativeKernel) -> None:
+        self._kernel = kernel
+        self._data = np.ones(STREAM_BYTES, np.uint8)
+        self.bytes_per_s = 0.0
+
+    def run(self) -> None:
+        for streams, prefetch in self.WAYS:
+            start = time.thread_time()
+            self._kernel.read_stream(self._data, streams=streams, prefetch_bytes=prefetch)
+            self.bytes_per_s = max(self.bytes_per_s, STREAM_BYTES / (time.thread_time() - start))
+
+
+def random_expert(rng: np.random.Generator, bits: int) -> QuantizedExpert:
+    def matrix(rows: int, columns: int) -> QuantizedMatrix:
+        planes = rng.integers(0, 256, (bits, rows, columns // 8), dtype=np.uint8)
+        scale = (rng.random((rows, columns // GROUP), np.float32) + 0.5) / (2**bits * np.sqrt(columns))
+        offset = -scale * (2**bits - 1) / 2
+        return QuantizedMatrix(bits, planes, scale.astype(np.float16), offset.astype(np.float16), GROUP)
+
+    return QuantizedExpert(bits, matrix(2 * INTERMEDIATE, HIDDEN), matrix(HIDDEN, INTERMEDIATE))
+
+
+def copy_of(expert: QuantizedExpert) -> QuantizedExpert:
+    """The same numbers at another place in memory (equal planes at one place would be packed once)."""
+    w13, w2 = (
+        QuantizedMatrix(m.bits, m.planes.copy(), m.scale, m.offset, m.group_size) for m in (expert.w13, expert.w2)
+    )
+    return QuantizedExpert(expert.bits, w13, w2)
+
+
+def exact_row(expert: QuantizedExpert, x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """W2 (silu(W1 x) * (W3 x)) in float64, some rows at a time: a whole expert would take 1.4 GB."""
+
+    def times(m: QuantizedMatrix, v: NDArray[np.float64]) -> NDArray[np.float64]:
+        y = []
+        for start in range(0, m.shape[0], 1024):
+            part = slice(start, start + 1024)
+            block = QuantizedMatrix(m.bits, m.planes[:, part], m.scale[part], m.offset[part], m.group_size)
+            y.append(dequantize(block).astype(np.float64) @ v)
+        return np.concatenate(y)
+
+    gate, up = np.split(times(expert.w13, x.astype(np.float64)), 2)
+    return times(expert.w2, gate / (1 + np.exp(-gate)) * up)
+
+
+def compute(kernel: NativeKernel, x: NDArray[np.float32], prepared: NativeExpert) -> NDArray[np.float32]:
+    rows = np.arange(len(x), dtype=np.int32)
+    return kernel.execute(x, [prepared], rows, np.zeros_like(rows), np.ones(len(x), np.float32))
+
+
+def calls_per_round(tokens: int) -> int:
+    return 8 if tokens == 1 else max(1, 16 // tokens)
+
+
+def measure(
+    bits: int, tokens: list[int], rounds: int, stream: Stream, peers: list[Peer]
+) -> tuple[list[dict[str, Any]], list[Contestant]]:
+    """Our rows of the table at this width, and the peers that ran beside them."""
+    rng = np.random.default_rng(bits)
+    expert = random_expert(rng, bits)
+    kernels = {mode: NativeKernel(mode, threads=1) for mode in MODES}
+    count = int(FOOTPRINT_BYTES // expert.nbytes) + 1
+    packer = NativeKernel()
+    started = time.perf_counter()
+    prepared = [packer.prepare(copy_of(expert)) for _ in range(count)]
+    prepare_s = (time.perf_counter() - started) / count
+
+    x = {m: rng.standard_normal((m, HIDDEN)).astype(np.float32) for m in {1, *tokens}}
+    exact = exact_row(expert, x[1][0])
+    errors = {
+        mode: float(np.linalg.norm(compute(kernel, x[1], prepared[0])[0] - exact) / np.linalg.norm(exact))
+        for mode, kernel in kernels.items()
+    }
+
+    def ours(mode: str, m: int) -> Contestant:
+        return Contestant(mode, m, lambda i: compute(kernels[mode], x[m], prepared[i]), count, calls_per_round(m), bits)
+
+    mine = [ours(mode, m) for mode in MODES for m in tokens]
+    others = [
+        Contestant(p.name, m, p.caller(m), p.num_experts, calls_per_round(m), p.bits) for p in peers for m in tokens
+    ]
+    for _ in range(rounds):
+        stream.run()
+        for contestant in (*mine, *others):
+            contestant.run()
+    rows = [
+        {
+            "mode": c.name,
+            "bits": bits,
+            "tokens": c.tokens,
+            "ms": round(c.ms, 3),
+            "expert_mb": round(expert.nbytes / 1e6, 1),
+            "rel_error": float(f"{errors[c.name]:.2g}"),
+            "prepare_s": round(prepare_s, 2),
+        }
+        for c in mine
+    ]
+    return rows, others
+
+
+def against_peers(results: list[dict[str, Any]], others: list[Contestant]) -> list[dict[str, Any]]:
+    """Each peer beside our default mode at the same tokens and bits; a 16-bit peer beside every width of ours."""
+    rows = []
+    for peer in others:
+        for ours in results:
+            same_bits = peer.bits in (ours["bits"], 16)
+            if ours["mode"] == MODES[0] and ours["tokens"] == peer.tokens and same_bits:
+                speedup = round(peer.ms / ours["ms"], 2)
+                row = {"name": peer.name, "bits": ours["bits"], "tokens": peer.tokens}
+                rows.append(row | {"ms": round(peer.ms, 3), "speedup": speedup})
+    return rows
+
+
+def print_table(limit: float, results: list[dict[str, Any]], rivals: list[dict[str, Any]]) -> None:
+    print(f"limit {limit / 1e9:.2f} GB/s (best read of {STREAM_BYTES >> 20} MiB in this run, one core)\n")
+    print(f"{'':14}{'bits':>5}{'M':>5}{'ms':>10}{'floor':>8}{'x floor':>9}{'of limit':>10}{'error':>10}")
+    for r in results:
+        floor = r["expert_mb"] * 1e9 / limit
+        print(
+            f"{r['mode']:14}{r['bits']:5}{r['tokens']:5}{r['ms']:10.2f}{floor:8.2f}{r['ms'] / floor:9.2f}"
+            f"{r['fraction_of_limit']:10.2f}{r['rel_error']:10.1e}"
+        )
+    for r in rivals:
+        print(f"{r['name']:14}{r['bits']:5}{r['tokens']:5}{r['ms']:10.2f}   two_limb is {r['speedup']:.2f}x as fast")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default="", help="any of torch, vllm, ggml")
+    parser.add_argument("--bits", type=numbers, default=[4, 3, 2, 1])
+    parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 128])
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    if not set(arguments.bits) <= {1, 2, 3, 4} or min(arguments.tokens) < 1 or arguments.rounds < 1:
+        raise ConfigError("--bits must be among 1, 2, 3, 4, --tokens and --rounds at least 1")
+    peers = load_peers(arguments.peers)
+    stream = Stream(NativeKernel(threads=1))
+    load_before = os.getloadavg()[0]
+    results: list[dict[str, Any]] = []
+    others: list[Contestant] = []
+    for bits in arguments.bits:
+        first = bits == arguments.bits[0]  # 16-bit peers run once, beside the first width
+        beside = [p for p in peers if p.bits == bits or (p.bits == 16 and first)]
+        rows, ran = measure(bits, arguments.tokens, arguments.rounds, stream, beside)
+        results += rows
+        others += ran
+        print(f"{bits} bits done", file=sys.stderr)
+    for row in results:
+        floor_ms = row["expert_mb"] * 1e9 / stream.bytes_per_s
+        row["fraction_of_limit"] = round(floor_ms / row["ms"], 3)
+    rivals = against_peers(results, others)
+    print_table(stream.bytes_per_s, results, rivals)
+    summary = {
+        "isa": NativeKernel(threads=1).isa,
+        "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
+        "limit_gb_per_s": round(stream.bytes_per_s / 1e9, 2),
+        "results": results,
+        "peers": rivals,
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NdpError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
