@@ -242,6 +242,7 @@ class ZmqTransport:
     def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
         self._channel: SlotChannel | None = None
+        self._lost = False  # the connection broke; what had arrived before is still handed out
         self._spinner = carrier.Spinner(carrier.HOST_SPIN_US)
         self._socket = _context().socket(zmq.DEALER)
         for option, value in (
@@ -326,9 +327,12 @@ class ZmqTransport:
             ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))
             if self._socket in ready:
                 frames = self._receive_now()
+        if frames is None and (self._lost or (self._monitor.poll(0) and self._is_disconnect())):
+            self._lost = True
+            frames = self._receive_now()  # what arrived before the connection broke still counts
+            if frames is None:
+                raise DeviceUnavailable("the connection to the device was lost")
         if frames is None:
-            if self._monitor.poll(0):
-                self._look_at_connection()
             return None
         if len(frames) != 2:
             if frames == _BELL:
@@ -337,9 +341,8 @@ class ZmqTransport:
         codec.check(frames[0], frames[1])
         return frames
 
-    def _look_at_connection(self) -> None:
-        if parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
-            raise DeviceUnavailable("the connection to the device was lost")
+    def _is_disconnect(self) -> bool:
+        return bool(parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED)
 
     def _receive_now(self) -> Frames | None:
         try:
