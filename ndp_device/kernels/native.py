@@ -8,6 +8,7 @@ Full-precision experts are read where they lie, in the mapped checkpoint.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.kernels import _native
 from ndp_device.replicas.replica import Expert, FullExpert, QuantizedMatrix
+
+_LOG = logging.getLogger(__name__)
 
 Mode = Literal["two_limb", "a8"]
 _LIMBS = {"two_limb": 2, "a8": 1}
@@ -66,6 +69,10 @@ class NativeKernel:
         isa = isa or os.environ.get("NDP_ISA") or supported[0]
         if isa not in supported:
             raise ConfigError(f"NDP_ISA must be one of {', '.join(supported)} on this machine, got {isa!r}")
+        if isa == "portable":
+            _LOG.warning(
+                "native kernel on its portable path: about 5 times slower than with AVX2, 20 than with AVX-512"
+            )
         threads = _threads_from_environment() if threads is None else threads
         if threads < 1:
             raise ConfigError(f"the native kernel needs at least 1 thread, got {threads}: set NDP_THREADS to 1 or more")

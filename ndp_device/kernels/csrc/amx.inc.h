@@ -23,7 +23,7 @@ struct TileConfig {
 static_assert(sizeof(TileConfig) == 64, "the layout that ldtilecfg reads");
 
 template <int LIMBS>
-bool tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride);
+bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride);
 
 }  // namespace
 
@@ -33,7 +33,7 @@ namespace {
 
 // Two row blocks by two weight blocks at a time: four products per two loads of each side.
 template <int LIMBS>
-bool tile_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     const int rows = a.tokens * LIMBS, steps = panel.steps;
     if (rows < kFewestTileRows || steps % kTileSteps != 0) return false;
     constexpr int kTokens = kTileRows / LIMBS;

@@ -8,20 +8,19 @@
 
 namespace {
 
-constexpr bool kInPlaceFields = false;  // vpmaddubsw saturates: codes must stay below 128
+typedef uint16_t Words __attribute__((vector_size(32)));
+constexpr bool kInPlaceFields = false;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
-
-NDP_INLINE __m256i dot4_half(__m256i acc, __m256i codes, __m256i steps) {
-    __m256i pairs = _mm256_maddubs_epi16(codes, steps);  // at most 2 * 15 * 127: exact
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     __m256i a[2], c[2], s[2];
     std::memcpy(a, &acc, 64);
     std::memcpy(c, &codes, 64);
     std::memcpy(s, &steps, 64);
-    for (int i = 0; i < 2; ++i) a[i] = dot4_half(a[i], c[i], s[i]);
+    for (int i = 0; i < 2; ++i) {
+        __m256i pairs = _mm256_maddubs_epi16(c[i], s[i]);
+        a[i] = _mm256_add_epi32(a[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
     std::memcpy(&acc, a, 64);
     return acc;
 }
@@ -31,9 +30,65 @@ NDP_INLINE f32x16 half_to_float(const uint16_t* p) {
     return load<f32x16>(v);
 }
 
+// The integer products of ROWS rows with a group of both blocks. Eight steps add up in 16 bits: 8 * 2 * 15 * 127 = 30480.
+template <int ROWS>
+void dot_rows(const uint8_t* codes, int steps, const int8_t* x, __m256i (*dots)[4]) {
+    for (int row = 0; row < ROWS; ++row)
+        for (int part = 0; part < 4; ++part) dots[row][part] = _mm256_setzero_si256();
+    for (int chunk = 0; chunk < steps; chunk += 8) {
+        __m256i pairs[ROWS][4] = {};
+        for (int step = chunk; step < chunk + 8; ++step) {
+            NDP_UNROLL(2)
+            for (int row = 0; row < ROWS; ++row) {
+                int32_t four;
+                std::memcpy(&four, x + (row * steps + step) * 4, 4);
+                NDP_UNROLL(4)
+                for (int part = 0; part < 4; ++part) {
+                    const uint8_t* at = codes + (part / 2 * steps + step) * 64 + part % 2 * 32;
+                    const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+                    pairs[row][part] =
+                        _mm256_add_epi16(pairs[row][part], _mm256_maddubs_epi16(w, _mm256_set1_epi32(four)));
+                }
+            }
+        }
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            NDP_UNROLL(4)
+            for (int part = 0; part < 4; ++part)
+                dots[row][part] =
+                    _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], _mm256_set1_epi16(1)));
+        }
+    }
+}
+
+// multiply_panel with 32-byte registers: g++ keeps 64-byte vectors in memory here, which costs ten times the time.
 template <int LIMBS>
-NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
-    return false;
+bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
+    constexpr int kTokens = 2 / LIMBS;
+    const ptrdiff_t row_bytes = panel.steps * 4;
+    for (int first = 0; first < a.tokens; first += kTokens) {
+        const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
+        for (int g = 0; g < panel.groups; ++g) {
+            const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens + first;
+            const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
+            __m256i dots[2][4];
+            (count * LIMBS == 2 ? dot_rows<2> : dot_rows<1>)(codes, panel.steps, a.codes + at * LIMBS * row_bytes, dots);
+            for (int t = 0; t < count; ++t) {
+                for (int part = 0; part < 4; ++part) {
+                    __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
+                    if constexpr (LIMBS == 2)
+                        dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[t * LIMBS + 1][part]));
+                    const float* meta = reinterpret_cast<const float*>(panel.meta + (g * kUnitBlocks + part / 2) * 2);
+                    float* to = y + (first + t) * stride + part * 8;
+                    dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[at + t]));
+                    __m256 out = _mm256_fmadd_ps(dot, _mm256_loadu_ps(meta + part % 2 * 8), _mm256_loadu_ps(to));
+                    out = _mm256_fmadd_ps(_mm256_loadu_ps(meta + 16 + part % 2 * 8), _mm256_set1_ps(a.sum[at + t]), out);
+                    _mm256_storeu_ps(to, out);
+                }
+            }
+        }
+    }
+    return true;
 }
 
 }  // namespace

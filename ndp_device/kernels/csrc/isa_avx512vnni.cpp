@@ -3,7 +3,7 @@
 
 namespace {
 template <int LIMBS>
-NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
+NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;
 }
 }  // namespace

@@ -5,6 +5,7 @@
 
 namespace {
 
+typedef uint16_t Words __attribute__((vector_size(16)));
 constexpr bool kInPlaceFields = false;
 constexpr int kGemmRows = 2;
 
@@ -21,7 +22,7 @@ NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return half_to_float_by_bits(p); }
 
 template <int LIMBS>
-NDP_INLINE bool tile_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
+NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;
 }
 

@@ -4,8 +4,9 @@
 //   kInPlaceFields   dot4 is exact for codes up to 255, so that a field may stay where it lies in its byte; else one
 //                    token goes the way of several
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
+//   Words            the widest vector of uint16_t that lives in a register
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
-//   tile_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
+//   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
 // No STL, everything in an unnamed namespace (see kernel_table.h).
 #pragma once
@@ -39,17 +40,17 @@ struct Codes {
     }
 
     // `block` points to this block's first vector of the chunk; its vectors lie kUnitBlocks * 64 bytes apart.
-    static NDP_INLINE u8x64 vector(const uint8_t* block0, const uint8_t* block1, int q) {
+    template <class Words>
+    static NDP_INLINE Words vector(const uint8_t* block0, const uint8_t* block1, int q) {
         constexpr int kNext = kUnitBlocks * 64;
         if constexpr (W1 == 0) {
             constexpr int kPerVector = 4 / W0;
-            u16x32 v = load<u16x32>(block0 + q / kPerVector * kNext);
-            return (u8x64)(v >> (2 * W0 * (q % kPerVector)));
+            return load<Words>(block0 + q / kPerVector * kNext) >> (2 * W0 * (q % kPerVector));
         } else {
-            u16x32 top = load<u16x32>(block0 + q / 2 * kNext);
-            u16x32 rest = load<u16x32>(block1 + (W1 == 2 ? q / 2 * kNext : 0));
-            if constexpr (W1 == 2) return (u8x64)(q % 2 ? choose(0xcc, top, rest >> 2) : choose(0xcc, top << 2, rest));
-            return (u8x64)choose(0x66, q % 2 ? top >> 1 : top << 1, rest >> q);
+            const Words top = load<Words>(block0 + q / 2 * kNext);
+            const Words rest = load<Words>(block1 + (W1 == 2 ? q / 2 * kNext : 0));
+            if constexpr (W1 == 2) return q % 2 ? choose(0xcc, top, rest >> 2) : choose(0xcc, top << 2, rest);
+            return choose(0x66, q % 2 ? top >> 1 : top << 1, rest >> q);
         }
     }
 
@@ -72,11 +73,13 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
             const uint8_t* b0 = c0 + chunk * chunk_bytes(W0) + block * 64;
             const uint8_t* b1 = c1 + chunk * chunk_bytes(W1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
-            NDP_UNROLL(4)
-            for (int q = 0; q < 4; ++q) {
-                u8x64 v = Code::vector(b0, b1, q);
-                store(to + Code::step(q, 0) * 64, v & repeat8(Code::kMask));
-                store(to + Code::step(q, 1) * 64, (u8x64)((u16x32)v >> Code::kHigh) & repeat8(Code::kMask));
+            for (size_t part = 0; part < 64; part += sizeof(Words)) {
+                NDP_UNROLL(4)
+                for (int q = 0; q < 4; ++q) {
+                    const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
+                    store(to + Code::step(q, 0) * 64 + part, v & repeat<Words>(Code::kMask));
+                    store(to + Code::step(q, 1) * 64 + part, (v >> Code::kHigh) & repeat<Words>(Code::kMask));
+                }
             }
         }
     }
@@ -103,7 +106,7 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
                 const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(W0) + within;
                 const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(W1) + within;
                 Code::prefetch(b0, b1, q, kGemvLead);
-                v[block] = Code::vector(b0, b1, q);
+                v[block] = (u8x64)Code::template vector<u16x32>(b0, b1, q);
             }
             NDP_UNROLL(2)
             for (int high = 0; high < 2; ++high) {
@@ -113,7 +116,7 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
                 for (int limb = 0; limb < LIMBS; ++limb) steps[limb] = broadcast_step(at + limb * padded_group);
                 NDP_UNROLL(4)
                 for (int block = 0; block < BLOCKS; ++block) {
-                    const u8x64 codes = v[block] & repeat8(Code::kMask << (high * Code::kHigh));
+                    const u8x64 codes = v[block] & (u8x64)repeat<u16x32>(Code::kMask << (high * Code::kHigh));
                     NDP_UNROLL(2)
                     for (int limb = 0; limb < LIMBS; ++limb) {
                         sum[high][block][limb] = dot4(sum[high][block][limb], codes, steps[limb]);
@@ -280,7 +283,7 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
             const uint16_t* halves = w.meta + (at + g) * 2 * kUnitRows;
             for (int i = 0; i < 2 * kUnitBlocks; ++i) meta[g * 2 * kUnitBlocks + i] = half_to_float(halves + 16 * i);
         }
-        if (!tile_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS>(panel, a, first, y, stride);
+        if (!own_products<LIMBS>(panel, a, first, y, stride)) multiply_panel<LIMBS>(panel, a, first, y, stride);
     }
 }
 

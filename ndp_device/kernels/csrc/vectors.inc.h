@@ -37,9 +37,11 @@ NDP_INLINE void store(void* p, V v) {
 
 NDP_INLINE f32x16 broadcast(float v) { return v - f32x16{}; }
 
-NDP_INLINE u8x64 repeat8(int byte) {
-    const uint8_t v = static_cast<uint8_t>(byte);
-    return v - u8x64{};
+// A byte, repeated.
+template <class Words>
+NDP_INLINE Words repeat(int byte) {
+    const uint16_t twice = static_cast<uint16_t>(byte * 0x101);
+    return twice - Words{};
 }
 
 NDP_INLINE i32x16 broadcast_step(const int8_t* four) {
@@ -65,10 +67,11 @@ NDP_INLINE f32x16 half_to_float_by_bits(const uint16_t* p) {
 }
 
 // The bits of `mask` (one byte, repeated) from a, the others from b.
-NDP_INLINE u16x32 choose(int mask, u16x32 a, u16x32 b) {
-    u16x32 m = (u16x32)repeat8(mask);
+template <class Words>
+NDP_INLINE Words choose(int mask, Words a, Words b) {
+    const Words m = repeat<Words>(mask);
 #if defined(__AVX512F__)
-    return (u16x32)_mm512_ternarylogic_epi32((__m512i)m, (__m512i)a, (__m512i)b, 0xca);
+    return (Words)_mm512_ternarylogic_epi32((__m512i)m, (__m512i)a, (__m512i)b, 0xca);
 #else
     return (a & m) | (b & ~m);
 #endif
