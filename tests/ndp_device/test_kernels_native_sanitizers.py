@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,8 @@ def test_no_path_reads_or_writes_outside_its_buffers_or_relies_on_undefined_beha
         ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DNDP_SANITIZE=ON"], check=True, capture_output=True
     )
     subprocess.run(["cmake", "--build", str(tmp_path), "--parallel", "2"], check=True, capture_output=True)
-    done = subprocess.run([str(tmp_path / "kernel_check")], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # ASan must come first
+    done = subprocess.run([str(tmp_path / "kernel_check")], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["failures"] == 0

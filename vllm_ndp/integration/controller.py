@@ -9,6 +9,7 @@ One controller per worker; the layers attach themselves while vLLM loads the mod
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass, field
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
     from vllm_ndp.config import NdpSettings
 
 _current: NdpController | None = None
+_numbers = itertools.count()
 
 
 def current_controller() -> NdpController:
-    """The controller of this worker process. Raises when the engine runs without our worker."""
+    """Of the engine that is being built or runs its step in this process. Raises when it runs without our worker."""
     if _current is None:
         raise ConfigError(
             "quantization 'ndp' needs the worker class vllm_ndp.integration.worker.NdpWorker, which is not running: "
@@ -74,7 +76,7 @@ class NdpController:
         self.settings = settings
         self.model_dir = model_dir
         self.pool = ExpertsPool(model_dir)
-        self.layers: dict[str, LayerDispatch] = {}
+        self.number = next(_numbers)
         self.totals = Totals()
         self.step: StepContext | None = None
         self.tracker = RequestTracker()
@@ -111,7 +113,7 @@ class NdpController:
     def slots(self, layer: int) -> HotSlots:
         return self._by_index[layer]
 
-    def attach_layer(self, layer: Any) -> None:
+    def attach_layer(self, layer: Any) -> LayerDispatch:
         """Called once per MoE layer when its weights would be ready."""
         from vllm.model_executor.models.utils import extract_layer_index
 
@@ -119,7 +121,7 @@ class NdpController:
         kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
         slots = HotSlots(kernel, layer.w13_weight.data, layer.w2_weight.data, self.pool.shape.num_experts)
         self._by_index[index] = slots
-        self.layers[layer.layer_name] = LayerDispatch(index, slots, self)
+        return LayerDispatch(index, slots, self)
 
     def start(self, runner: Any) -> None:
         """The model is loaded: find the device, make the first placement, print what is effective."""
@@ -176,6 +178,8 @@ class NdpController:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        global _current
+        _current = self  # vLLM keeps one connector per process, whichever engine's step it reports
         spans = self.tracker.update(scheduler_output)
         if not spans:
             return

@@ -15,15 +15,18 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.controller import current_controller
+from vllm_ndp.integration.dispatch import LayerDispatch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_LAYERS: dict[str, LayerDispatch] = {}
+"""An operator takes strings, not objects: layers by name, the engine's number in front."""
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
 
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return current_controller().layers[layer_name].forward(x, topk_weights, topk_ids)
+    return _LAYERS[layer_name].forward(x, topk_weights, topk_ids)
 
 
 def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
@@ -40,6 +43,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
     def __init__(self, moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
         super().__init__(moe)
         settings = compat.settings_of(vllm_config)
+        self._controller = current_controller()  # this engine's: another one in the process may come later
         self.num_slots = settings.resolve_hot_experts(moe.num_experts)
 
     def create_weights(
@@ -62,7 +66,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
             set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        current_controller().attach_layer(layer)
+        self._name = f"{self._controller.number}:{layer.layer_name}"
+        _LAYERS[self._name] = self._controller.attach_layer(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None
@@ -76,7 +81,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, layer.layer_name)
+        return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, self._name)
 
 
 def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:

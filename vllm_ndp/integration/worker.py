@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ndp.integration.controller import NdpController, current_controller
+from vllm_ndp.integration.controller import NdpController
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -16,32 +16,32 @@ else:
 
 class NdpWorker(_Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        controller = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
+        self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
         super().load_model(*args, **kwargs)
-        controller.start(self.model_runner)
+        self.ndp.start(self.model_runner)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        current_controller().create_sidecar(kv_cache_config)
+        self.ndp.create_sidecar(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        controller = current_controller()
-        controller.begin_step(scheduler_output)
+        self.ndp.begin_step(scheduler_output)
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
-            controller.end_step()
+            self.ndp.end_step()
 
     def shutdown(self) -> None:
-        current_controller().close()
+        if hasattr(self, "ndp"):
+            self.ndp.close()
         super().shutdown()
 
     # -- reached by `LLM.collective_rpc(name)` ----------------------------------------------------------------------
 
     def ndp_status(self) -> dict[str, Any]:
         """What is effective: the residency table as data."""
-        return current_controller().status()
+        return self.ndp.status()
 
     def ndp_totals(self) -> dict[str, Any]:
         """Counts since start-up."""
-        return current_controller().totals_dict()
+        return self.ndp.totals_dict()
