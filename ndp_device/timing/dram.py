@@ -55,16 +55,28 @@ def channel_lines(dram: DramSpec, num_bytes: int) -> int:
 
 def stream(dram: DramSpec, lines: int, start_ps: int) -> Stream:
     """Read `lines` consecutive lines on every channel, beginning at absolute simulated time start_ps."""
-    if lines == 0:
-        return Stream(0, 0, 0)
-    if dram.kind == "ideal":
-        num_bytes = lines * dram.line_bytes * dram.channels
-        return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
-    profile = _profile(dram)
-    cycles, met = profile.cycles_and_refreshes(lines, start_ps * FS_PER_PS // dram.tck_fs)
-    stall = cycles - profile.undisturbed(lines)
-    rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
-    return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(stall), rows)
+    return Streams(dram).read(lines, start_ps)
+
+
+class Streams:
+    """The streams of one device, for whoever asks often: its constants are looked up once."""
+
+    def __init__(self, dram: DramSpec) -> None:
+        self._dram = dram
+        self._profile = _profile(dram) if dram.kind == "bank" else None
+
+    def read(self, lines: int, start_ps: int) -> Stream:
+        """See `stream`."""
+        dram, profile = self._dram, self._profile
+        if lines == 0:
+            return Stream(0, 0, 0)
+        if profile is None:
+            num_bytes = lines * dram.line_bytes * dram.channels
+            return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
+        undisturbed = profile.undisturbed(lines)
+        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // dram.tck_fs)
+        rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
+        return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(cycles - undisturbed), rows)
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:
@@ -99,7 +111,8 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
     else:
         profile, count = _profile(dram), 256
         parts = [(2 * part + 1) * profile.refresh_interval // (2 * count) for part in range(count)]
-        times = [profile.cycles_and_refreshes(lines, since)[0] for since in parts]
+        undisturbed = profile.undisturbed(lines)
+        times = [profile.cycles_and_refreshes(undisturbed, since)[0] for since in parts]
     if dram.kind == "bank":
         times = [dram.cycles_to_ps(cycles) for cycles in times]
     mean = ceil_div(sum(times), len(times))
@@ -182,13 +195,13 @@ class _Profile:
         opening = ceil_div(cycles * (first - len(self.ramp) + 1), per)
         return self.ramp[-1] + opening + ceil_div(later_cycles * (lines - first), later_per)
 
-    def cycles_and_refreshes(self, lines: int, start: int) -> tuple[int, int]:
-        """(cycles, refreshes met) of a stream that begins at absolute cycle `start`; refreshes fall due from cycle 0.
+    def cycles_and_refreshes(self, undisturbed: int, start: int) -> tuple[int, int]:
+        """(cycles, refreshes met) of a stream of `undisturbed` cycles that begins at absolute cycle `start`.
 
+        Refreshes fall due from cycle 0.
         One that is under way is waited for. One is met if it falls due before the last command, and moves that
         command by the loss.
         """
-        undisturbed = self.undisturbed(lines)
         if not self.refresh_interval:
             return undisturbed, 0
         since = start % self.refresh_interval

@@ -9,14 +9,17 @@ buffers into the arrays, expert after expert, gate and up before down; both link
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from ndp_device.timing import arrays
-from ndp_device.timing.dram import channel_lines, stream
+from ndp_device.timing.dram import Stream, Streams, channel_lines
 from ndp_device.timing.link import hop_in, hop_out, wire_bytes
 from ndp_device.timing.migration import migration
-from ndp_device.timing.spec import Hardware
+from ndp_device.timing.spec import ArraySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
-from ndp_device.timing.work import FULL_PRECISION_BITS, ExpertWork, Timing, Work
+from ndp_device.timing.work import FULL_PRECISION_BITS, Timing, Work
+
+_NOTHING = Stream(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class _Phase:
     vector_ps: int  # after the phase, before the next may compute
     fp16_macs: int  # useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies
 
-    @property
+    @cached_property
     def array_ps(self) -> int:
         return max(self.compute_ps, self.dequant_ps)
 
@@ -57,7 +60,8 @@ class _Bulk:
 class _Pipeline:
     """DRAM and arrays of one command as they advance; times are absolute."""
 
-    hardware: Hardware
+    array: ArraySpec
+    streams: Streams
     bulk: _Bulk  # the migration that shares the DRAM
     stream_start_ps: int  # of the DRAM stream now running
     stream_lines: int = 0  # read since then
@@ -66,19 +70,22 @@ class _Pipeline:
     dram_ps: int = 0  # time the DRAM was reading
     refresh_stall_ps: int = 0
     row_activations: int = 0
+    _running: Stream = _NOTHING  # what was read since stream_start_ps
 
     def read_end_ps(self, lines: int) -> int:
         """When `lines` more lines of the running stream are complete."""
-        read = stream(self.hardware.dram, self.stream_lines + lines, self.stream_start_ps).total_ps
+        self.stream_lines += lines
+        self._running = self.streams.read(self.stream_lines, self.stream_start_ps)
+        read = self._running.total_ps
         return self.stream_start_ps + read + self.bulk.delay_ps(self.stream_start_ps, read)
 
     def run(self, phase: _Phase) -> None:
-        array = self.hardware.array
+        array = self.array
         end = self.read_end_ps(phase.lines)
         self.dram_ps += end - self.dram_free_ps
         if not array.double_buffered:
             array_end = end + phase.array_ps + phase.vector_ps
-            self._restart_dram(phase, array_end)
+            self._restart_dram(array_end)
             self.array_free_ps = array_end
             return
         tile = min(array.tile_bytes * array.units, phase.num_bytes)
@@ -93,24 +100,22 @@ class _Pipeline:
         )
         free = max(end, array_end - phase.share_ps(phase.array_ps, buffer))
         if free > unhindered:
-            self._restart_dram(phase, free)
+            self._restart_dram(free)
         else:
-            self.stream_lines += phase.lines
             self.dram_free_ps = free
         self.array_free_ps = array_end + phase.vector_ps
 
-    def _restart_dram(self, phase: _Phase, at_ps: int) -> None:
-        self._account(self.stream_lines + phase.lines)
+    def _restart_dram(self, at_ps: int) -> None:
+        self._account()
         self.stream_start_ps, self.stream_lines, self.dram_free_ps = at_ps, 0, at_ps
 
-    def _account(self, lines: int) -> None:
-        done = stream(self.hardware.dram, lines, self.stream_start_ps)
-        self.refresh_stall_ps += done.refresh_stall_ps
-        self.row_activations += done.activations
+    def _account(self) -> None:
+        self.refresh_stall_ps += self._running.refresh_stall_ps
+        self.row_activations += self._running.activations
+        self._running = _NOTHING
 
     def finish(self) -> int:
-        self._account(self.stream_lines)
-        self.stream_lines = 0
+        self._account()
         return max(self.array_free_ps, self.dram_free_ps)
 
 
@@ -119,6 +124,8 @@ class DeviceModel:
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
+        self._streams = Streams(hardware.dram)
+        self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts
         self._link_in_free_ps = 0
         self._device_free_ps = 0
         self._link_out_free_ps = 0
@@ -134,8 +141,13 @@ class DeviceModel:
         arrived = wire_start + inbound.wire_ps + hardware.array.command_ps
 
         start = max(arrived, self._device_free_ps)
-        phases = [phase for expert in work.experts for phase in self._phases(work, expert)]
-        pipeline = _Pipeline(hardware, self._bulk, start, dram_free_ps=start, array_free_ps=start)
+        sizes = work.hidden_size, work.intermediate_size
+        phases = [
+            phase
+            for expert in work.experts
+            for phase in self._phases(*sizes, expert.bits, expert.tokens, expert.dram_bytes)
+        ]
+        pipeline = _Pipeline(hardware.array, self._streams, self._bulk, start, dram_free_ps=start, array_free_ps=start)
         for phase in phases:
             pipeline.run(phase)
         end = pipeline.finish()
@@ -201,18 +213,20 @@ class DeviceModel:
         self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
         return done
 
-    def _phases(self, work: Work, expert: ExpertWork) -> tuple[_Phase, _Phase]:
+    def _new_phases(
+        self, hidden: int, intermediate: int, bits: int, tokens: int, dram_bytes: int
+    ) -> tuple[_Phase, _Phase]:
+        """Gate and up, then down, of one expert for `tokens` rows."""
         array, dram = self.hardware.array, self.hardware.dram
-        hidden, intermediate = work.hidden_size, work.intermediate_size
-        num_bytes = expert.dram_bytes * arrays.weight_passes(array, hidden, intermediate, expert.tokens)
+        num_bytes = dram_bytes * arrays.weight_passes(array, hidden, intermediate, tokens)
         down_bytes = num_bytes // 3
         lines = channel_lines(dram, num_bytes)
         down_lines = channel_lines(dram, down_bytes)
-        gate_up = arrays.matrix_time(array, hidden, 2 * intermediate, expert.tokens, expert.bits)
-        down = arrays.matrix_time(array, intermediate, hidden, expert.tokens, expert.bits)
-        width = arrays.multiplier_bits(array.pe_mode, expert.bits)
-        macs = hidden * intermediate * expert.tokens * width // FULL_PRECISION_BITS
-        swiglu = arrays.swiglu_ps(array, intermediate, expert.tokens)
+        gate_up = arrays.matrix_time(array, hidden, 2 * intermediate, tokens, bits)
+        down = arrays.matrix_time(array, intermediate, hidden, tokens, bits)
+        width = arrays.multiplier_bits(array.pe_mode, bits)
+        macs = hidden * intermediate * tokens * width // FULL_PRECISION_BITS
+        swiglu = arrays.swiglu_ps(array, intermediate, tokens)
         return (
             _Phase(
                 num_bytes - down_bytes, lines - down_lines, gate_up.compute_ps, gate_up.dequant_ps, swiglu, 2 * macs
