@@ -14,8 +14,10 @@ from typing import Any
 from ndp_device.errors import ConfigError
 
 EMBEDDED = "embedded"
+DEFAULT_SPILL_BITS = 3
 _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
+    "execution": ("auto", "balanced", "paper"),
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -33,6 +35,11 @@ class NdpSettings:
     """Average bits of a request's cold experts, 1 to 4."""
     cold_precision: str = "quantized"
     """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
+    execution: str = "auto"
+    """Decode on hot experts: `paper` always on the GPU; `balanced` on the device at `spill_bits` where that shortens a
+    layer's simulated time; `auto` is balanced, except where nothing is quantized."""
+    spill_bits: int | None = None
+    """Bits of a hot expert while it runs on the device; None = 3."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +53,8 @@ class NdpSettings:
     """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://)."""
     hardware: str = "h100-ndp512"
     """Timing preset; see docs/timing.md."""
+    hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the preset that this run replaces, by `section.field` (`ndp-device time` lists them)."""
     pe_mode: str = "bit_scalable"
     kernel: str = "auto"
     """What the embedded device computes with."""
@@ -77,12 +86,33 @@ class NdpSettings:
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
                 "drop one of the two"
             )
+        if self.spill_bits not in (None, 1, 2, 3, 4):
+            raise ConfigError(f"ndp setting 'spill_bits' must be 1, 2, 3 or 4, got {self.spill_bits}")
+        if self.spill_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
+            raise ConfigError(
+                f"ndp setting 'spill_bits' has no effect with execution {self.execution!r} and cold_precision "
+                f"{self.cold_precision!r}: drop it, or use execution 'balanced' with quantized cold experts"
+            )
         if self.deadline_ms <= 0:
             raise ConfigError(f"ndp setting 'deadline_ms' must be positive, got {self.deadline_ms}")
         if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
             raise ConfigError(
                 f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"
             )
+
+    def resolve_spill_bits(self, num_experts: int) -> int:
+        """Bits of hot experts that run on the device, 0 where none ever does.
+
+        Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
+        """
+        num_hot = self.resolve_hot_experts(num_experts)
+        possible = self.cold_precision == "quantized" and 0 < num_hot < num_experts
+        if self.execution == "balanced" and not possible:
+            raise ConfigError(
+                f"ndp setting 'execution' is 'balanced', which needs quantized cold experts and some hot ones; "
+                f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot: use 'auto'"
+            )
+        return (self.spill_bits or DEFAULT_SPILL_BITS) if possible and self.execution != "paper" else 0
 
     @classmethod
     def from_mapping(cls, raw: object) -> NdpSettings:

@@ -17,16 +17,22 @@ from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
 
+SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
+"""The test model's experts are read in less time than a message takes; with this GPU they are worth sending."""
+
 
 def record(directory: Path, settings: dict, **options) -> Trace:
     from vllm import SamplingParams
 
+    """A trace of a few batches. Hot experts run on the device in it exactly where the settings let them."""
     with engine(settings={**settings, "record": str(directory)}, **options) as llm:
         lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
         llm.generate(list(PROMPTS), lengths)
         llm.generate([PROMPTS[0] * 4, PROMPTS[0]], lengths[:2])  # a longer prompt, and one the prefix cache knows
         llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
         llm.generate(PROMPTS[2], lengths[0])
+        spilled = llm.collective_rpc("ndp_totals")[0]["spilled_pairs"]
+    assert (spilled > 0) == ("hardware_overrides" in settings and settings.get("execution") != "paper")
     return Trace.load(directory, model_digest=model_digest(MODEL))
 
 
@@ -38,8 +44,11 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
         ({"hot_experts": 2, "avg_bits": 2.0, "replicas": str(ROOT / "models" / "tiny-mixtral-replicas")}, {}),
+        ({"hot_experts": 5, "avg_bits": 2.0, "hardware_overrides": SLOW_GPU}, {}),
+        ({"hot_experts": 6, "spill_bits": 2, "hardware_overrides": SLOW_GPU}, {"max_num_seqs": 3}),
+        ({"hot_experts": 6, "execution": "paper", "hardware_overrides": SLOW_GPU}, {}),
     ],
-    ids=["plain", "chunked", "identity", "all-cold", "calibrated"],
+    ids=["plain", "chunked", "identity", "all-cold", "calibrated", "balanced", "balanced-2", "paper"],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
     trace = record(tmp_path / "trace", settings, **options)

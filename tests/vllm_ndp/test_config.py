@@ -66,6 +66,8 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("alpha", 1.5, "0..1"),
         ("alpha", -0.1, "0..1"),
         ("deadline_ms", 0, "positive"),
+        ("spill_bits", 5, "1, 2, 3 or 4"),
+        ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
         ("gain", "mean", "importance, mse"),
         ("fallback", "none", "full, same"),
@@ -140,3 +142,31 @@ def test_more_hot_experts_than_the_model_has_are_refused():
 def test_replicas_that_would_not_be_used_are_refused():
     with pytest.raises(ConfigError, match="no effect with cold_precision 'full'"):
         NdpSettings(cold_precision="full", replicas="somewhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "spill_bits"),
+    [
+        ({}, 3),
+        ({"execution": "balanced", "spill_bits": 2}, 2),
+        ({"spill_bits": 1}, 1),
+        ({"execution": "paper"}, 0),
+        ({"cold_precision": "full"}, 0),
+        ({"hot_experts": 8}, 0),
+        ({"hot_experts": 0}, 0),
+    ],
+)
+def test_hot_experts_may_run_on_the_device_unless_the_paper_is_asked_for_or_nothing_is_quantized(settings, spill_bits):
+    assert NdpSettings(**settings).resolve_spill_bits(8) == spill_bits
+
+
+@pytest.mark.parametrize("settings", [{"cold_precision": "full"}, {"hot_experts": 8}, {"hot_experts": 0}])
+def test_balanced_execution_that_could_never_happen_is_refused(settings):
+    with pytest.raises(ConfigError, match="'execution' is 'balanced', which needs quantized cold experts"):
+        NdpSettings(execution="balanced", **settings).resolve_spill_bits(8)
+
+
+@pytest.mark.parametrize("settings", [{"cold_precision": "full"}, {"execution": "paper"}])
+def test_spill_bits_without_spilling_are_refused(settings):
+    with pytest.raises(ConfigError, match="'spill_bits' has no effect"):
+        NdpSettings(spill_bits=2, **settings)

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape, model_digest
@@ -41,7 +41,13 @@ def _refuse_misplaced(additional: dict[str, object]) -> None:
 
 
 def hardware_of(settings: NdpSettings) -> Hardware:
-    return load_hardware(settings.hardware, **{"array.pe_mode": settings.pe_mode})
+    return load_hardware(settings.hardware, **hardware_overrides(settings))
+
+
+def hardware_overrides(settings: NdpSettings) -> dict[str, Any]:
+    if named := sorted({"pe_mode", "array.pe_mode"} & set(settings.hardware_overrides)):
+        raise ConfigError(f"ndp setting 'hardware_overrides' must not hold {named[0]!r}: use the setting 'pe_mode'")
+    return {**settings.hardware_overrides, "array.pe_mode": settings.pe_mode}
 
 
 def policy_of(settings: NdpSettings) -> Policy:
@@ -91,6 +97,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     directory = model_dir(vllm_config)
     shape = ModelShape.from_checkpoint(directory)
     num_hot = settings.resolve_hot_experts(shape.num_experts)
+    settings.resolve_spill_bits(shape.num_experts)
     hardware_of(settings)
     policy_of(settings)
     if settings.replicas is not None and settings.cold_precision == "quantized" and num_hot < shape.num_experts:

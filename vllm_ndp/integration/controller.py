@@ -30,12 +30,14 @@ from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import HotSlots, make_slot_kernel
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder
-from vllm_ndp.integration.report import StepReport
+from vllm_ndp.integration.report import PAIR_KINDS, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.step import PAIR_KINDS, StepContext
+from vllm_ndp.integration.step import StepContext
 from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer, Streamer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
+from vllm_ndp.replay.balance import Balancer
+from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
 
 if TYPE_CHECKING:
@@ -81,7 +83,9 @@ class NdpController:
         self.step: StepContext | None = None
         self.tracker = RequestTracker()
         self.hardware = compat.hardware_of(settings)
-        self.clock = StepClock(HostModel(self.hardware, _host_dims(vllm_config, self.pool)))
+        self.dims = _host_dims(vllm_config, self.pool)
+        self.clock = StepClock(HostModel(self.hardware, self.dims))
+        self.balancer = self._make_balancer()
         self.streamer: Streamer
         self.sidecar: RoutingSidecar
         self.device: DeviceLink
@@ -144,6 +148,11 @@ class NdpController:
         )
         self.streamer = self._make_streamer()
         self.planner.start()
+
+    def _make_balancer(self) -> Balancer | None:
+        """None: hot experts never leave the GPU."""
+        spill_bits = self.settings.resolve_spill_bits(self.pool.shape.num_experts)
+        return Balancer(Costs(self.hardware, self.dims), spill_bits) if spill_bits else None
 
     def _make_streamer(self) -> Streamer:
         slots = self._by_index[0]
@@ -283,12 +292,19 @@ class NdpController:
             "policy": self.settings.policy,
             "gain": self.settings.gain,
             "avg_bits": self.settings.avg_bits,
+            "execution": self._execution(),
+            "hardware_overrides": "".join(f", {k}={v}" for k, v in self.settings.hardware_overrides.items()),
             "slot_kernel": getattr(self._by_index[0].kernel, "isa", "triton"),
             "record": self.settings.record or "off",
             "report": "in kv_transfer_params['ndp']"
             if self._report_on
             else "off (a KV connector of yours, or report=false)",
         }
+
+    def _execution(self) -> str:
+        if self.balancer is not None:
+            return f"balanced: hot experts also on the device, at {self.balancer.spill_bits} bits, where faster"
+        return "paper: hot experts on the GPU only" if self.planner.budget.num_hot else "every expert on the device"
 
     def totals_dict(self) -> dict[str, Any]:
         totals = self.totals

@@ -102,6 +102,7 @@ class DeviceLink:
                 model_dir,
                 replicas,
                 hardware=settings.hardware,
+                hardware_overrides=settings.hardware_overrides,
                 pe_mode=settings.pe_mode,
                 kernel=settings.kernel,
                 cores=self.cores,

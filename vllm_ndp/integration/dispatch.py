@@ -1,6 +1,6 @@
 """One layer, one step: split the (row, expert) pairs, run both halves at the same time, add them.
 
-    decode rows   hot pairs -> slots (vLLM's fused kernel)      cold pairs -> one message to the device
+    decode rows   hot pairs -> slots (vLLM's fused kernel)      cold and spilled pairs -> one message to the device
     prefill rows  hot pairs -> slots                            cold pairs -> streamed from the pool, full precision
 
 The message leaves before the hot experts are computed and its answer is collected after; what the device returns is a
@@ -105,7 +105,7 @@ class LayerDispatch:
     def _forward(self, step: StepContext, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self._few_rows and ids.numel() <= ALIAS_PAIRS and step.rows.all_decode:
             return self._forward_few(step, x, weights, ids)
-        slots = self.slots.slot_of[ids]
+        slots = step.spill(self.index, self.slots.slot_of, ids, weights)[ids]
         cold = _cold_pairs(slots, ids, weights)
         to_device = cold.of_rows(step.rows.decode)
         to_stream = cold.of_rows(~step.rows.decode)
@@ -129,7 +129,8 @@ class LayerDispatch:
         self, step: StepContext, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """The same for a few decode rows on CPU: lists are faster than tensor operations on a dozen numbers."""
-        few = FewPairs.split(self.slots.slot_list, ids.tolist(), weights.tolist())
+        experts, gates_of = ids.tolist(), weights.tolist()
+        few = FewPairs.split(step.spill_few(self.index, self.slots.slot_list, experts, gates_of), experts, gates_of)
         call = step.send(self.index, x, few.cold()) if few.cold_rows else None
         if not few.pairs_in_slot:
             out = torch.zeros_like(x)

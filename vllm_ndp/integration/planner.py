@@ -17,7 +17,7 @@ import numpy as np
 from ndp_device.errors import DeviceError, DeviceUnavailable
 from vllm_ndp.integration.batch import TrackedRequest
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
-from vllm_ndp.planning.plan import Budget, Placement, Plan, union_of_widths
+from vllm_ndp.planning.plan import Budget, Placement, Plan, mask_of_bits, union_of_widths
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -92,6 +92,8 @@ class Planner:
     def _install(self, running: Sequence[TrackedRequest]) -> None:
         plans = [request.bits for request in running if request.bits is not None]
         widths = union_of_widths(plans, self._controller.pool_shape)
+        if self._controller.balancer is not None and self.placement is not None:
+            widths[self.placement.hot] |= mask_of_bits(self._controller.balancer.spill_bits)
         client = self._controller.device.client
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
             client.install_plan(self.epoch, widths)

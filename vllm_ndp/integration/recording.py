@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ndp.integration import compat
 from vllm_ndp.integration.batch import Span
 from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, LiveSetup, Provenance
 from vllm_ndp.traces.recorder import TraceWriter
@@ -93,11 +94,12 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
         settings=dataclasses.asdict(settings),
         live=LiveSetup(
             preset=settings.hardware,
-            overrides={"array.pe_mode": settings.pe_mode},
+            overrides=compat.hardware_overrides(settings),
             host_dims=dataclasses.asdict(controller.clock.model.dims),
             hot_experts=controller.planner.budget.num_hot,
             expert_bytes=controller.device.expert_bytes,
             group_size=controller.device.group_size,
             activation_bytes=controller.activation_bytes,
+            spill_bits=0 if controller.balancer is None else controller.balancer.spill_bits,
         ),
     )

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PS_PER_US = 1_000_000
+PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "fallback")
+"""Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs;
+decode pairs computed here because the device did not answer."""
 
 
 @dataclass
@@ -46,7 +49,7 @@ class RequestReport:
     def as_dict(self, output_tokens: int) -> dict[str, Any]:
         """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled."""
         report: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
-        report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in ("hot", "cold", "prefill", "fallback")}
+        report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in PAIR_KINDS}
         report |= self.plan
         if self.token_s and self.first_scheduled_ps is not None:
             measured = [(b - a) * 1e3 for a, b in zip(self.token_s, self.token_s[1:], strict=False)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +18,11 @@ from vllm.forward_context import get_forward_context
 from vllm_ndp.device_calls import ExecuteHandle
 from vllm_ndp.integration.batch import BatchRows, Span
 from vllm_ndp.integration.dispatch import Pairs
+from vllm_ndp.integration.report import PAIR_KINDS
+from vllm_ndp.replay.balance import Balancer, LayerLoad
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController
-
-PAIR_KINDS = ("hot", "cold", "prefill", "fallback")
-"""Decode pairs in hot slots, decode pairs the device computed, prefill pairs, decode pairs computed here instead."""
 
 
 @dataclass
@@ -53,6 +53,7 @@ class StepContext:
         self._rows: BatchRows | None = None
         self._slots: torch.Tensor | None = None
         self._bits: NDArray[np.uint8] | None = None
+        self._spilled: dict[int, frozenset[int]] = {}  # layer -> hot experts that ran on the device
         self._fallen_back: list[int] = []  # layers whose cold pairs were computed here
         self._routing: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
@@ -114,12 +115,46 @@ class StepContext:
         )
         return DeviceCall(self._controller, handle, sent)
 
-    def _bits_of(self, layer: int, pairs: Pairs) -> NDArray[np.uint8]:
+    @property
+    def bits(self) -> NDArray[np.uint8]:
+        """Every request's plan, [R, L, E]; 0 = hot."""
         if self._bits is None:
             planned = [span.request.bits for span in self.rows.spans]
             empty = np.zeros(self._controller.pool_shape, dtype=np.uint8)
             self._bits = np.stack([empty if plan is None else plan.bits for plan in planned])
-        bits: NDArray[np.uint8] = self._bits[self.rows.owner[pairs.rows], layer, pairs.experts]
+        return self._bits
+
+    def _bits_of(self, layer: int, pairs: Pairs) -> NDArray[np.uint8]:
+        bits: NDArray[np.uint8] = self.bits[self.rows.owner[pairs.rows], layer, pairs.experts]
+        if self._spilled.get(layer) and self.balancer is not None:
+            bits[bits == 0] = self.balancer.spill_bits
+        return bits
+
+    @cached_property
+    def balancer(self) -> Balancer | None:
+        """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""
+        up = self._controller.balancer is not None and self._controller.device.client.state == "up"
+        return self._controller.balancer if up and self.rows.all_decode else None
+
+    def spill_few(self, layer: int, slot_of: list[int], ids: list[list[int]], gates: list[list[float]]) -> list[int]:
+        """The slots of one layer [E] with -1 for hot experts that run on the device this time. ids and gates [T][k]."""
+        if self.balancer is None:
+            return slot_of
+        load = LayerLoad.of_lists([slot >= 0 for slot in slot_of], ids, gates, self._bits_by_row(layer))
+        spilled = self._spilled[layer] = self.balancer.spilled(load)
+        return [-1 if expert in spilled else slot for expert, slot in enumerate(slot_of)] if spilled else slot_of
+
+    def spill(self, layer: int, slot_of: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same for many rows. slot_of [E]; ids and weights [T, k]."""
+        if self.balancer is None:
+            return slot_of
+        is_hot, gates = (slot_of >= 0).cpu().numpy(), weights.float().cpu().numpy()
+        load = LayerLoad.of_arrays(is_hot, ids.cpu().numpy().astype(np.int64), gates, self._bits_by_row(layer))
+        spilled = self._spilled[layer] = self.balancer.spilled(load)
+        return slot_of.index_fill(0, torch.tensor(sorted(spilled), device=slot_of.device), -1) if spilled else slot_of
+
+    def _bits_by_row(self, layer: int) -> NDArray[np.uint8]:
+        bits: NDArray[np.uint8] = self.bits[self.rows.owner, layer]
         return bits
 
     def compute_locally(
@@ -170,12 +205,23 @@ class StepContext:
         ids = self.routing()[0]
         placement = self._controller.planner.placement
         assert placement is not None
-        hot = placement.hot[np.arange(ids.shape[1])[None, :, None], ids]  # [T, L, k]
+        layers = np.arange(ids.shape[1])[None, :, None]
+        moved = np.zeros_like(placement.hot)
+        for layer, experts in self._spilled.items():
+            moved[layer, list(experts)] = True
+        hot, spilled = (placement.hot & ~moved)[layers, ids], moved[layers, ids]  # [T, L, k]
         lost = np.zeros(ids.shape[1], dtype=np.bool_)
         lost[self._fallen_back] = True
         decode = rows.decode[:, None, None]
-        kinds = (decode & hot, decode & ~hot & ~lost[:, None], np.broadcast_to(~decode, ids.shape))
-        per_row = [kind.sum(axis=(1, 2)) for kind in (*kinds, decode & ~hot & lost[:, None])]
+        here = lost[:, None]
+        kinds = (
+            decode & hot,
+            decode & spilled & ~here,
+            decode & ~hot & ~spilled & ~here,
+            np.broadcast_to(~decode, ids.shape),
+            decode & ~hot & here,
+        )
+        per_row = [kind.sum(axis=(1, 2)) for kind in kinds]
         counts = [np.bincount(rows.owner, weights=of_row, minlength=len(rows.spans)) for of_row in per_row]
         return {
             span.request.request_id: {kind: int(count[i]) for kind, count in zip(PAIR_KINDS, counts, strict=True)}

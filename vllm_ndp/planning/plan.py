@@ -104,6 +104,11 @@ _MASK_OF_BITS[list(WIDTHS)] = [1 << (width - 1) for width in WIDTHS]
 _MASK_OF_BITS[FULL_PRECISION_BITS] = 1 << len(WIDTHS)
 
 
+def mask_of_bits(bits: int) -> int:
+    """The bit of a width mask that stands for `bits`."""
+    return int(_MASK_OF_BITS[bits])
+
+
 def union_of_widths(plans: Iterable[BitwidthPlan], shape: tuple[int, int]) -> NDArray[np.uint8]:
     """[L, E] mask of every width that any of the plans uses: what the device must be able to serve."""
     mask = np.zeros(shape, np.uint8)

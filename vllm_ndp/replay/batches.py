@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.loads import Loads
 from vllm_ndp.traces.trace import Trace
 
 _CHUNK_CELLS = 1 << 17
@@ -98,6 +99,10 @@ class Batches:
     def pairs(self) -> NDArray[np.bool_]:
         """[G, B, D, 1, 1], valid as a mask over pairs."""
         return self.valid[:, :, :, None, None]
+
+    @cached_property
+    def loads(self) -> Loads:
+        return Loads.of(self.ids, self.valid, self.num_experts)
 
     def chunks(self) -> Iterator[slice]:
         """Steps in pieces whose dense [G, C, L, E] arrays stay small enough for the processor's cache."""

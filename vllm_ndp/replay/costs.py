@@ -26,6 +26,7 @@ from ndp_device.timing.link import bulk_ps, hop_in, hop_out
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
+from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.replay.host_timing import HostDims, HostModel
 
@@ -100,13 +101,16 @@ class Costs:
     def _device_table(self, max_tokens: int) -> NDArray[np.float64]:
         table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
         table[:, 0] = 0.0
-        rows = self.hardware.array.rows
         for bits in WIDTH_CLASSES:
-            for tokens in range(1, max_tokens + 1):  # up to `rows` tokens share a pass of the arrays
-                table[bits, tokens] = self._device_expert_ps(bits, -(-tokens // rows) * rows)
+            table[bits, 1:] = [self.device_expert_ps(bits, tokens) for tokens in range(1, max_tokens + 1)]
         return table
 
-    def _device_expert_ps(self, bits: int, tokens: int) -> float:
+    def device_expert_ps(self, bits: int, tokens: int) -> float:
+        """What one more expert with `tokens` rows adds to a command of the device."""
+        rows = self.hardware.array.rows  # so many tokens share a pass of the arrays
+        return self._expert_ps(bits, ceil_div(tokens, rows) * rows)
+
+    def _expert_ps(self, bits: int, tokens: int) -> float:
         def measure() -> float:
             many, one = (_device_mean_ps(self, bits, tokens, count) for count in (1 + _REPEATS, 1))
             return (many - one) / _REPEATS
@@ -117,7 +121,7 @@ class Costs:
     def device_fill_ps(self) -> float:
         """What a command takes beyond link and experts: decoding it and filling the pipeline."""
         whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
-        return max(whole - self._device_expert_ps(FULL_PRECISION_BITS, 1), 0.0)
+        return max(whole - self._expert_ps(FULL_PRECISION_BITS, 1), 0.0)
 
     def link_ps(self, rows: int, pairs: int) -> int:
         """Both ways of one message with `rows` activations, and its launch."""

@@ -22,6 +22,8 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.balance import Balancer, LayerLoad
+from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock, StepTime
 from vllm_ndp.traces.format import CACHED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -54,8 +56,10 @@ class Engine:
     def __init__(self, trace: Trace, setup: LiveSetup, policy: Policy, loss: LossTable, budget: Budget) -> None:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.policy, self.loss, self.budget = trace, setup, policy, loss, budget
-        self.clock = StepClock(HostModel(hardware, HostDims(**setup.host_dims)))
+        dims = HostDims(**setup.host_dims)
+        self.clock = StepClock(HostModel(hardware, dims))
         self.device = DeviceModel(hardware)
+        self.balancer = Balancer(Costs(hardware, dims), setup.spill_bits) if setup.spill_bits else None
         self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
         self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
         self.epoch = 0
@@ -107,7 +111,14 @@ class Engine:
         decode = positions >= trace.prompt_len[owner]
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows))
         for layer in range(self.hot.shape[0]):
-            self._run_layer(layer, trace.ids[rows, layer].astype(np.int64), owner, decode)
+            here = self.hot[layer]
+            ids = trace.ids[rows, layer].astype(np.int64)
+            if self.balancer is not None and decode.all():
+                bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
+                load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits)
+                here = here.copy()
+                here[list(self.balancer.spilled(load))] = False
+            self._run_layer(layer, ids, here, owner, decode)
         yielding = 0
         for r, end in ends.items():
             request = self.requests[r]
@@ -120,11 +131,17 @@ class Engine:
         return self.clock.end_step(yielding)
 
     def _run_layer(
-        self, layer: int, ids: NDArray[np.int64], owner: NDArray[np.int64], decode: NDArray[np.bool_]
+        self,
+        layer: int,
+        ids: NDArray[np.int64],
+        on_gpu: NDArray[np.bool_],
+        owner: NDArray[np.int64],
+        decode: NDArray[np.bool_],
     ) -> None:
+        """ids [T, k]; on_gpu [E]: experts whose pairs run in GPU memory."""
         self.clock.begin_layer()
-        here = self.hot[layer][ids]
-        hot_pairs = np.bincount(ids[here], minlength=self.hot.shape[1])
+        here = on_gpu[ids]
+        hot_pairs = np.bincount(ids[here], minlength=len(on_gpu))
         cold_rows, cold_columns = np.nonzero(~here)
         experts = ids[cold_rows, cold_columns]
         to_device = decode[cold_rows]
@@ -143,7 +160,8 @@ class Engine:
     def _execute(
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
     ) -> Timing:
-        bits = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
+        planned = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
+        bits = [width or self.setup.spill_bits for width in planned]  # 0: a hot expert that was spilled
         tokens: dict[tuple[int, int], int] = {}
         for expert, width in zip(experts.tolist(), map(int, bits), strict=True):
             tokens[expert, width] = tokens.get((expert, width), 0) + 1

@@ -72,6 +72,14 @@ def layer_factor(batches: Batches, costs: Costs) -> float:
     return costs.dims.num_layers / batches.shape[3]
 
 
+def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D, L]: how long a copy that starts with the layer before may take unnoticed, from experts' times alike."""
+    attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
+    before: NDArray[np.float64] = np.full(compute_ps.shape, attention)
+    before[:, :, 1:] += compute_ps[:, :, :-1]
+    return before
+
+
 def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more."""
     rows = batches.rows

@@ -50,6 +50,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     activation_bytes: int
     """Bytes of one activation element on the wire."""
+    spill_bits: int = 0
+    """Bits of hot experts that run on the device (replay/balance.py); 0 = none does, as in the paper."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

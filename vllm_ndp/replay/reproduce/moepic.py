@@ -12,13 +12,7 @@ import numpy as np
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
-from vllm_ndp.replay.systems.cache import (
-    LaneCache,
-    at_random,
-    lcp,
-    least_frequently_used,
-    least_recently_used,
-)
+from vllm_ndp.replay.systems.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.replay.systems.moepic import THETAS, layer_ps, num_tops
 from vllm_ndp.replay.systems.system import popular_placement
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -34,16 +28,9 @@ SETTINGS = SyntheticSettings(
 
 
 def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
-    groups, _, _, layers, _ = batches.shape
-    start = np.broadcast_to(popular_placement(prior, slots), (groups, layers, batches.num_experts))
-    priority = {"lcp": lcp(), "lfu": least_frequently_used, "lru": least_recently_used, "random": at_random(0)}[kind]
-    cache = LaneCache(start, slots, priority)
-    hits = used_all = 0
-    for _, tokens in batches.tokens_per_expert():
-        used = tokens > 0
-        hits += int(cache.touch(tokens, used).sum())
-        used_all += int(used.sum())
-    return hits / used_all
+    priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
+    hit = visits(batches.loads, popular_placement(prior, slots), slots, priority).hit
+    return float(hit.sum() / (batches.loads.rows > 0).sum())
 
 
 def reproduce_moepic() -> Reproduction:

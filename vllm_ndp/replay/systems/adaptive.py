@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.replay._lanes import follow
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_pairs
@@ -37,27 +38,10 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     heat = np.stack([_prompt_heat(batches, group, memory) for group in range(g)])
     widths = np.empty(batches.ids.shape, np.uint8)
     copies_per_step = _copies_per_step(batches, costs, bits)
-    credit = np.zeros(g)
-    copied = 0
-    groups = np.arange(g)
-    for step, tokens in batches.tokens_per_expert():
-        ids = batches.ids[:, :, step]
-        widths[:, :, step] = np.take_along_axis(bits, ids, axis=3)
-        heat = (1.0 - 1.0 / memory) * heat + tokens
-        credit = np.minimum(credit + copies_per_step, 1.0)
-        hottest = np.where(current, -np.inf, heat).argmax(axis=2)
-        coldest = np.where(current, heat, np.inf).argmin(axis=2)
-        came = np.take_along_axis(heat, hottest[:, :, None], 2)[:, :, 0]
-        left = np.take_along_axis(heat, coldest[:, :, None], 2)[:, :, 0]
-        gain = np.where(current.any(axis=2) & ~current.all(axis=2), came - (1 + placing.hysteresis) * left, 0.0)
-        layer = gain.argmax(axis=1)
-        go = np.flatnonzero((gain[groups, layer] > 0) & (credit >= 1.0) & (batches.rows[:, step] > 0))
-        at, new, old = layer[go], hottest[go, layer[go]], coldest[go, layer[go]]
-        current[go, at, new], current[go, at, old] = True, False
-        bits[go, :, at, old] = bits[go, :, at, new]
-        bits[go, :, at, new] = 0
-        credit[go] = 0.0
-        copied += len(go)
+    loads = batches.loads
+    copied = follow(
+        batches.ids, loads.experts, loads.rows, copies_per_step, memory, placing.hysteresis, heat, current, bits, widths
+    )
     outcome = finish("adaptive", batches, costs, placing, widths, hot, before, copied * layer_factor(batches, costs))
     outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = copied

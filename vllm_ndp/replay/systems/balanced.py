@@ -1,9 +1,8 @@
 """Ours: the paper's placement, but a hot expert's rows may run on the device when that shortens the layer.
 
-Two fp16 experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device, which is
-idle in just those layers. So per layer the hot experts of least gate weight go to the device at `spill_bits`, as many
-as make max(GPU, device) smallest. The copies are there already: the device keeps replicas of every expert. Costs
-precision, which `loss` shows; the hot set, the bits of cold experts and migration stay the policy's.
+The rule is Balancer's (replay/balance.py), here over a whole trace at once; the plugin's default. The copies are there
+already: the device keeps replicas of every expert. Costs precision, which `loss` shows; the hot set, the bits of cold
+experts and migration stay the policy's.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
-from vllm_ndp.planning.plan import WIDTHS
+from vllm_ndp.config import DEFAULT_SPILL_BITS
+from vllm_ndp.replay.balance import Balancer
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_pairs
@@ -20,11 +19,9 @@ from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
 
-DEFAULT_SPILL_BITS = 3
-
 
 def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:
-    """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`."""
+    """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`: Balancer's rule, for a whole trace."""
     b = batches.shape[1]
     device, gpu, links = costs.device_experts_ps(b)[bits], costs.gpu_experts_ps(b), costs.links_ps(b)
     base = run_pairs(batches, widths, costs)
@@ -34,7 +31,7 @@ def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) 
         here = hot[:, :, part]
         rows, gates = batches.tokens_in(part, here), batches.weight_in(part, here)
         span = int((rows > 0).sum(axis=3).max())
-        if span < 2:
+        if span < 1:
             continue
         order = np.argsort(np.where(rows > 0, gates, np.inf), axis=3, kind="stable")[..., :span]
         ranked = np.take_along_axis(rows, order, axis=3)  # least gate weight first
@@ -54,9 +51,7 @@ def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) 
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    bits = int(placing.options.get("spill_bits", DEFAULT_SPILL_BITS))
-    if bits not in WIDTHS:
-        raise ConfigError(f"spill_bits must be one of {list(WIDTHS)}, got {bits}")
+    bits = Balancer(costs, int(placing.options.get("spill_bits", DEFAULT_SPILL_BITS))).spill_bits
     hot, before, planned = plan_groups(batches, placing)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
     spilled = spill(batches, widths, costs, bits)

@@ -1,89 +1,74 @@
-"""Expert caches in GPU memory, one per (group, layer) lane, advanced step by step and vectorised over all lanes.
+"""Expert caches in GPU memory, one per (group, layer) lane, advanced step by step by csrc/lanes.cpp.
 
-A priority function says who stays. Experts used in a step are brought in first, as far as they fit. Knows recency and
+A priority says who stays. Experts used in a step are brought in first, as far as they fit. Knows recency and
 frequency. Does not know time or hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-NEVER = -1e6
-_IN_USE = 1e9
-"""Above any priority: experts in use come before all others."""
+from vllm_ndp.replay._lanes import visit
+from vllm_ndp.replay.loads import Loads
 
 
-@dataclass
-class LaneCache:
-    """capacity experts per lane, one number or [L]; arrays are [G, L, E]."""
+@dataclass(frozen=True)
+class Priority:
+    """Which experts stay: those of highest value. `frequency` counts rows, the missing ones' too."""
 
-    cached: NDArray[np.bool_]
-    capacity: int | NDArray[np.int64]
-    priority: Callable[[LaneCache], NDArray[np.float64]]
-    step: int = 0
-    last_used: NDArray[np.float64] = field(init=False)
-    frequency: NDArray[np.float64] = field(init=False)
-    _places: NDArray[np.int64] = field(init=False)  # [G, L]
-
-    def __post_init__(self) -> None:
-        self.cached = self.cached.copy()
-        self._places = np.broadcast_to(self.capacity, self.cached.shape[:2])
-        self.last_used = np.full(self.cached.shape, NEVER)
-        self.frequency = np.zeros(self.cached.shape)
-
-    def touch(self, tokens: NDArray[np.int64], used: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """One step: who was there (hits among `used`), then recency, frequency and content move on."""
-        hits = used & self.cached
-        self.last_used[used] = self.step
-        self.frequency += tokens
-        lanes: NDArray[np.bool_] = np.any(used & ~self.cached, axis=2)
-        if lanes.any() and self._places.any():
-            self._bring_in(used, lanes)
-        self.step += 1
-        return hits
-
-    def _bring_in(self, used: NDArray[np.bool_], lanes: NDArray[np.bool_]) -> None:
-        rank = self.priority(self)[lanes]
-        candidates = (self.cached | used)[lanes]
-        rank = np.where(candidates, rank + _IN_USE * used[lanes], -np.inf)
-        order = np.argsort(-rank, axis=1, kind="stable")
-        fits = np.arange(order.shape[1]) < self._places[lanes][:, None]
-        content = np.zeros_like(candidates)
-        np.put_along_axis(content, order, fits, axis=1)
-        self.cached[lanes] = content & candidates
+    kind: str
+    """lru: last use · lfu: frequency, then last use · faded: frequency x parameters[steps since the last use] ·
+    mixed: parameters[0] x last use / steps + parameters[1] x frequency / steps · expected: frequency + parameters,
+    [L, E] · random."""
+    parameters: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
-def least_recently_used(cache: LaneCache) -> NDArray[np.float64]:
-    return cache.last_used
+LRU, LFU, RANDOM = Priority("lru"), Priority("lfu"), Priority("random")
 
 
-def least_frequently_used(cache: LaneCache) -> NDArray[np.float64]:
-    """Ties go to the one used last."""
-    return cache.frequency + 1e-7 * (cache.last_used - NEVER)
-
-
-def lcp(rho: float = 0.25, omega: float = 128.0) -> Callable[[LaneCache], NDArray[np.float64]]:
+def lcp(rho: float = 0.25, omega: float = 128.0) -> Priority:
     """MoEpic's priority: mu * rho ** (nu / omega), mu the frequency, nu tokens since the last use."""
-
-    def priority(cache: LaneCache) -> NDArray[np.float64]:
-        since = np.minimum(cache.step - cache.last_used, 64 * omega)
-        value: NDArray[np.float64] = cache.frequency * rho ** (since / omega)
-        return value
-
-    return priority
+    return Priority("faded", np.power(rho, np.arange(64 * omega + 1) / omega, dtype=np.float64))
 
 
-def at_random(seed: int = 0) -> Callable[[LaneCache], NDArray[np.float64]]:
-    generator = np.random.default_rng(seed)
-    return lambda cache: generator.random(cache.cached.shape)
+CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
 
 
-CACHE_PRIORITIES: dict[str, Callable[[LaneCache], NDArray[np.float64]]] = {
-    "lru": least_recently_used,
-    "lfu": least_frequently_used,
-    "lcp": lcp(),
-}
+class Visits(NamedTuple):
+    """What each slot of a Loads met; [G, D, L, S], never set where a slot has 0 rows, but for `kept`."""
+
+    hit: NDArray[np.bool_]
+    predicted: NDArray[np.bool_]  # missing, but among the experts of highest priority before the step
+    kept: NDArray[np.bool_]  # there after the step
+
+
+def visits(
+    loads: Loads,
+    start: NDArray[np.bool_],
+    capacity: int | NDArray[np.int64],
+    priority: Priority,
+    *,
+    frequency: NDArray[np.float64] | None = None,
+    predict: int = 0,
+) -> Visits:
+    """Run a cache over all steps. start: what it holds at first, [G, L, E] or [L, E]; capacity: experts per lane, one
+    number or [L]; frequency: counts to start from; predict: how many experts are guessed before each step."""
+    g, _, layers, _ = loads.rows.shape
+    shape = (g, layers, start.shape[-1])
+    flags = np.zeros(loads.rows.shape, np.uint8)
+    visit(
+        loads.experts,
+        loads.rows,
+        np.broadcast_to(start, shape).copy(),
+        np.zeros(shape) if frequency is None else frequency,
+        np.broadcast_to(np.asarray(capacity, np.int64), (layers,)).copy(),
+        priority.kind,
+        priority.parameters.ravel(),
+        predict,
+        flags,
+    )
+    return Visits(*((flags & bit) > 0 for bit in (1, 2, 4)))

@@ -12,7 +12,7 @@ from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_prompts
 from vllm_ndp.replay.outcome import Outcome, layer_factor
-from vllm_ndp.replay.systems.cache import CACHE_PRIORITIES, LaneCache
+from vllm_ndp.replay.systems.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
 
@@ -23,32 +23,24 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     g, b, d, layers, _ = batches.shape
     capacity = 0 if kind == "none" else placing.budget.num_hot
     start = np.broadcast_to(popular_placement(placing.prior, capacity), (g, layers, batches.num_experts))
-    cache = LaneCache(start, capacity, CACHE_PRIORITIES.get(kind, CACHE_PRIORITIES["lru"]))
-    gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
-    moe, on_gpu = np.zeros((2, g, d, layers))
-    fetched = hit_pairs = 0
-    for step, tokens in batches.tokens_per_expert():
-        used = tokens > 0
-        hits = cache.touch(tokens, used)
-        misses = (used & ~hits).sum(axis=2)
-        compute = gpu[tokens]
-        on_gpu[:, step] = compute.sum(axis=2)
-        # Copies come one after the other while earlier experts compute; the last one computes after its copy.
-        waiting = misses * fetch + np.where(used & ~hits, compute, 0.0).max(axis=2)
-        moe[:, step] = np.maximum(on_gpu[:, step], waiting)
-        fetched += int(misses.sum())
-        hit_pairs += int(tokens[hits].sum())
-    moved = fetched * layer_factor(batches, costs)
+    rows = batches.loads.rows
+    hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
+    missing = (rows > 0) & ~hit
+    compute = costs.gpu_experts_ps(b)[rows]
+    on_gpu = compute.sum(axis=3)
+    # Copies come one after the other while earlier experts compute; the last one computes after its copy.
+    waiting = missing.sum(axis=3) * costs.fetch_ps() + np.where(missing, compute, 0.0).max(axis=3)
+    moved = int(missing.sum()) * layer_factor(batches, costs)
     return Outcome(
         system="gpu_on_demand",
         policy="no cache" if kind == "none" else kind,
-        moe_ps=moe,
+        moe_ps=np.maximum(on_gpu, waiting),
         device_ps=np.zeros((g, d, layers)),
         gpu_ps=on_gpu,
         prefill_ps=run_prompts(batches, start, costs),
         migration_ps=np.zeros(g),
         migrated_bytes=moved * costs.dims.expert_bytes,
-        hot_pairs=hit_pairs,
+        hot_pairs=int(rows[hit].sum()),
         total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
         cold_bits=0.0,
         cold_pairs=0,

@@ -8,22 +8,21 @@ gates evaluated on this layer's input start copies early (accuracy 96 %).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor
-from vllm_ndp.replay.systems.cache import LaneCache
+from vllm_ndp.replay.outcome import Outcome, layer_factor, time_before
+from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
 W_RECENCY, W_FREQUENCY, W_HIGH = 0.4, 0.3, 0.3  # [O] the paper tunes them on calibration data; they sum to 1
+PRIORITY = Priority("mixed", np.array([W_RECENCY, W_FREQUENCY + W_HIGH]))
 
 HIGH, LOW, SKIP = 0, 1, 2
 
@@ -40,12 +39,6 @@ def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = 
     return classes
 
 
-def _priority(cache: LaneCache) -> NDArray[np.float64]:
-    steps = max(cache.step, 1)
-    recency = np.maximum(cache.last_used, 0) / steps
-    return (W_RECENCY * recency + (W_FREQUENCY + W_HIGH) * cache.frequency / steps).astype(np.float64)
-
-
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     t1, t2 = float(placing.options.get("t1", T1)), float(placing.options.get("t2", T2))
     g, b, d, layers, _ = batches.shape
@@ -54,42 +47,32 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     high_start = np.broadcast_to(popular_placement(placing.prior, high_slots), (g, layers, batches.num_experts))
     both = popular_placement(placing.prior, min(high_slots + low_slots, batches.num_experts))
     low_start = np.broadcast_to(both & ~high_start[0], high_start.shape)
-    high_cache, low_cache = LaneCache(high_start, high_slots, _priority), LaneCache(low_start, low_slots, _priority)
+    loads, gpu = batches.loads, costs.gpu_experts_ps(b)
     classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)
-    gpu = costs.gpu_experts_ps(b)
+    high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
+    low[high > 0] = 0  # an expert that some row needs in high precision serves all rows
+    high_hit, _, there = visits(loads.with_rows(high), high_start, high_slots, PRIORITY)
+    wanted = (low > 0) & ~there
+    low_hit = visits(loads.with_rows(np.where(wanted, low, 0)), low_start, low_slots, PRIORITY).hit
+    high_misses, low_misses = ((high > 0) & ~high_hit).sum(axis=3), (wanted & ~low_hit).sum(axis=3)
+    compute = (gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low])).sum(axis=3)
     low_bytes = costs.dims.expert_bytes * LOW_BITS // 16
-    high_fetch, low_fetch = costs.fetch_ps(), costs.fetch_ps(low_bytes)
-    attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
-    moe, on_gpu = np.zeros((2, g, d, layers))
-    moved_bytes = 0.0
-    hit_pairs = 0
-    window = np.full((g, 1), attention)
-    for step, high, low in _steps(batches, classes):
-        low = np.where(high > 0, 0, low)  # an expert that some row needs in high precision serves all rows
-        high_hits = high_cache.touch(high, high > 0)
-        wanted = (low > 0) & ~high_cache.cached
-        low_hits = low_cache.touch(np.where(wanted, low, 0), wanted)
-        high_misses, low_misses = ((high > 0) & ~high_hits).sum(axis=2), (wanted & ~low_hits).sum(axis=2)
-        compute = (gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low])).sum(axis=2)
-        fetch = high_misses * high_fetch + low_misses * low_fetch
-        before = np.concatenate([window, compute[:, :-1] + attention], axis=1)  # while the layer before runs
-        moe[:, step] = fetch - PREFETCH_ACCURACY * np.minimum(fetch, before) + compute
-        on_gpu[:, step] = compute
-        moved_bytes += float(high_misses.sum()) * costs.dims.expert_bytes + float(low_misses.sum()) * low_bytes
-        hit_pairs += int(high[high_hits].sum() + low[low_hits].sum() + low[(low > 0) & high_cache.cached].sum())
+    fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
+    hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))
+    moved_bytes = float(high_misses.sum()) * costs.dims.expert_bytes + float(low_misses.sum()) * low_bytes
     executed = np.broadcast_to(batches.pairs, batches.ids.shape)
     mix = [float((classes[executed] == kind).mean()) for kind in (HIGH, LOW, SKIP)]
     low_pairs = int((classes[executed] == LOW).sum())
     return Outcome(
         system="hobbit",
         policy=f"T1 {t1:g} T2 {t2:g}",
-        moe_ps=moe,
+        moe_ps=fetch - hidden + compute,
         device_ps=np.zeros((g, d, layers)),
-        gpu_ps=on_gpu,
+        gpu_ps=compute,
         prefill_ps=run_prompts(batches, high_start, costs),
         migration_ps=np.zeros(g),
         migrated_bytes=moved_bytes * layer_factor(batches, costs),
-        hot_pairs=hit_pairs,
+        hot_pairs=int(high[high_hit].sum() + low[low_hit].sum() + low[(low > 0) & there].sum()),
         total_pairs=int(executed.sum()),
         cold_bits=float(LOW_BITS * low_pairs),
         cold_pairs=low_pairs,
@@ -101,14 +84,6 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
             "low_slots": low_slots,
         },
     )
-
-
-def _steps(batches: Batches, classes: NDArray[np.uint8]) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Step by step: rows that want each expert in high and in low precision, [G, L, E] each."""
-    for part in batches.chunks():
-        high, low = (batches.tokens_in(part, classes[:, :, part] == kind) for kind in (HIGH, LOW))
-        for index, step in enumerate(range(part.start, part.stop)):
-            yield step, high[:, index], low[:, index]
 
 
 HOBBIT = System(

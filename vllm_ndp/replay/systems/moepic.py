@@ -16,8 +16,8 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor
-from vllm_ndp.replay.systems.cache import LaneCache, lcp
+from vllm_ndp.replay.outcome import Outcome, layer_factor, time_before
+from vllm_ndp.replay.systems.cache import lcp, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
 RHO, OMEGA = 0.25, 128.0  # published
@@ -48,23 +48,16 @@ def layer_ps(
 
 def hit_rates(batches: Batches, placing: Placing) -> NDArray[np.float64]:
     """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace."""
-    g, _, _, layers, _ = batches.shape
-    groups = min(g, _CALIBRATION_GROUPS)
     experts = batches.num_experts
+    first = batches.loads.groups(slice(_CALIBRATION_GROUPS))
+    used = np.maximum((first.rows > 0).sum(axis=(0, 1, 3)), 1)
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
-    # Every size of the cache is a set of lanes of its own: [slots, layers] side by side as layers.
-    start = np.concatenate([popular_placement(placing.prior, count) for count in slots.tolist()])
-    cache = LaneCache(
-        np.broadcast_to(start, (groups, *start.shape)), np.repeat(slots, layers).astype(np.int64), lcp(RHO, OMEGA)
-    )
-    hits, used_all = np.zeros(len(slots) * layers), np.zeros(len(slots) * layers)
-    for _, tokens in batches.tokens_per_expert():
-        tiled = np.tile(tokens[:groups], (1, len(slots), 1))
-        hits += cache.touch(tiled, tiled > 0).sum(axis=(0, 2))
-        used_all += (tiled > 0).sum(axis=(0, 2))
-    rates = (hits / np.maximum(used_all, 1)).reshape(len(slots), layers)
+    rates = [
+        visits(first, popular_placement(placing.prior, count), count, lcp(RHO, OMEGA)).hit.sum(axis=(0, 1, 3)) / used
+        for count in slots.tolist()
+    ]
     every = np.arange(experts + 1)
-    return np.stack([np.interp(every, slots, rates[:, layer]) for layer in range(layers)], axis=1)
+    return np.stack([np.interp(every, slots, layer) for layer in np.transpose(rates)], axis=1)
 
 
 def solve(
@@ -103,7 +96,8 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     gpu, fetch = costs.gpu_experts_ps(b), float(costs.fetch_ps())
     attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
     window = attention + float(gpu[1]) * min(k * b, batches.num_experts)
-    used = float(np.mean([(tokens > 0).sum(axis=2).mean() for _, tokens in batches.tokens_per_expert()]))
+    rows = batches.loads.rows
+    used = float((rows > 0).sum(axis=3).mean())
     if "theta" in placing.options:
         theta = np.full(layers, float(placing.options["theta"]))
         if not 0 <= theta[0] <= 1:
@@ -114,29 +108,21 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         theta, share = solve(rates, placing.budget.num_hot, used, fetch, used * float(gpu[1]), window)
     tops = [num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)]
     start = np.stack([popular_placement(placing.prior, count)[layer] for layer, count in enumerate(tops)])
-    cache = LaneCache(np.broadcast_to(start, (g, *start.shape)), np.array(tops), lcp(RHO, OMEGA))
-    moe, on_gpu = np.zeros((2, g, d, layers))
-    hit_pairs, fetched = 0, 0.0
-    for step, tokens in batches.tokens_per_expert():
-        hit = cache.touch(tokens, tokens > 0)
-        hits = hit.sum(axis=2).astype(np.float64)
-        misses = (tokens > 0).sum(axis=2) - hits
-        compute = gpu[tokens].sum(axis=2)
-        before = np.concatenate([np.full((g, 1), attention), compute[:, :-1] + attention], axis=1)
-        moe[:, step] = layer_ps(hits, misses, theta, fetch, compute, before)
-        on_gpu[:, step] = compute
-        hit_pairs += int(tokens[hit].sum())
-        fetched += float((hits * (1 - theta) + misses).sum())
+    hit = visits(batches.loads, start, np.array(tops), lcp(RHO, OMEGA)).hit
+    hits = hit.sum(axis=3).astype(np.float64)
+    misses = (rows > 0).sum(axis=3) - hits
+    compute = gpu[rows].sum(axis=3)
+    fetched = float((hits * (1 - theta) + misses).sum())
     return Outcome(
         system="moepic",
         policy="theta " + "/".join(f"{value:g}" for value in np.unique(theta)),
-        moe_ps=moe,
+        moe_ps=layer_ps(hits, misses, theta, fetch, compute, time_before(compute, batches, costs)),
         device_ps=np.zeros((g, d, layers)),
-        gpu_ps=on_gpu,
+        gpu_ps=compute,
         prefill_ps=run_prompts(batches, np.zeros((g, layers, batches.num_experts), np.bool_), costs),
         migration_ps=np.zeros(g),
         migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
-        hot_pairs=hit_pairs,
+        hot_pairs=int(rows[hit].sum()),
         total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
         cold_bits=0.0,
         cold_pairs=0,

@@ -1,0 +1,39 @@
+"""Balanced execution in real vLLM: what a spilled hot expert computes, and what the reports say of it."""
+
+from __future__ import annotations
+
+import pytest
+from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
+
+pytestmark = pytest.mark.vllm
+
+ENDLESS_GPU = {"gpu.hbm_bytes_per_s": 1_000_000_000}
+"""So slow that every hot expert is faster on the device."""
+
+
+@pytest.mark.parametrize("batch", [4, 20], ids=["few-rows", "many-rows"])
+def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_experts(batch):
+    prompts = [f"{number} {PROMPTS[number % len(PROMPTS)]}" for number in range(batch)]
+    common = {"avg_bits": 1.0, "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
+    outputs, totals = {}, {}
+    for name, settings in {
+        "spilled": {"hot_experts": 5, "spill_bits": 1},
+        "cold": {"hot_experts": 0},
+        "paper": {"hot_experts": 5, "execution": "paper"},
+    }.items():
+        with engine(settings={**common, **settings}, max_num_seqs=batch) as llm:
+            outputs[name] = greedy(llm, prompts, 16, logprobs=1)
+            totals[name] = llm.collective_rpc("ndp_totals")[0]
+    assert token_ids(outputs["spilled"]) == token_ids(outputs["cold"]) != token_ids(outputs["paper"])
+    for mine, other in zip(outputs["spilled"], outputs["cold"], strict=True):
+        assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
+    assert totals["paper"]["spilled_pairs"] == totals["cold"]["spilled_pairs"] == 0
+    assert totals["spilled"]["hot_pairs"] == 0
+    assert totals["spilled"]["spilled_pairs"] > 100 < totals["paper"]["hot_pairs"]
+    assert totals["spilled"]["spilled_pairs"] + totals["spilled"]["cold_pairs"] == totals["cold"]["cold_pairs"]
+    reports = [output.kv_transfer_params["ndp"] for output in outputs["spilled"]]
+    assert sum(report["spilled_pairs"] for report in reports) == totals["spilled"]["spilled_pairs"]
+    simulated = {
+        name: sum(out.kv_transfer_params["ndp"]["simulated_tpot_us"] for out in outputs[name]) for name in outputs
+    }
+    assert simulated["spilled"] < 0.5 * simulated["paper"]

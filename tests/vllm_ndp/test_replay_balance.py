@@ -1,0 +1,115 @@
+"""The spill rule against every other choice, and its three readers against each other."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.replay.balance import Balancer, LayerLoad
+from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.costs import Costs, dims_of
+from vllm_ndp.replay.systems.balanced import spill
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.trace import Sequence, from_sequences
+
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+ROWS, TOP_K, EXPERTS = 6, 2, 8
+
+
+def random_layer(rng: np.random.Generator, rows: int = ROWS):
+    ids = np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :TOP_K]
+    gates = rng.dirichlet([1.0] * TOP_K, rows).astype(np.float32)
+    hot = rng.random(EXPERTS) < 0.6
+    bits = np.where(hot, 0, rng.integers(1, 5, (rows, EXPERTS))).astype(np.uint8)
+    return hot, ids, gates, bits
+
+
+def layer_ps(load: LayerLoad, moved: frozenset[int], bits: int) -> float:
+    """max(GPU, device) if `moved` run on the device, from the cost tables alone."""
+    stay = [rows for expert, (rows, _) in load.hot.items() if expert not in moved]
+    device = sum(COSTS.device_expert_ps(width, rows) for (_, width), rows in load.cold.items())
+    device += sum(COSTS.device_expert_ps(bits, load.hot[expert][0]) for expert in moved)
+    if load.cold:
+        device += COSTS.link_ps(*load.message) + COSTS.device_fill_ps
+    elif moved:
+        device += COSTS.link_ps(1, 1) + COSTS.device_fill_ps
+    return max(sum(COSTS.resident_ps(1, rows) for rows in stay), device)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 40])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_the_spilled_experts_are_the_lightest_ones_and_no_other_number_of_them_is_faster(bits, rows):
+    rng, rule = np.random.default_rng(10 * rows + bits), Balancer(COSTS, bits)
+    moved_any = False
+    for _ in range(40):
+        hot, ids, gates, plan = random_layer(rng, rows)
+        load = LayerLoad.of_arrays(hot, ids, gates, plan)
+        spilled = rule.spilled(load)
+        lightest = sorted(load.hot, key=lambda expert: load.hot[expert][1])
+        assert spilled == set(lightest[: len(spilled)])
+        times = [layer_ps(load, frozenset(lightest[:n]), bits) for n in range(len(lightest) + 1)]
+        assert layer_ps(load, spilled, bits) == pytest.approx(min(times), rel=1e-12)
+        assert all(time > times[len(spilled)] * (1 - 1e-12) for time in times[: len(spilled)])  # as few as possible
+        moved_any |= bool(spilled)
+    assert moved_any or rows == 40  # there the cold experts keep the device busy longer than the GPU
+
+
+def test_lists_and_arrays_describe_the_same_layer():
+    rng = np.random.default_rng(5)
+    for rows in (1, 2, 3, 16):
+        for _ in range(20):
+            hot, ids, gates, plan = random_layer(rng, rows)
+            lists = LayerLoad.of_lists(hot.tolist(), ids.tolist(), gates.tolist(), plan)
+            arrays = LayerLoad.of_arrays(hot, ids, gates, plan)
+            assert lists == arrays
+
+
+@pytest.mark.parametrize(("requests", "bits"), [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)])
+def test_a_whole_trace_at_once_spills_what_the_rule_spills_layer_by_layer(requests, bits):
+    rng = np.random.default_rng(requests + bits)
+    layers, steps, prompt = 3, 60, 4
+    sequences = []
+    for request in range(requests):
+        ids = np.argsort(rng.random((prompt + steps - 3 * request, layers, EXPERTS)), axis=2)[:, :, :TOP_K].astype(
+            np.uint8
+        )
+        weights = rng.dirichlet([1.0] * TOP_K, ids.shape[:2]).astype(np.float32)
+        parts = ids[:prompt], weights[:prompt], ids[prompt:], weights[prompt:]
+        sequences.append(Sequence(request, "", 0.0, *parts))
+    provenance = Provenance(model="m", num_layers=layers, num_experts=EXPERTS, top_k=TOP_K)
+    batches = Batches.of(from_sequences(provenance, sequences), requests)
+    plan = np.where(rng.random((1, layers, EXPERTS)) < 0.6, 0, rng.integers(1, 5, (requests, layers, EXPERTS)))
+    plan = plan.astype(np.uint8)  # [B, L, E], the same experts hot for every request
+    widths = np.take_along_axis(plan[None, :, None], batches.ids, axis=4)
+    after = spill(batches, widths, COSTS, bits)
+    rule, moved = Balancer(COSTS, bits), 0
+    for step, layer in itertools.product(range(batches.shape[2]), range(layers)):
+        here = batches.pairs[0, :, step, 0, 0]
+        load = LayerLoad.of_arrays(
+            plan[0, layer] == 0,
+            batches.ids[0, here, step, layer],
+            batches.weights[0, here, step, layer],
+            plan[here, layer],
+        )
+        spilled = rule.spilled(load)
+        ids, before = batches.ids[0, here, step, layer], widths[0, here, step, layer]
+        wanted = np.where(np.isin(ids, sorted(spilled)), bits, before)
+        assert np.array_equal(after[0, here, step, layer], wanted)
+        moved += len(spilled)
+    assert moved > 10
+
+
+def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_where_it_is_faster():
+    assert Balancer(COSTS, 2).spilled(LayerLoad({}, {(1, 3): 1}, (1, 1))) == frozenset()
+    alone = LayerLoad({4: (1, 1.0)}, {}, (0, 0))
+    assert Balancer(COSTS, 1).spilled(alone) == {4}
+    assert Balancer(COSTS, 4).spilled(alone) == frozenset()
+
+
+def test_an_impossible_width_is_refused():
+    with pytest.raises(ConfigError, match="spill_bits must be one of"):
+        Balancer(COSTS, 5)

@@ -1,0 +1,28 @@
+"""Types of the C++ module (csrc/lanes.cpp)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def visit(
+    experts: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    start: NDArray[np.bool_],
+    frequency: NDArray[np.float64],
+    places: NDArray[np.int64],
+    priority: str,
+    parameters: NDArray[np.float64],
+    predict: int,
+    flags: NDArray[np.uint8],
+) -> None: ...
+def follow(
+    ids: NDArray[np.int64],
+    experts: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    copies_per_step: NDArray[np.float64],
+    memory: float,
+    hysteresis: float,
+    heat: NDArray[np.float64],
+    hot: NDArray[np.bool_],
+    bits: NDArray[np.uint8],
+    widths: NDArray[np.uint8],
+) -> int: ...

@@ -1,0 +1,115 @@
+"""Which hot experts of a decode layer run on the device instead, because that shortens the layer.
+
+Two full-precision experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device,
+which is idle in just those layers. The hot experts of least gate weight go to the device at `spill_bits`, as many as
+make max(GPU, device) smallest:
+
+    device = cold experts + message + spilled experts          GPU = hot experts that stay
+
+A pure function of sizes and gates, so the live plugin and replay decide alike. Knows simulated costs of experts.
+Does not know clocks, requests or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.plan import WIDTHS
+from vllm_ndp.replay.costs import Costs
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """What the rows of one decode layer ask for."""
+
+    hot: dict[int, tuple[int, float]]  # expert -> (rows, gate weight of them all)
+    cold: dict[tuple[int, int], int]  # (expert, bits) -> rows
+    message: tuple[int, int]  # distinct rows with a cold pair, and cold pairs
+
+    @classmethod
+    def of_lists(
+        cls, is_hot: Sequence[bool], ids: list[list[int]], gates: list[list[float]], bits: NDArray[np.uint8]
+    ) -> LayerLoad:
+        """For a few rows. is_hot [E]; ids and gates [T][k]; bits [T, E], each row's plan of this layer."""
+        hot: dict[int, tuple[int, float]] = {}
+        cold: dict[tuple[int, int], int] = {}
+        rows = pairs = 0
+        for row, (experts, weights) in enumerate(zip(ids, gates, strict=True)):
+            before = pairs
+            for expert, weight in zip(experts, weights, strict=True):
+                if is_hot[expert]:
+                    count, mass = hot.get(expert, (0, 0.0))
+                    hot[expert] = count + 1, mass + weight
+                else:
+                    key = expert, int(bits[row, expert])
+                    cold[key] = cold.get(key, 0) + 1
+                    pairs += 1
+            rows += pairs > before
+        return cls(hot, cold, (rows, pairs))
+
+    @classmethod
+    def of_arrays(
+        cls, is_hot: NDArray[np.bool_], ids: NDArray[np.int64], gates: NDArray[np.float32], bits: NDArray[np.uint8]
+    ) -> LayerLoad:
+        """The same for many rows. is_hot [E]; ids and gates [T, k]; bits [T, E]."""
+        here = is_hot[ids]
+        counts = np.bincount(ids[here], minlength=len(is_hot))
+        mass = np.bincount(ids[here], weights=gates[here], minlength=len(is_hot))
+        rows, columns = np.nonzero(~here)
+        experts = ids[rows, columns].astype(np.int64)
+        keys, cold_counts = np.unique((experts << 8) | bits[rows, experts], return_counts=True)
+        hot = {int(e): (int(counts[e]), float(mass[e])) for e in np.flatnonzero(counts)}
+        cold = {(int(key) >> 8, int(key) & 255): int(count) for key, count in zip(keys, cold_counts, strict=True)}
+        return cls(hot, cold, (len(np.unique(rows)), len(rows)))
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """The rule for one model on one hardware."""
+
+    costs: Costs
+    spill_bits: int
+
+    def __post_init__(self) -> None:
+        if self.spill_bits not in WIDTHS:
+            raise ConfigError(f"spill_bits must be one of {list(WIDTHS)}, got {self.spill_bits}")
+
+    def spilled(self, load: LayerLoad) -> frozenset[int]:
+        """The hot experts that run on the device in this layer; empty where nothing is gained."""
+        if not load.hot:
+            return frozenset()
+        known = self._known
+        device_ps = sum(known.device(bits, rows) for (_, bits), rows in load.cold.items())
+        if load.cold:
+            device_ps += known.message(*load.message)
+        order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
+        gpu_ps = [0.0]
+        for expert in reversed(order):
+            gpu_ps.append(gpu_ps[-1] + known.gpu(load.hot[expert][0]))
+        best, best_ps, moved = 0, max(gpu_ps[-1], device_ps), 0.0
+        opening = 0.0 if load.cold else known.message(1, 1)
+        for count, expert in enumerate(order, start=1):
+            moved += known.device(self.spill_bits, load.hot[expert][0])
+            layer_ps = max(gpu_ps[-1 - count], device_ps + moved + opening)
+            if layer_ps < best_ps:
+                best, best_ps = count, layer_ps
+        return frozenset(order[:best])
+
+    @cached_property
+    def _known(self) -> _Known:
+        return _Known(self.costs)
+
+
+class _Known:
+    """Costs in simulated ps, each computed once."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.device = lru_cache(4096)(costs.device_expert_ps)
+        self.gpu = lru_cache(4096)(lambda rows: float(costs.resident_ps(1, rows)))
+        self.message = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)

@@ -1,0 +1,64 @@
+"""What each decode layer asks for: its distinct experts, and how many rows chose each.
+
+An axis of S slots instead of one of all experts: S is the most experts that any layer of any step uses, so 512 experts
+of which 10 are used cost 10. Knows routing. Does not know hardware, policies or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Loads:
+    """G groups, D steps, L layers; slots that are left over have 0 rows, of expert 0."""
+
+    experts: NDArray[np.int64]  # [G, D, L, S], distinct, rising
+    rows: NDArray[np.int64]  # [G, D, L, S]
+    places: NDArray[np.int64]  # [G, B, D, L, k], of each pair, in the flat [G * D * L * S]
+
+    @classmethod
+    def of(cls, ids: NDArray[np.int64], valid: NDArray[np.bool_], num_experts: int) -> Loads:
+        """ids [G, B, D, L, k]; valid [G, B, D]."""
+        g, b, d, layers, k = ids.shape
+        cells = np.arange(g * d * layers).reshape(g, d, layers, 1)
+        pairs = np.broadcast_to(valid[:, :, :, None, None], ids.shape)
+        if b * k >= num_experts:  # about all of them are used: a slot for each
+            slots = num_experts
+            experts = np.broadcast_to(np.arange(num_experts), (g, d, layers, num_experts)).copy()
+            places = cells.reshape(g, 1, d, layers, 1) * slots + ids
+        else:
+            chosen = np.where(pairs, ids, num_experts).transpose(0, 2, 3, 1, 4).reshape(g, d, layers, b * k)
+            order = np.argsort(chosen, axis=3, kind="stable")
+            ranked = np.take_along_axis(chosen, order, axis=3)
+            slot = np.zeros(ranked.shape, np.int64)
+            np.cumsum(ranked[..., 1:] != ranked[..., :-1], axis=3, out=slot[..., 1:])
+            slots = int(slot.max()) + 1
+            experts = np.zeros((g, d, layers, slots), np.int64)
+            np.put_along_axis(experts, slot, np.where(ranked < num_experts, ranked, 0), axis=3)
+            by_pair = np.empty_like(slot)
+            np.put_along_axis(by_pair, order, cells * slots + slot, axis=3)
+            places = by_pair.reshape(g, d, layers, b, k).transpose(0, 3, 1, 2, 4)
+        rows = np.bincount(places[pairs], minlength=experts.size).reshape(experts.shape).astype(np.int64)
+        return cls(experts, rows, places)
+
+    def groups(self, which: slice) -> Loads:
+        """Of some groups alone; without the pairs."""
+        return Loads(self.experts[which], self.rows[which], np.zeros((0, 0, 0, 0, 0), np.int64))
+
+    def with_rows(self, rows: NDArray[np.int64]) -> Loads:
+        """The same experts chosen by other rows."""
+        return Loads(self.experts, rows, self.places)
+
+    def count(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """[G, D, L, S], how many of the pairs marked in chosen [G, B, D, L, k] each slot serves."""
+        counts = np.bincount(self.places[chosen], minlength=self.rows.size)
+        return counts.reshape(self.rows.shape).astype(np.int64)
+
+    def total(self, values: NDArray[np.float32], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """[G, D, L, S], sum of values [G, B, D, L, k] over the chosen pairs of each slot."""
+        sums = np.bincount(self.places[chosen], weights=values[chosen], minlength=self.rows.size)
+        return sums.reshape(self.rows.shape).astype(np.float64)
