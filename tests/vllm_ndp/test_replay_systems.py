@@ -20,7 +20,6 @@ from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_
 from vllm_ndp.replay.costs import Costs, dims_of
 from vllm_ndp.replay.outcome import Outcome, summarise
 from vllm_ndp.replay.systems import SYSTEMS, Placing
-from vllm_ndp.replay.systems.cache import LaneCache, least_recently_used
 from vllm_ndp.replay.systems.context_aware import few_moves
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
@@ -166,29 +165,6 @@ def test_batching_requests_that_route_alike_covers_more():
     mixed, alike = (Batches.of(trace, 4, affinity=affinity) for affinity in (False, True))
     assert mixed.requests.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert alike.requests.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-def test_lanes_of_the_cache_are_an_lru_list_each():
-    generator = np.random.default_rng(0)
-    groups, layers, experts, capacity = 2, 3, 12, 4
-    cache = LaneCache(np.zeros((groups, layers, experts), bool), capacity, least_recently_used)
-    lists: dict[tuple[int, int], list[int]] = {(g, lane): [] for g in range(groups) for lane in range(layers)}
-    for _ in range(200):
-        tokens = np.zeros((groups, layers, experts), np.int64)
-        ids = generator.random(tokens.shape).argsort(axis=2)[:, :, :2]
-        np.put_along_axis(tokens, ids, 1, axis=2)
-        hits = cache.touch(tokens, tokens > 0)
-        for (g, lane), held in lists.items():
-            used = np.flatnonzero(tokens[g, lane])
-            assert np.flatnonzero(hits[g, lane]).tolist() == sorted(set(used) & set(held))
-            for expert in sorted(used, key=lambda e: held.index(e) if e in held else -1):
-                if expert in held:
-                    held.remove(expert)
-                held.append(expert)
-            del held[:-capacity]
-            # Experts of one step are equally recent, so only the older part of the order is the same.
-            assert set(held[-2:]) <= set(np.flatnonzero(cache.cached[g, lane]))
-            lists[g, lane][:] = sorted(np.flatnonzero(cache.cached[g, lane]), key=lambda e: cache.last_used[g, lane, e])
 
 
 def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():

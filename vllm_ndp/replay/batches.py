@@ -7,7 +7,7 @@ other, then all decode in step until the longest is done. Knows routing. Does no
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -70,6 +70,11 @@ class Batches:
             requests=np.array(order).reshape(groups, batch),
         )
 
+    def first_steps(self, steps: int) -> Batches:
+        """The same groups, cut short."""
+        ids, weights = self.ids[:, :, :steps], self.weights[:, :, :steps]
+        return replace(self, ids=ids, weights=weights, valid=self.valid[:, :, :steps])
+
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """G, B, D, L, k."""
@@ -123,13 +128,6 @@ class Batches:
         summed = np.bincount(self._cells(part, chosen), weights=weights, minlength=self._num_cells(part))
         dense: NDArray[np.float64] = summed.reshape(self._dense_shape(part)).astype(np.float64)
         return dense
-
-    def tokens_per_expert(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Step by step: rows of each expert, [G, L, E]."""
-        for part in self.chunks():
-            tokens = self.tokens_in(part)
-            for index, step in enumerate(range(part.start, part.stop)):
-                yield step, tokens[:, index]
 
     def _cells(self, part: slice, chosen: NDArray[np.bool_] | None) -> NDArray[np.int64]:
         g, _, _, layers, _ = self.shape

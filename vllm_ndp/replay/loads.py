@@ -6,10 +6,16 @@ of which 10 are used cost 10. Knows routing. Does not know hardware, policies or
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+T = TypeVar("T", bound=np.generic)
+
+_CHUNK_SLOTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,18 @@ class Loads:
     def with_rows(self, rows: NDArray[np.int64]) -> Loads:
         """The same experts chosen by other rows."""
         return Loads(self.experts, rows, self.places)
+
+    def chunks(self) -> Iterator[slice]:
+        """Steps in pieces whose arrays stay small enough for the processor's cache."""
+        g, steps, layers, slots = self.rows.shape
+        length = max(_CHUNK_SLOTS // (g * layers * slots), 1)
+        for start in range(0, steps, length):
+            yield slice(start, min(start + length, steps))
+
+    def look_up(self, table: NDArray[T], part: slice) -> NDArray[T]:
+        """[G, C, L, S], what a table [L, E] says about each slot's expert in the steps of part."""
+        found: NDArray[T] = table[np.arange(len(table))[:, None], self.experts[:, part]]
+        return found
 
     def count(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         """[G, D, L, S], how many of the pairs marked in chosen [G, B, D, L, k] each slot serves."""

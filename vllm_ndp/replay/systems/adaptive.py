@@ -58,10 +58,9 @@ def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.floa
 
 def _copies_per_step(batches: Batches, costs: Costs, bits: NDArray[np.uint8]) -> NDArray[np.float64]:
     """[G], how much of one expert's copy (all layers the trace's layer stands for) fits beside one decode step."""
-    first = np.take_along_axis(bits[:, :, None], batches.ids[:, :, :1], axis=4)
-    widths = np.full(batches.ids.shape, 255, np.uint8)
-    widths[:, :, :1] = first
-    step_ps = run_pairs(batches, widths, costs).moe_ps[:, 0].sum(axis=1) * layer_factor(batches, costs)
+    first = batches.first_steps(1)
+    widths = np.take_along_axis(bits[:, :, None], first.ids, axis=4)
+    step_ps = run_pairs(first, widths, costs).moe_ps[:, 0].sum(axis=1) * layer_factor(batches, costs)
     copies: NDArray[np.float64] = step_ps / (costs.fetch_ps() * max(layer_factor(batches, costs), 1.0))
     return copies
 

@@ -16,6 +16,7 @@ from vllm_ndp.replay.outcome import PS_PER_S, Outcome, layer_factor
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
+HOT, WARM, COLD = 0, 1, 2
 COLD_BITS = 4
 ACTIVATION_RATIO = 0.5  # source: seed 002, 8-bit activations
 
@@ -23,10 +24,10 @@ ACTIVATION_RATIO = 0.5  # source: seed 002, 8-bit activations
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     cpu = HostCpu()
     g, b, d, layers, _ = batches.shape
-    shape = (g, layers, batches.num_experts)
     num_hot = placing.budget.num_hot
     hot = popular_placement(placing.prior, num_hot)
-    warm = popular_placement(placing.prior, num_hot + (batches.num_experts - num_hot) // 2) & ~hot
+    near = popular_placement(placing.prior, num_hot + (batches.num_experts - num_hot) // 2)
+    tiers = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
     warm_ps = cpu.experts_ps(costs, b, costs.dims.expert_bytes, cpu.memory_bytes_per_s)
     activation_bytes = 2 * costs.dims.hidden * costs.dims.dtype_bytes * ACTIVATION_RATIO
@@ -34,25 +35,24 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
     loaded = gpu_pairs = cold_pairs = 0
-    for part in batches.chunks():
-        tokens = batches.tokens_in(part)
-        order = np.argsort(-np.where(hot, 0, tokens), axis=3, kind="stable")  # heaviest missing first
-        missing = np.take_along_axis(np.where(hot, 0, tokens), order, axis=3)
-        span = int((missing > 0).sum(axis=3).max()) if missing.any() else 0
-        order, missing = order[..., :span], missing[..., :span]
-        is_warm = np.take_along_axis(np.broadcast_to(warm, tokens.shape), order, axis=3)
+    for part in batches.loads.chunks():
+        rows, tier = batches.loads.rows[:, part], batches.loads.look_up(tiers, part)
+        is_hot = tier == HOT
+        order = np.argsort(-np.where(is_hot, 0, rows), axis=3, kind="stable")  # heaviest missing first
+        missing = np.take_along_axis(np.where(is_hot, 0, rows), order, axis=3)
+        is_warm = np.take_along_axis(tier == WARM, order, axis=3)
         host = np.where(is_warm, warm_ps[missing], cold_ps[missing])
-        zero = np.zeros((*tokens.shape[:3], 1))
-        here = gpu[np.where(hot, tokens, 0)].sum(axis=3)[..., None]
+        zero = np.zeros((*rows.shape[:3], 1))
+        here = gpu[np.where(is_hot, rows, 0)].sum(axis=3)[..., None]
         copies = np.concatenate([zero, np.cumsum(np.where(missing > 0, fetch + gpu[missing], 0.0), axis=3)], axis=3)
         rest = np.concatenate([host[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)
         total = np.maximum(here + copies, rest)
         chosen = total.argmin(axis=3)[..., None]
         moe[:, part] = np.take_along_axis(total, chosen, 3)[..., 0]
         gpu_ps[:, part] = np.take_along_axis(here + copies, chosen, 3)[..., 0]
-        on_host = np.arange(span) >= chosen
+        on_host = np.arange(missing.shape[3]) >= chosen
         loaded += int(chosen.sum())
-        gpu_pairs += int(np.where(hot, tokens, 0).sum() + missing[~on_host].sum())
+        gpu_pairs += int(np.where(is_hot, rows, 0).sum() + missing[~on_host].sum())
         cold_pairs += int(missing[on_host & ~is_warm].sum())
     return Outcome(
         system="cxl_expert",
@@ -60,7 +60,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         moe_ps=moe,
         device_ps=np.zeros((g, d, layers)),
         gpu_ps=gpu_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(hot, shape), costs),
+        prefill_ps=run_prompts(batches, np.broadcast_to(hot, (g, *hot.shape)), costs),
         migration_ps=np.zeros(g),
         migrated_bytes=loaded * layer_factor(batches, costs) * costs.dims.expert_bytes,
         hot_pairs=gpu_pairs,

@@ -18,9 +18,7 @@ from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     cpu = HostCpu()
     g, b, d, layers, _ = batches.shape
-    resident = np.broadcast_to(
-        popular_placement(placing.prior, placing.budget.num_hot), (g, layers, batches.num_experts)
-    )
+    resident = popular_placement(placing.prior, placing.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)
     on_cpu = cpu.experts_ps(costs, b, costs.dims.expert_bytes, cpu.memory_bytes_per_s)
     activations = 2 * costs.dims.hidden * costs.dims.dtype_bytes * np.arange(b + 1)
@@ -28,10 +26,10 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     fetch = costs.fetch_ps()
     moe, gpu_ps = np.zeros((2, g, d, layers))
     fetched = hit_pairs = cpu_pairs = 0
-    for part in batches.chunks():
-        tokens = batches.tokens_in(part)
-        hits = np.where(resident[:, None], tokens, 0)
-        misses = np.where(resident[:, None], 0, tokens)
+    for part in batches.loads.chunks():
+        rows = batches.loads.rows[:, part]
+        here = batches.loads.look_up(resident, part)
+        hits, misses = np.where(here, rows, 0), np.where(here, 0, rows)
         on_host = (misses > 0) & (on_cpu[misses] + hop[misses] <= fetch + gpu[misses])
         copied = (misses > 0) & ~on_host
         gpu_ps[:, part] = gpu[hits].sum(axis=3) + np.where(copied, fetch + gpu[misses], 0.0).sum(axis=3)
@@ -46,7 +44,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         moe_ps=moe,
         device_ps=np.zeros((g, d, layers)),
         gpu_ps=gpu_ps,
-        prefill_ps=run_prompts(batches, resident, costs),
+        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
         migration_ps=np.zeros(g),
         migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
         hot_pairs=hit_pairs,

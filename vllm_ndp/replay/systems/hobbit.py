@@ -29,13 +29,14 @@ HIGH, LOW, SKIP = 0, 1, 2
 
 def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = T2) -> NDArray[np.uint8]:
     """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
-    order = np.argsort(-weights, axis=-1, kind="stable")
-    ranked = np.take_along_axis(weights, order, axis=-1).astype(np.float64)
-    total = np.maximum(ranked.sum(axis=-1, keepdims=True), 1e-12)
-    before = (ranked.cumsum(axis=-1) - ranked) / total
-    by_rank = np.where(before <= t1, HIGH, np.where(before <= t2, LOW, SKIP)).astype(np.uint8)
-    classes = np.empty_like(by_rank)
-    np.put_along_axis(classes, order, by_rank, axis=-1)
+    gates = weights.astype(np.float64)
+    index = np.arange(weights.shape[-1])
+    before = np.zeros(weights.shape)
+    for j in index.tolist():
+        other = gates[..., j : j + 1]
+        before += np.where((other > gates) | ((other == gates) & (j < index)), other, 0.0)
+    before /= np.maximum(gates.sum(axis=-1, keepdims=True), 1e-12)
+    classes: NDArray[np.uint8] = np.where(before <= t1, HIGH, np.where(before <= t2, LOW, SKIP)).astype(np.uint8)
     return classes
 
 

@@ -42,15 +42,11 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     fetch, share = costs.fetch_ps(), moved_share(costs)
     moe, on_device, on_gpu = np.zeros((3, g, d, layers))
     moved_pairs = moved = 0
-    for part in batches.chunks():
-        tokens = batches.tokens_in(part)
-        ranked = -np.sort(-tokens, axis=3)  # most loaded first
+    for part in batches.loads.chunks():
+        ranked = -np.sort(-batches.loads.rows[:, part], axis=3)  # most loaded first
         active = (ranked > 0).sum(axis=3)
-        span = int(active.max())
-        if span == 0:
-            continue
-        ranked = ranked[..., :span]
-        zero = np.zeros((*tokens.shape[:3], 1))
+        span = ranked.shape[3]
+        zero = np.zeros((*ranked.shape[:3], 1))
         cost = device[ranked]
         rest = np.concatenate([cost[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)  # [.., h]: all after h
         left = np.concatenate([ranked[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3).astype(np.int64)
