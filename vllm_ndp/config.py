@@ -18,6 +18,7 @@ DEFAULT_SPILL_BITS = 3
 _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
+    "migration": ("kept", "difference"),
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -40,6 +41,9 @@ class NdpSettings:
     layer's simulated time; `auto` is balanced, except where nothing is quantized."""
     spill_bits: int | None = None
     """Bits of a hot expert while it runs on the device; None = 3."""
+    migration: str = "kept"
+    """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
+    every expert that becomes hot moves."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)

@@ -31,8 +31,9 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         llm.generate([PROMPTS[0] * 4, PROMPTS[0]], lengths[:2])  # a longer prompt, and one the prefix cache knows
         llm.generate(PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=1))  # ends with its prefill
         llm.generate(PROMPTS[2], lengths[0])
-        spilled = llm.collective_rpc("ndp_totals")[0]["spilled_pairs"]
-    assert (spilled > 0) == ("hardware_overrides" in settings and settings.get("execution") != "paper")
+        totals = llm.collective_rpc("ndp_totals")[0]
+    assert (totals["kept_experts"] > 0) == (settings["hot_experts"] > 0 and settings.get("migration") != "difference")
+    assert (totals["spilled_pairs"] > 0) == ("hardware_overrides" in settings and settings.get("execution") != "paper")
     return Trace.load(directory, model_digest=model_digest(MODEL))
 
 
@@ -40,6 +41,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     ("settings", "options"),
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
+        ({"hot_experts": 4, "avg_bits": 2.0, "migration": "difference"}, {}),
         ({"hot_experts": 2, "avg_bits": 1.5, "gain": "mse"}, {"max_num_batched_tokens": 32, "max_num_seqs": 3}),
         ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
@@ -48,7 +50,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         ({"hot_experts": 6, "spill_bits": 2, "hardware_overrides": SLOW_GPU}, {"max_num_seqs": 3}),
         ({"hot_experts": 6, "execution": "paper", "hardware_overrides": SLOW_GPU}, {}),
     ],
-    ids=["plain", "chunked", "identity", "all-cold", "calibrated", "balanced", "balanced-2", "paper"],
+    ids=["plain", "difference", "chunked", "identity", "all-cold", "calibrated", "balanced", "balanced-2", "paper"],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
     trace = record(tmp_path / "trace", settings, **options)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, union_of_widths
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, union_of_widths
 from vllm_ndp.planning.stats import RoutingStats
 
 
@@ -135,3 +135,27 @@ def test_a_plan_has_bits_exactly_where_it_is_cold():
 def test_the_width_mask_names_every_width_that_any_request_uses():
     plans = [BitwidthPlan(np.array([[0, 1, 4]])), BitwidthPlan(np.array([[0, 3, 16]]))]
     assert union_of_widths(plans, (1, 3)).tolist() == [[0, 0b101, 0b11000]]
+
+
+def test_a_prefill_keeps_what_it_streamed_in_free_slots_then_in_those_of_the_lowest_leaving_experts():
+    held = np.array([[1, 1, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]], np.bool_)
+    wanted = Placement(np.array([[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]], np.bool_))
+    streamed = np.array([[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
+    after = keep_streamed(held, wanted, streamed, num_slots=3)
+    assert after.astype(int).tolist() == [
+        [0, 1, 1, 0, 1, 0],  # 4 is wanted and came by: it takes 0's slot, 1 stays until 3 moves
+        [0, 0, 1, 1, 1, 0],  # 3 takes the free slot, 4 that of 0
+        [1, 1, 1, 0, 0, 0],  # nothing else is wanted
+    ]
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_kept_experts_are_wanted_streamed_and_never_too_many(seed: int):
+    rng = np.random.default_rng(seed)
+    slots = int(rng.integers(1, 6))
+    held, wanted = (np.argsort(np.argsort(rng.random((3, 8)))) < slots for _ in range(2))
+    streamed = rng.random((3, 8)) < 0.6
+    after = keep_streamed(held, Placement(wanted), streamed, slots)
+    assert (after.sum(axis=1) <= slots).all()
+    assert ((after & ~held) == (wanted & ~held & streamed)).all()
+    assert (after[held & wanted]).all()

@@ -67,6 +67,7 @@ class Totals:
     steps: int = 0
     prefills: int = 0
     migrated_experts: int = 0
+    kept_experts: int = 0
     preempted: int = 0
     row_checks: int = 0
     sidecar_mismatches: int = 0
@@ -205,17 +206,18 @@ class NdpController:
     def _replan(self) -> None:
         """For the prefills that ended in the step before, if their requests are still there."""
         self._planned = {}
-        alive = [r for r in self._ended if self.tracker.requests.get(r.request_id) is r]
-        self._ended = []
+        ended, self._ended = self._ended, []
+        alive = [r for r in ended if self.tracker.requests.get(r.request_id) is r]
         if not alive:
+            if ended:
+                self.planner.restore()
             return
-        for request in alive:
-            self.planner.score(request)
         running = [r for r in self.tracker.requests.values() if r.score is not None]
         done = self.planner.replan(running)
         self.clock.migrate(done.migrated_experts)
         self.totals.prefills += len(alive)
         self.totals.migrated_experts += done.migrated_experts
+        self.totals.kept_experts += done.kept_experts
         if self.recorder is not None:
             self.recorder.note_plan(self.totals.steps)
         for request in running:
@@ -252,8 +254,11 @@ class NdpController:
             self.step = None
         for span in step.spans.values():
             if span.ends_prefill:
+                self.planner.score(span.request)
                 span.request.prefilled = True
                 self._ended.append(span.request)
+        if self._ended and self.settings.migration == "kept":
+            self.planner.note_streamed(list(self.tracker.requests.values()), step.streamed)
 
     def close(self) -> None:
         if self.recorder is not None:
@@ -312,6 +317,7 @@ class NdpController:
             "steps": totals.steps,
             "prefills": totals.prefills,
             "migrated_experts": totals.migrated_experts,
+            "kept_experts": totals.kept_experts,
             "preempted": totals.preempted,
             "row_checks": totals.row_checks,
             "sidecar_mismatches": totals.sidecar_mismatches,

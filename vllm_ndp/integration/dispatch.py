@@ -10,7 +10,9 @@ computed here. Knows tensors of one layer; does not know how a plan was made.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,6 +25,9 @@ from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, CpuSlotKernel, HotSlots
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController
     from vllm_ndp.integration.step import StepContext
+
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Pairs(NamedTuple):
@@ -112,7 +117,7 @@ class LayerDispatch:
         call = step.send(self.index, x, to_device) if len(to_device.rows) else None
         out = self.slots.run(x, weights, slots)
         if len(to_stream.rows):
-            self._stream(out, x, to_stream)
+            self._stream(out, x, to_stream, step.keep(self.index, to_stream))
         timing_ps, fallen_back = 0, None
         if call is not None:
             try:
@@ -150,9 +155,9 @@ class LayerDispatch:
         step.leave_layer(self.index, list(few.pairs_in_slot.values()), None, fallen_back, timing_ps)
         return out
 
-    def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
-        """Full precision from the pool; one rounding for all streamed experts."""
-        out.add_(self._controller.streamer.run(self.index, x, pairs))
+    def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int] = NOTHING) -> None:
+        """Full precision from the pool; one rounding for all streamed experts. keep: expert -> slot where it stays."""
+        out.add_(self._controller.streamer.run(self.index, x, pairs, self.slots, keep))
 
     def _profile(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """vLLM measures peak memory with random rows: every pair runs in some slot, nothing leaves the process."""

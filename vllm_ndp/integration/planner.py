@@ -13,11 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable
 from vllm_ndp.integration.batch import TrackedRequest
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
-from vllm_ndp.planning.plan import Budget, Placement, Plan, mask_of_bits, union_of_widths
+from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, mask_of_bits, union_of_widths
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replanned:
-    """What one change of plan did."""
+    """What one change of plan did: experts that became hot, and were moved for it or kept from a prefill's stream."""
 
     epoch: int
     migrated_experts: int
+    kept_experts: int
 
 
 class Planner:
@@ -44,6 +46,7 @@ class Planner:
         self._identity = identity
         self.epoch = 0
         self.placement: Placement | None = None
+        self._held: NDArray[np.bool_] | None = None  # by the slots, if a prefill that has just ended kept something
 
     def start(self) -> None:
         """Before the first prompt nothing is known: the lowest ids are hot, as good as any."""
@@ -63,8 +66,11 @@ class Planner:
     def replan(self, running: Sequence[TrackedRequest]) -> Replanned:
         """One placement for all running requests, one plan each, installed and activated under a new epoch."""
         scored = [(request, request.score) for request in running if request.score is not None]
-        placement = self.policy.place([score for _, score in scored], self.placement, self.budget)
-        migrated = self._migrate(placement)
+        placement = self._place(running)
+        became_hot, moved = placement.moves_from(self.placement), placement.hot
+        moved = moved & ~(self._held if self._held is not None else self._hot)
+        self._held = None
+        self._migrate(placement)
         self.epoch += 1
         for request, score in scored:
             bits = (
@@ -74,20 +80,62 @@ class Planner:
             )
             request.bits = Plan(self.epoch, placement, bits).bits
         self._install([request for request, _ in scored])
-        return Replanned(self.epoch, migrated)
+        return Replanned(self.epoch, int(moved.sum()), int((became_hot & ~moved).sum()))
 
-    def _migrate(self, placement: Placement) -> int:
-        """Copy experts that became hot into the slots of those that no longer are; returns how many moved."""
-        moved = 0
+    @property
+    def _hot(self) -> NDArray[np.bool_]:
+        assert self.placement is not None
+        return self.placement.hot
+
+    def _place(self, requests: Sequence[TrackedRequest]) -> Placement:
+        scores = [request.score for request in requests if request.score is not None]
+        return self.policy.place(scores, self.placement, self.budget)
+
+    # -- what a prefill streamed and will be hot stays ------------------------------------------------------------
+
+    def note_streamed(self, running: Sequence[TrackedRequest], streamed: NDArray[np.bool_]) -> None:
+        """A step ended that ended a prefill: fix what the slots hold now. streamed [L, E]: by its prefill rows."""
+        self._held = keep_streamed(self._hot, self._place(running), streamed, self.budget.num_hot)
+
+    def foresee(
+        self, layer: int, running: Sequence[TrackedRequest], ending: Sequence[TrackedRequest], streamed: Sequence[int]
+    ) -> dict[int, int]:
+        """Within the step: expert -> slot for those of `streamed` that will be hot, from this layer's routing alone.
+
+        Right for every policy that looks at one layer at a time; what another one wants otherwise moves afterwards.
+        """
+        scores = [request.score for request in running if request.score is not None]
+        scores += [self.policy.score(self._stats_of_layer(layer, request)) for request in ending]
+        wanted = self.policy.place(scores, self.placement, self.budget)
+        passing = np.zeros_like(self._hot)
+        passing[layer, list(streamed)] = True
+        held = keep_streamed(self._hot, wanted, passing, self.budget.num_hot)[layer]
+        expert_in = self._controller.slots(layer).expert_in
+        free = sorted((e, slot) for slot, e in enumerate(expert_in) if e < 0 or not held[e])
+        return {int(e): slot for e, (_, slot) in zip(np.flatnonzero(held & ~self._hot[layer]), free, strict=False)}
+
+    def _stats_of_layer(self, layer: int, request: TrackedRequest) -> RoutingStats:
+        """The prompt's routing in one layer, as if every layer had routed like that."""
+        sidecar = self._controller.sidecar
+        ids, weights = sidecar.read(sidecar.slots(request.blocks, np.arange(request.prompt_len)), layer)
+        layers, experts = self._controller.pool_shape
+        one = RoutingStats.from_choices(ids, weights, experts)
+        return RoutingStats(one.counts.repeat(layers, 0), one.scores.repeat(layers, 0), one.num_tokens, one.top_k)
+
+    def restore(self) -> None:
+        """The prompts that were about to change the plan are gone: slots hold the placement again."""
+        self._held = None
+        self._migrate(Placement(self._hot))
+
+    def _migrate(self, placement: Placement) -> None:
+        """Copy experts that became hot into the slots of those that no longer are."""
         for layer in range(placement.hot.shape[0]):
             slots = self._controller.slots(layer)
             wanted = set(np.flatnonzero(placement.hot[layer]).tolist())
             free = [slot for slot, expert in enumerate(slots.expert_in) if expert not in wanted]
             for slot, expert in zip(free, sorted(wanted - set(slots.expert_in)), strict=False):
                 slots.migrate(slot, expert, partial(self._controller.streamer.fill, layer, expert))
-                moved += 1
         self.placement = placement
-        return moved
 
     def _install(self, running: Sequence[TrackedRequest]) -> None:
         plans = [request.bits for request in running if request.bits is not None]

@@ -100,6 +100,7 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
             expert_bytes=controller.device.expert_bytes,
             group_size=controller.device.group_size,
             activation_bytes=controller.activation_bytes,
+            migration=settings.migration,
             spill_bits=0 if controller.balancer is None else controller.balancer.spill_bits,
         ),
     )

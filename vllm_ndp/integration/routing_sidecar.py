@@ -41,9 +41,10 @@ class RoutingSidecar:
         table = np.asarray(blocks, dtype=np.int64)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def read(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Expert ids i64 [T, L, k] and router weights f32 [T, L, k] of these slots."""
+    def read(self, slots: NDArray[np.int64], layer: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Expert ids i64 [T, L, k] and router weights f32 [T, L, k] of these slots; L is 1 when a layer is named."""
         index = torch.from_numpy(slots).to(self._ids.device)
-        ids = self._ids.index_select(1, index).transpose(0, 1)
-        weights = self._weights.index_select(1, index).transpose(0, 1)
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        ids = self._ids[layers].index_select(1, index).transpose(0, 1)
+        weights = self._weights[layers].index_select(1, index).transpose(0, 1)
         return ids.to("cpu", torch.int64).contiguous().numpy(), weights.cpu().contiguous().numpy()

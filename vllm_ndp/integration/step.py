@@ -5,7 +5,7 @@ Lives from the worker's `execute_model` to its end. All layers of a step run und
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 
 from vllm_ndp.device_calls import ExecuteHandle
 from vllm_ndp.integration.batch import BatchRows, Span
-from vllm_ndp.integration.dispatch import Pairs
+from vllm_ndp.integration.dispatch import NOTHING, Pairs
 from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.replay.balance import Balancer, LayerLoad
 
@@ -54,6 +54,8 @@ class StepContext:
         self._slots: torch.Tensor | None = None
         self._bits: NDArray[np.uint8] | None = None
         self._spilled: dict[int, frozenset[int]] = {}  # layer -> hot experts that ran on the device
+        self.streamed = np.zeros(controller.pool_shape, dtype=np.bool_)  # [L, E], by this step's prefill rows
+        self._ending = [span.request for span in spans.values() if span.ends_prefill]
         self._fallen_back: list[int] = []  # layers whose cold pairs were computed here
         self._routing: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
@@ -152,6 +154,15 @@ class StepContext:
         load = LayerLoad.of_arrays(is_hot, ids.cpu().numpy().astype(np.int64), gates, self._bits_by_row(layer))
         spilled = self._spilled[layer] = self.balancer.spilled(load)
         return slot_of.index_fill(0, torch.tensor(sorted(spilled), device=slot_of.device), -1) if spilled else slot_of
+
+    def keep(self, layer: int, pairs: Pairs) -> Mapping[int, int]:
+        """Of the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
+        experts = pairs.distinct_experts.tolist()
+        self.streamed[layer, experts] = True
+        controller = self._controller
+        if not (self._ending and controller.settings.migration == "kept" and controller.streamer.keeps):
+            return NOTHING
+        return controller.planner.foresee(layer, list(controller.tracker.requests.values()), self._ending, experts)
 
     def _bits_by_row(self, layer: int) -> NDArray[np.uint8]:
         bits: NDArray[np.uint8] = self.bits[self.rows.owner, layer]

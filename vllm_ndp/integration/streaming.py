@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +22,7 @@ from rich.progress import track
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotKernel
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.dispatch import Pairs
@@ -33,11 +35,16 @@ class Streamer(Protocol):
     def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
         """Write one expert into slot `slot` of w13 [S, 2I, H] and w2 [S, H, I]."""
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
-        """Gate-weighted sum over the pairs of each row, f32 [T, H]."""
+    keeps: bool
+    """Whether an expert passes through memory of its own on its way to the kernel, which may be a slot."""
+
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
+        """Gate-weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays."""
 
 
 class StagingStreamer:
+    keeps = True
+
     def __init__(self, pool: ExpertsPool, kernel: SlotKernel, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self._pool, self._kernel = pool, kernel
         self._w13 = torch.empty((1, *w13.shape[1:]), dtype=w13.dtype, device=w13.device)
@@ -48,16 +55,22 @@ class StagingStreamer:
     def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
         self._kernel.load(w13, w2, slot, self._pool.expert(layer, expert))
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in pairs.distinct_experts:  # each is read once per call
-            self.fill(layer, int(expert), self._w13, self._w2, 0)
+        for expert in pairs.distinct_experts.tolist():  # each is read once per call
+            slot = keep.get(expert)
+            if slot is None:
+                w13, w2 = self._w13, self._w2
+                self.fill(layer, expert, w13, w2, 0)
+            else:
+                w13, w2 = slots.w13, slots.w2
+                slots.migrate(slot, expert, partial(self.fill, layer, expert))
             chosen = pairs.experts == expert
             rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
             gates = torch.from_numpy(pairs.gates[chosen]).to(x.device).unsqueeze(1)
-            slots = torch.zeros((len(rows), 1), dtype=torch.int32, device=x.device)
-            partial = self._kernel.run(x.index_select(0, rows), self._w13, self._w2, gates, slots)
-            total.index_add_(0, rows, partial.float())
+            index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
+            part = self._kernel.run(x.index_select(0, rows), w13, w2, gates, index)
+            total.index_add_(0, rows, part.float())
         return total
 
 
@@ -65,6 +78,7 @@ class PackedStreamer:
     """Two files per layer, w13 [E, 2I, H] and w2 [E, H, I], packed by the live kernel and mapped."""
 
     staging_bytes = 0
+    keeps = False  # the kernel reads the map itself
 
     def __init__(self, directory: Path, pool: ExpertsPool, kernel: CpuSlotKernel, dtype: torch.dtype) -> None:
         if not isinstance(kernel, CpuSlotKernel):
@@ -82,12 +96,12 @@ class PackedStreamer:
         w13[slot].copy_(packed13[expert])
         w2[slot].copy_(packed2[expert])
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
         gates = torch.from_numpy(pairs.gates).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
-        partial = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], gates, experts)
-        return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, partial.float())
+        part = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], gates, experts)
+        return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
 
     def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._pool.shape

@@ -75,6 +75,22 @@ class Placement:
         return self.hot.copy() if previous is None else self.hot & ~previous.hot
 
 
+def keep_streamed(
+    held: NDArray[np.bool_], wanted: Placement, streamed: NDArray[np.bool_], num_slots: int
+) -> NDArray[np.bool_]:
+    """What the slots of each layer hold [L, E] when a prefill kept the experts it streamed anyway and that will be hot.
+
+    held [L, E]: before. streamed [L, E]: experts that passed through the GPU. Each kept expert takes a free slot, or
+    that of an expert that will not be hot, lower ids first.
+    """
+    kept = wanted.hot & ~held & streamed
+    leaving = held & ~wanted.hot
+    num_evicted = held.sum(axis=1) + kept.sum(axis=1) - num_slots
+    evicted = leaving & (np.cumsum(leaving, axis=1) <= num_evicted[:, None])
+    after: NDArray[np.bool_] = (held & ~evicted) | kept
+    return after
+
+
 @dataclass(frozen=True)
 class BitwidthPlan:
     """Bits of each cold expert, 0 exactly where hot; 16 means the checkpoint's own weights."""

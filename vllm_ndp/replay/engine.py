@@ -19,7 +19,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import Budget, Placement
+from vllm_ndp.planning.plan import Budget, Placement, keep_streamed
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.replay.balance import Balancer, LayerLoad
@@ -63,6 +63,8 @@ class Engine:
         self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
         self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
         self.epoch = 0
+        self._held = self.hot  # by the slots: the placement, or what a prefill has kept since
+        self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
         self._timings: list[Timing | None] = []
         executed = np.flatnonzero(trace.phase != CACHED)
@@ -80,6 +82,7 @@ class Engine:
         moved = self._replan(step)
         rows = self._rows[step]
         time = self._run_rows(rows)
+        self._end_prefills(step)
         return StepRun(step, time, tuple(self._timings), moved, self.epoch != epoch)
 
     def _replan(self, step: int) -> int:
@@ -88,20 +91,33 @@ class Engine:
         self._ended = []
         if not alive:
             return 0
-        for r in alive:
+        scored = self._scored(step)
+        placement = self._place(scored)
+        moved = int(placement.moves_from(Placement(self._held)).sum())
+        self.clock.migrate(moved)
+        self.hot = self._held = placement.hot
+        self.epoch += 1
+        for request, score in scored:
+            request.bits = self.policy.assign(score, placement, self.loss, self.budget).bits
+        return moved
+
+    def _scored(self, step: int) -> list[tuple[RequestState, ImportanceScore]]:
+        """Requests that are still there in `step` and whose prefill has ended."""
+        return [(r, r.score) for r in self.requests if r.score is not None and r.last_step >= step]
+
+    def _place(self, scored: list[tuple[RequestState, ImportanceScore]]) -> Placement:
+        return self.policy.place([score for _, score in scored], Placement(self.hot), self.budget)
+
+    def _end_prefills(self, step: int) -> None:
+        """Score the prompts that ended in this step; of what it streamed, the slots keep what will be hot."""
+        self._held = self.hot
+        for r in self._ended:
             sequence = self.trace.sequences[r]
             stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, self.hot.shape[1])
             self.requests[r].score = self.policy.score(stats)
-        running = [r for r in self.requests if r.score is not None and r.last_step >= step]
-        scores = [r.score for r in running if r.score is not None]
-        placement = self.policy.place(scores, Placement(self.hot), self.budget)
-        moved = int(placement.moves_from(Placement(self.hot)).sum())
-        self.clock.migrate(moved)
-        self.hot = placement.hot
-        self.epoch += 1
-        for request, score in zip(running, scores, strict=True):
-            request.bits = self.policy.assign(score, placement, self.loss, self.budget).bits
-        return moved
+        if self._ended and self.setup.migration == "kept":
+            wanted = self._place(self._scored(step))
+            self._held = keep_streamed(self.hot, wanted, self._streamed, self.setup.hot_experts)
 
     def _run_rows(self, rows: NDArray[np.int64]) -> StepTime:
         """rows index the trace in recorded order."""
@@ -109,6 +125,7 @@ class Engine:
         owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
         ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
         decode = positions >= trace.prompt_len[owner]
+        self._streamed = np.zeros_like(self.hot)
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows))
         for layer in range(self.hot.shape[0]):
             here = self.hot[layer]
@@ -150,6 +167,7 @@ class Engine:
             timing = self._execute(layer, cold_rows[to_device], experts[to_device], owner)
         self._timings.append(timing)
         streamed = experts[~to_device]
+        self._streamed[layer, streamed] = True
         self.clock.end_layer(
             hot_pairs[hot_pairs > 0].tolist(),
             device_ps=0 if timing is None else timing.total_ps,

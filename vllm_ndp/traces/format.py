@@ -52,6 +52,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one activation element on the wire."""
     spill_bits: int = 0
     """Bits of hot experts that run on the device (replay/balance.py); 0 = none does, as in the paper."""
+    migration: str = "difference"
+    """kept: experts that the end of a prefill streamed did not move again."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,66 @@
+"""Experts that the end of a prefill streamed and that will be hot stay: same tokens, fewer reads of the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
+
+from vllm_ndp.integration import controller, streaming
+
+pytestmark = pytest.mark.vllm
+
+
+def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
+    """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
+    fills: list[tuple[int, int]] = []
+    fill = streaming.StagingStreamer.fill
+
+    def counted(self, layer, expert, w13, w2, slot):
+        fills.append((layer, expert))
+        fill(self, layer, expert, w13, w2, slot)
+
+    monkeypatch.setattr(streaming.StagingStreamer, "fill", counted)
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "migration": migration}
+    with engine(settings=settings, **options) as llm:
+        fills.clear()
+        tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
+        totals = llm.collective_rpc("ndp_totals")[0]
+        num_fills = len(fills)
+        assert_slots_hold_what_they_name()
+    monkeypatch.undo()
+    return tokens, totals, num_fills
+
+
+def assert_slots_hold_what_they_name() -> None:
+    """Every slot against its expert, packed anew from the checkpoint; and the slots against the placement."""
+    ours = controller.current_controller()
+    for layer in range(ours.pool_shape[0]):
+        slots = ours.slots(layer)
+        assert sorted(slots.expert_in) == np.flatnonzero(ours.planner.placement.hot[layer]).tolist()
+        for slot, expert in enumerate(slots.expert_in):
+            w13, w2 = slots.w13[slot : slot + 1].clone().zero_(), slots.w2[slot : slot + 1].clone().zero_()
+            slots.kernel.load(w13, w2, 0, ours.pool.expert(layer, expert))
+            assert w13.equal(slots.w13[slot : slot + 1])
+            assert w2.equal(slots.w2[slot : slot + 1])
+            assert slots.slot_list[expert] == slot == int(slots.slot_of[expert])
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=["one-chunk", "chunks"])
+def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeypatch, options):
+    kept, moved = (serve(migration, monkeypatch, **options) for migration in ("kept", "difference"))
+    assert kept[0] == moved[0]
+    assert kept[1]["kept_experts"] > 0 == moved[1]["kept_experts"]
+    assert kept[1]["migrated_experts"] + kept[1]["kept_experts"] == moved[1]["migrated_experts"]
+    assert kept[2] == moved[2] - kept[1]["kept_experts"]
+    assert kept[1]["simulated_ps"] < moved[1]["simulated_ps"]
+
+
+def test_slots_hold_the_placement_again_when_the_prompt_that_was_to_change_it_has_left(monkeypatch):
+    with engine(settings={"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS)}) as llm:
+        first = token_ids(greedy(llm, [PROMPTS[0]], 6))
+        assert greedy(llm, [PROMPTS[3]], 1)  # ends with its prefill, after it has kept experts
+        assert llm.collective_rpc("ndp_totals")[0]["prefills"] == 1
+        again = token_ids(greedy(llm, [PROMPTS[0]], 6))
+        assert_slots_hold_what_they_name()
+    assert first == again
