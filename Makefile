@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: demo test test-fast test-vllm check format setup clean
+.PHONY: demo test test-fast test-vllm check gate format setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -27,6 +27,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_rules.py
+
+# Ratios only, with a quarter of slack: times depend on the machine and its neighbours.
+gate: $(READY)
+	$(BIN)/python benchmarks/kernel_lowbit.py --tokens 1 --rounds 2 --gate
 
 format: $(READY)
 	$(BIN)/ruff format .

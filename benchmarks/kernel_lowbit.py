@@ -7,6 +7,9 @@ bandwidth take turns too; times are thread CPU time, the smallest of all calls, 
 call down. Beside every time stands its error against float64 over the same quantized weights (M = 1).
 
     python benchmarks/kernel_lowbit.py [--peers torch,vllm,ggml] [--bits 4,3,2,1] [--tokens 1,4,16,128] [--rounds 3]
+
+`--threads 2` adds what a second core brings (M = 1, wall time, in turns with one thread, so only on a quiet machine).
+`--gate` ends with exit code 1 where a ratio misses its target by more than a quarter; CI runs it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,14 @@ from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers
 
 FOOTPRINT_BYTES = 1.2e9
 STREAM_BYTES = 512 << 20
+# Required fractions of the limit at M = 1 by (mode, bits), and how much faster 2 bits are than 4, on paths with VNNI.
+TARGETS = {
+    **{("two_limb", bits): fraction for bits, fraction in {4: 0.85, 3: 0.65, 2: 0.74, 1: 0.50}.items()},
+    **{("a8", bits): fraction for bits, fraction in {4: 0.85, 3: 0.78, 2: 0.80, 1: 0.63}.items()},
+}
+TWO_OVER_FOUR = 1.75
+ERROR_LIMIT = 2e-4  # two limbs
+SLACK = 0.75  # of a target, on machines with neighbours
 MODES = ("two_limb", "a8")
 
 
@@ -181,6 +192,46 @@ def against_peers(results: list[dict[str, Any]], others: list[Contestant]) -> li
     return rows
 
 
+def second_core(bits: int, threads: int, rounds: int) -> dict[str, Any]:
+    """Wall time of one row with 1 and with `threads` threads, in turns over the same experts."""
+    rng = np.random.default_rng(bits)
+    expert = random_expert(rng, bits)
+    kernels = [NativeKernel(threads=count) for count in (1, threads)]
+    prepared = [kernels[1].prepare(copy_of(expert)) for _ in range(int(FOOTPRINT_BYTES // expert.nbytes) + 1)]
+    x = rng.standard_normal((1, HIDDEN)).astype(np.float32)
+    best = [float("inf"), float("inf")]
+    for index in range(8 * rounds):
+        for side, kernel in enumerate(kernels):
+            start = time.perf_counter()
+            compute(kernel, x, prepared[(2 * index + side) % len(prepared)])
+            best[side] = min(best[side], time.perf_counter() - start)
+    ms = [round(1e3 * seconds, 3) for seconds in best]
+    return {"bits": bits, "threads": threads, "ms_one": ms[0], "ms": ms[1], "speedup": round(best[0] / best[1], 2)}
+
+
+def shortfalls(isa: str, results: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each ratio below its target with slack."""
+    if isa not in ("amx", "avx512vnni"):
+        return []
+    ones = {(r["mode"], r["bits"]): r for r in results if r["tokens"] == 1}
+    wanted = [(f"{mode} {bits}-bit, fraction of the limit", ones[mode, bits]["fraction_of_limit"], TARGETS[mode, bits])
+              for mode, bits in ones]  # fmt: skip
+    if {("two_limb", 4), ("two_limb", 2)} <= set(ones):
+        ratio = ones["two_limb", 4]["ms"] / ones["two_limb", 2]["ms"]
+        wanted.append(("4-bit time over 2-bit time", round(ratio, 2), TWO_OVER_FOUR))
+    found = [
+        f"{what}: {came} came, {target} is the target, {SLACK * target:.2f} the gate"
+        for what, came, target in wanted
+        if came < SLACK * target
+    ]
+    found += [
+        f"two_limb {bits}-bit: error {row['rel_error']:.1e} is above {ERROR_LIMIT:.0e}"
+        for (mode, bits), row in ones.items()
+        if mode == "two_limb" and row["rel_error"] > ERROR_LIMIT
+    ]
+    return found
+
+
 def print_table(limit: float, results: list[dict[str, Any]], rivals: list[dict[str, Any]]) -> None:
     print(f"limit {limit / 1e9:.2f} GB/s (best read of {STREAM_BYTES >> 20} MiB in this run, one core)\n")
     print(f"{'':14}{'bits':>5}{'M':>5}{'ms':>10}{'floor':>8}{'x floor':>9}{'of limit':>10}{'error':>10}")
@@ -204,9 +255,13 @@ def main() -> int:
     parser.add_argument("--bits", type=numbers, default=[4, 3, 2, 1])
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 128])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="also measure one row with so many threads")
+    parser.add_argument("--gate", action="store_true", help="exit 1 where a ratio misses its target by a quarter")
     arguments = parser.parse_args()
-    if not set(arguments.bits) <= {1, 2, 3, 4} or min(arguments.tokens) < 1 or arguments.rounds < 1:
-        raise ConfigError("--bits must be among 1, 2, 3, 4, --tokens and --rounds at least 1")
+    if not set(arguments.bits) <= {1, 2, 3, 4} or min(*arguments.tokens, arguments.rounds, arguments.threads) < 1:
+        raise ConfigError("--bits must be among 1, 2, 3, 4; --tokens, --rounds and --threads at least 1")
+    if arguments.gate and 1 not in arguments.tokens:
+        raise ConfigError(f"--gate looks at one token, --tokens {arguments.tokens} has none: add 1")
     peers = load_peers(arguments.peers)
     stream = Stream(NativeKernel(threads=1))
     load_before = os.getloadavg()[0]
@@ -224,15 +279,25 @@ def main() -> int:
         row["fraction_of_limit"] = round(floor_ms / row["ms"], 3)
     rivals = against_peers(results, others)
     print_table(stream.bytes_per_s, results, rivals)
+    scaling = [second_core(b, arguments.threads, arguments.rounds) for b in arguments.bits if arguments.threads > 1]
+    for row in scaling:
+        print(f"{row['bits']} bits, {row['threads']} threads: {row['ms']} ms, {row['speedup']}x one thread (wall)")
+    isa = NativeKernel(threads=1).isa
+    missed = shortfalls(isa, results) if arguments.gate else []
+    for sentence in missed:
+        print(f"gate: {sentence}")
+    if arguments.gate:
+        print("gate: no targets on this path" if isa not in ("amx", "avx512vnni") else f"gate: {len(missed)} missed")
     summary = {
-        "isa": NativeKernel(threads=1).isa,
+        "isa": isa,
         "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
         "limit_gb_per_s": round(stream.bytes_per_s / 1e9, 2),
         "results": results,
+        "scaling": scaling,
         "peers": rivals,
     }
     print(json.dumps(summary))
-    return 0
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
