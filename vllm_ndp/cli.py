@@ -86,6 +86,6 @@ lab_commands(app)
 def main() -> None:
     try:
         app()
-    except NdpError as error:
+    except (NdpError, OSError) as error:  # OSError: a path that cannot be read or written, which it names
         print(f"vllm-ndp: {error}", file=sys.stderr)
         sys.exit(2)

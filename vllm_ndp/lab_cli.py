@@ -22,7 +22,7 @@ from ndp_device.calibration.build import default_cache_dir
 from ndp_device.calibration.loss_table import load_loss_table
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.plan import WIDTHS, Budget
 from vllm_ndp.planning.policies import PolicySettings, read_prior
 from vllm_ndp.replay.analysis import analyse, calibration_sensitivity
 from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare, popularity
@@ -48,6 +48,9 @@ HardwareOption = Annotated[str, typer.Option(help="Hardware preset.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Hardware override, e.g. array.pe_mode=fp16_dequant.")
 ]
+HotOption = Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")]
+AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.")]
+PriorOption = Annotated[Path | None, typer.Option(help=".npy of popularity, layers x experts.")]
 ReplicasOption = Annotated[Path | None, typer.Option(help="Replica directory whose loss table is used.")]
 
 
@@ -80,13 +83,13 @@ def trace_import(
 def trace_synth(
     out: Annotated[Path, typer.Option(help="Trace directory to write.")],
     model: Annotated[str, typer.Option(help="Public model shape.")] = "mixtral-8x7b",
-    requests: Annotated[int, typer.Option()] = 32,
-    prompt_len: Annotated[int, typer.Option()] = 256,
-    decode_len: Annotated[int, typer.Option()] = 256,
+    requests: Annotated[int, typer.Option(help="How many.")] = 32,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256,
+    decode_len: Annotated[int, typer.Option(help="Decode tokens of each.")] = 256,
     concentration: Annotated[float, typer.Option(help="Popularity: small is skewed, large is even.")] = 5.0,
     signal: Annotated[float, typer.Option(help="Request-level signal; 0 is the null.")] = 1.0,
     drift: Annotated[float, typer.Option(help="0..1, how far a request's taste turns by its end.")] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
 ) -> None:
     """Make a trace with known skew, request signal and drift."""
     settings = SyntheticSettings.of_shape(
@@ -130,8 +133,8 @@ def compare_command(
     model: ModelOption = "mixtral-8x7b",
     hardware: HardwareOption = "h100-ndp512",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
-    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
-    avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 2.0,
+    hot: HotOption = None,
+    avg_bits: AvgBitsOption = 2.0,
     bits: Annotated[str, typer.Option(help="How bits are chosen: importance, mse or uniform.")] = "importance",
     batch_rule: Annotated[str, typer.Option(help="sum, max, tokens or fairness.")] = "sum",
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False,
@@ -140,7 +143,7 @@ def compare_command(
     hysteresis: Annotated[
         float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
     ] = Placing.hysteresis,
-    prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
+    prior: PriorOption = None,
     prior_tokens: Annotated[float, typer.Option(help="Tokens the prior is worth.")] = PolicySettings.prior_tokens,
     replicas: ReplicasOption = None,
     set_: SetOption = None,
@@ -155,8 +158,8 @@ def compare_command(
         overrides=_overrides(set_),
         options=_options(option),
         affinity=affinity,
-        systems=tuple(SYSTEMS) if systems == "all" else tuple(systems.split(",")),
-        policies=ALL_POLICIES if policies == "all" else tuple(policies.split(",")),
+        systems=_names(systems, tuple(SYSTEMS)),
+        policies=_names(policies, ALL_POLICIES),
         batches=_integers(batch, "--batch"),
         num_hot=hot,
         avg_bits=avg_bits,
@@ -170,14 +173,13 @@ def compare_command(
     started = time.perf_counter()
     loss = None if replicas is None else _losses(recorded, replicas)
     result = compare(recorded, settings, prior=None if prior is None else read_prior(prior), loss=loss)
-    columns = list(result.rows[0].as_dict())
     table = Table(
         title=f"{model} on {hardware} ({result.config_hash}), {result.num_requests} requests; simulated times"
     )
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("system", "policy") else "right")
+    for name in result.rows[0].cells():
+        table.add_column(name, justify="left" if name in ("system", "policy") else "right")
     for row in result.rows:
-        table.add_row(*(_cell(value) for value in row.as_dict().values()))
+        table.add_row(*row.cells().values())
     Console(width=200).print(table)
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
@@ -186,7 +188,7 @@ def compare_command(
         print(f"  skipped {note}")
     if csv_file is not None:
         with csv_file.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
+            writer = csv.DictWriter(file, list(result.rows[0].as_dict()))
             writer.writeheader()
             writer.writerows(row.as_dict() for row in result.rows)
     _finish(
@@ -213,6 +215,10 @@ def reproduce_command(
     trace: Annotated[Path | None, typer.Option(help="paper, hobbit: also trace-driven figures.")] = None,
 ) -> None:
     """Published figures, ours and the assumptions, row by row."""
+    if physical and source != "cxl-expert":
+        raise ConfigError(f"--physical belongs to cxl-expert, got it with {source!r}: leave it out")
+    if trace is not None and source not in ("paper", "hobbit"):
+        raise ConfigError(f"--trace belongs to paper and hobbit, got it with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
     if source == "paper":
         result = reproduce_paper(recorded)
@@ -230,8 +236,8 @@ def reproduce_command(
 
 def analyze_command(
     trace: TraceOption,
-    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
-    prior: Annotated[Path | None, typer.Option(help=".npy popularity [layers, experts].")] = None,
+    hot: HotOption = None,
+    prior: PriorOption = None,
     prior_out: Annotated[Path | None, typer.Option(help="Write this trace's popularity here, for policies.")] = None,
     calibrations: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do losses and bits agree?")
@@ -275,6 +281,11 @@ def analyze_command(
         first, second = (_losses(recorded, path) for path in calibrations)
         agreement = calibration_sensitivity(recorded, first, second, Budget(result.num_hot, avg_bits))
         summary["calibration"] = dataclasses.asdict(agreement)
+        correlations = ", ".join(
+            f"{value:.3f} at {width} bit" for width, value in zip(WIDTHS, agreement.rank_correlation, strict=True)
+        )
+        changed = f"{100 * agreement.bits_changed:.1f} % of cold experts get other bits"
+        print(f"calibrations: rank correlation of losses {correlations}; {changed}")
     _finish({"trace": str(trace), **summary})
 
 
@@ -283,8 +294,8 @@ def report_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     model: ModelOption = "mixtral-8x7b",
     hardware: HardwareOption = "h100-ndp512",
-    hot: Annotated[int | None, typer.Option(help="Hot experts per layer; default half.")] = None,
-    avg_bits: Annotated[float, typer.Option(help="Average bits of cold experts.")] = 2.0,
+    hot: HotOption = None,
+    avg_bits: AvgBitsOption = 2.0,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated; figures show the first.")] = "1",
     replicas: ReplicasOption = None,
     set_: SetOption = None,
@@ -292,6 +303,8 @@ def report_command(
     steps: Annotated[int, typer.Option(help="Steps in the Perfetto file.")] = 64,
 ) -> None:
     """One self-contained page of pictures about a trace, and a timeline if asked for."""
+    if steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {steps}")
     recorded = Trace.load(trace)
     settings = CompareSettings(
         model=model,
@@ -388,10 +401,8 @@ def _integers(text: str, option: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} must be whole numbers separated by commas, got {text!r}") from None
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _names(text: str, every: tuple[str, ...]) -> tuple[str, ...]:
+    return every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _finish(result: dict[str, Any]) -> None:

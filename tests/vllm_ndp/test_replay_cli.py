@@ -28,7 +28,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
 
 def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
     done = run(
-        "compare", "--trace", TRACE, "--systems", "context_aware,monde", "--policies", "prefill,oracle",
+        "compare", "--trace", TRACE, "--systems", "context_aware, monde", "--policies", "prefill,oracle",
         "--batch", "1,4,64", "--csv", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
     )  # fmt: skip
     result = last_json(done)
@@ -39,6 +39,10 @@ def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
     assert [row["policy"] for row in rows] == [row["policy"] for row in result["rows"]]
     assert float(rows[0]["decode_tokens_per_s"]) == pytest.approx(result["rows"][0]["decode_tokens_per_s"])
     assert "context_aware" in done.stdout
+    assert "decode tokens/s" in done.stdout
+    assert float(rows[1]["over_paper"]) == pytest.approx(
+        float(rows[1]["decode_tokens_per_s"]) / float(rows[0]["decode_tokens_per_s"]) - 1
+    )
 
 
 def test_reproduce_paper_prints_rows_with_what_was_published():
@@ -85,7 +89,13 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", "--trace", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
         (["compare", "--trace", TRACE, "--batch", "one"], "whole numbers"),
         (["compare", "--trace", TRACE, "--hot", "9"], r"0..8"),
+        (["compare", "--trace", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
+        (["compare", "--trace", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"], "/nowhere/t.csv"),
+        (["analyze", "--trace", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
+        (["report", TRACE, "--steps", "-1"], "--steps must be at least 1"),
         (["reproduce", "nothing"], "paper, cxl-expert, hobbit, moepic"),
+        (["reproduce", "moepic", "--trace", TRACE], "--trace belongs to paper and hobbit"),
+        (["reproduce", "paper", "--physical"], "--physical belongs to cxl-expert"),
         (["replay", "--trace", TRACE], "live run"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
 from vllm_ndp.replay.costs import Costs, dims_of
-from vllm_ndp.replay.outcome import Outcome, summarise
-from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.outcome import Outcome, ratio_se, summarise
+from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, Placing
 from vllm_ndp.replay.systems.context_aware import few_moves
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
@@ -197,6 +198,12 @@ def test_a_summary_adds_layers_attention_and_head():
     ("system", "options", "says"),
     [
         ("monde", {"h_rounding": "up"}, "h_rounding"),
+        ("hobbit", {"t1": "much"}, "t1 must lie in 0..1, got 'much'"),
+        ("hobbit", {"t1": 1.5}, "t1 must lie in 0..1, got 1.5"),
+        ("hobbit", {"t1": 0.5, "t2": 0.4}, "t2 must lie in 0.5..1"),
+        ("hobbit", {"low_slots": -3}, r"low_slots must lie in 0..16"),
+        ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
+        ("hobbit", {"low_slots": 2.5}, "whole number"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
@@ -207,6 +214,43 @@ def test_a_summary_adds_layers_attention_and_head():
 def test_an_impossible_option_is_refused(system, options, says):
     with pytest.raises(ConfigError, match=says):
         run(system, options=options)
+
+
+def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():
+    assert set(OPTIONS) <= set(SYSTEMS)
+    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "t1": 0.5})
+    with pytest.raises(ConfigError, match=r"unknown option 'spill_bit': the chosen systems have spill_bits"):
+        CompareSettings(systems=("balanced",), options={"spill_bit": 2})
+    with pytest.raises(ConfigError, match="the chosen systems have none"):
+        CompareSettings(systems=("fiddler",), options={"theta": 0.5})
+
+
+@pytest.mark.parametrize("hysteresis", [-0.1, float("nan"), float("inf")])
+def test_an_impossible_hysteresis_is_refused(hysteresis):
+    with pytest.raises(ConfigError, match="hysteresis must be at least 0"):
+        run(migration="budgeted", hysteresis=hysteresis)
+
+
+def test_errors_are_those_of_leaving_one_group_out():
+    """Rates 10/1, 10/2, 10/4 s: leaving one out gives 20/6, 20/5, 20/3; their spread x (G - 1) / G, root of the sum."""
+    left = np.array([20 / 6, 20 / 5, 20 / 3])
+    expected = np.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
+    assert ratio_se(np.full(3, 10.0), np.array([1.0, 2.0, 4.0])) == pytest.approx(expected)
+    assert np.isnan(ratio_se(np.ones(1), np.ones(1)))
+
+
+def test_gains_over_the_paper_are_of_the_same_requests():
+    settings = CompareSettings(systems=("context_aware", "balanced", "monde"), policies=("prefill", "static"))
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
+    paper = next(row for row in rows if (row.system, row.policy) == ("context_aware", "prefill"))
+    assert (paper.over_paper, paper.over_paper_se) == (0.0, 0.0)
+    for row in rows:
+        assert row.over_paper == pytest.approx(row.decode_tokens_per_s / paper.decode_tokens_per_s - 1)
+    balanced = next(row for row in rows if row.policy == "prefill, spill 3")
+    apart = np.hypot(balanced.decode_tokens_per_s_se, paper.decode_tokens_per_s_se) / paper.decode_tokens_per_s
+    assert 0 < balanced.over_paper_se < apart
+    without = compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("monde",))).rows
+    assert all(np.isnan(row.over_paper) for row in without)
 
 
 def test_an_unknown_migration_is_refused():

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.planning.bitwidths import LossTable
@@ -19,8 +21,8 @@ from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs, dims_of
-from vllm_ndp.replay.outcome import Outcome, Summary, summarise
-from vllm_ndp.replay.systems import SYSTEMS, Placing, System, system_named
+from vllm_ndp.replay.outcome import Outcome, Summary, against, step_times, summarise
+from vllm_ndp.replay.systems import SYSTEMS, Placing, System, require_options, system_named
 from vllm_ndp.traces.trace import Trace
 
 ORACLE = "oracle"
@@ -61,6 +63,7 @@ class CompareSettings:
     def __post_init__(self) -> None:
         for name in self.systems:
             system_named(name)
+        require_options(self.options, self.systems)
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -114,7 +117,7 @@ def compare(
     )
     policies = {name: load_policy("prefill" if name == ORACLE else name, policy_settings) for name in settings.policies}
     rows, outcomes, skipped, seconds = [], [], [], []
-    for batch in settings.batches:
+    for batch in dict.fromkeys(settings.batches):
         if batch > len(trace.prompt_len):
             skipped.append(f"batch {batch}: only {len(trace.prompt_len)} requests to replay")
             continue
@@ -139,6 +142,16 @@ def compare(
             outcomes.append((outcome, batches))
     if not rows:
         raise TraceError(skipped[0])
+    decode_ps = [np.nansum(step_times(outcome, batches, costs), axis=1) for outcome, batches in outcomes]
+    paper = {
+        row.batch: times
+        for row, times in zip(rows, decode_ps, strict=True)
+        if (row.system, row.policy) == ("context_aware", "prefill")
+    }
+    rows = [
+        against(row, times, paper[row.batch]) if row.batch in paper else row
+        for row, times in zip(rows, decode_ps, strict=True)
+    ]
     return Comparison(rows, outcomes, seconds, skipped, costs.hardware.config_hash, len(trace.prompt_len))
 
 

@@ -6,13 +6,14 @@ accounts for the pair itself. Knows costs. Does not know why a pair runs where i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.outcome import Outcome, layer_factor
 
 NOWHERE = 255
 
@@ -67,6 +68,43 @@ def _grouped(
         for side in (width == 0, width > 0)
     )
     return gpu, dev
+
+
+def without_device(
+    system: str,
+    policy: str,
+    batches: Batches,
+    costs: Costs,
+    *,
+    moe_ps: NDArray[np.float64],
+    gpu_ps: NDArray[np.float64],
+    resident: NDArray[np.bool_],
+    fetched_experts: float,
+    hot_pairs: int,
+    cold_bits: float = 0.0,
+    cold_pairs: int = 0,
+    loss: float = 0.0,
+    notes: dict[str, Any] | None = None,
+) -> Outcome:
+    """Of a system whose experts run on the GPU or CPU. resident [L, E]: what the GPU holds while prompts run;
+    fetched_experts: whole ones that crossed the link during decode, in the trace's layers."""
+    g, _, d, layers, _ = batches.shape
+    return Outcome(
+        system=system,
+        policy=policy,
+        moe_ps=moe_ps,
+        device_ps=np.zeros((g, d, layers)),
+        gpu_ps=gpu_ps,
+        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
+        migration_ps=np.zeros(g),
+        migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        hot_pairs=hot_pairs,
+        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
+        cold_bits=cold_bits,
+        cold_pairs=cold_pairs,
+        loss=loss,
+        notes=notes or {},
+    )
 
 
 def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:

@@ -5,7 +5,7 @@ Knows arrays and averages. Does not know how a system works.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,8 @@ class Summary:
     policy: str
     batch: int
     decode_tokens_per_s: float
+    decode_tokens_per_s_se: float
+    """Standard error over groups of requests (jackknife); NaN for one group."""
     ttft_ms: float
     tpot_p50_ms: float
     tpot_p99_ms: float
@@ -59,12 +61,50 @@ class Summary:
     device_busy: float
     avg_bits: float
     loss: float
+    over_paper: float = float("nan")
+    """How much faster decode is than under the paper's system and policy at this batch: 0.2 = 20 %."""
+    over_paper_se: float = float("nan")
+    """Of the same groups side by side (jackknife)."""
+
+    def cells(self) -> dict[str, str]:
+        """Heading -> text, for tables that people read; what does not apply is a dash."""
+        over, error = 100 * self.over_paper, 100 * self.over_paper_se
+        return {
+            "system": self.system,
+            "policy": self.policy,
+            "batch": str(self.batch),
+            "decode tokens/s": _with_error(self.decode_tokens_per_s, self.decode_tokens_per_s_se),
+            "over the paper %": f"{over:+.1f}" + (f" ± {error:.1f}" if np.isfinite(error) else "")
+            if np.isfinite(over)
+            else "-",
+            "TTFT ms": _text(self.ttft_ms),
+            "TPOT p50 ms": _text(self.tpot_p50_ms),
+            "p99 ms": _text(self.tpot_p99_ms),
+            "MoE ms/layer": _text(self.moe_ms_per_layer),
+            "hit mass": _text(self.hit_mass, 3),
+            "moved GB": _text(self.migrated_gb),
+            "NDP busy %": _text(100 * self.device_busy, 3),
+            "bits": _text(self.avg_bits, 3),
+            "loss": _text(self.loss, 3),
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return {
             name: (None if isinstance(value, float) and not np.isfinite(value) else value)
             for name, value in vars(self).items()
         }
+
+
+def _text(value: float, digits: int = 4) -> str:
+    if not np.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def _with_error(value: float, error: float) -> str:
+    if not np.isfinite(error):
+        return _text(value)
+    return f"{_text(value)} ± " + (f"{error:.2g}" if error > 1e-9 * abs(value) else "0")
 
 
 def layer_factor(batches: Batches, costs: Costs) -> float:
@@ -101,12 +141,14 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
     # A request's first token comes when its group's prompts before it, and its own, are done, and the hot set moved.
     first_token = np.cumsum(outcome.prefill_ps, axis=1) + outcome.migration_ps[:, None]
     per_row = np.repeat(steps[running], batches.rows[running])  # every row of a step waits for the whole step
+    tokens, seconds = batches.valid.sum(axis=(1, 2)), np.nansum(steps, axis=1) / PS_PER_S
     busy = layer_factor(batches, costs) * float(outcome.device_ps[running].sum()) / PS_PER_S
     return Summary(
         system=outcome.system,
         policy=outcome.policy,
         batch=batches.shape[1],
         decode_tokens_per_s=float(batches.valid.sum()) / decode_s,
+        decode_tokens_per_s_se=ratio_se(tokens, seconds),
         ttft_ms=float(first_token.mean()) / 1e9,
         tpot_p50_ms=float(np.percentile(per_row, 50)) / 1e9,
         tpot_p99_ms=float(np.percentile(per_row, 99)) / 1e9,
@@ -117,3 +159,17 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
         avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
         loss=outcome.loss,
     )
+
+
+def against(row: Summary, own: NDArray[np.float64], reference: NDArray[np.float64]) -> Summary:
+    """The row with its decode time [G] set against that of the paper's system on the same groups."""
+    return replace(row, over_paper=float(reference.sum() / own.sum()) - 1, over_paper_se=ratio_se(reference, own))
+
+
+def ratio_se(numerator: NDArray[Any], denominator: NDArray[np.float64]) -> float:
+    """Jackknife standard error of sum / sum over groups, one left out at a time."""
+    groups = len(numerator)
+    if groups < 2:
+        return float("nan")
+    left = (numerator.sum() - numerator) / (denominator.sum() - denominator)
+    return float(np.sqrt((groups - 1) * np.mean((left - left.mean()) ** 2)))

@@ -62,7 +62,7 @@ template <class Key>
 bool among_highest(int64_t expert, int64_t num_experts, int64_t most, const Key& key) {
     const double own = key(expert);
     int64_t above = 0;
-    for (int64_t other = 0; other < num_experts; ++other) {
+    for (int64_t other = 0; other < num_experts && above < most; ++other) {
         const double theirs = key(other);
         above += theirs > own || (theirs == own && other < expert);
     }
@@ -82,12 +82,13 @@ void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t sl
         }
     }
     if (lane.held.size() > places) {
-        ranked.clear();
-        for (int64_t e : lane.held) ranked.emplace_back(-(key(e) + (in_use[e] ? kInUse : 0.0)), e);
-        std::nth_element(ranked.begin(), ranked.begin() + places, ranked.end());
-        for (size_t i = places; i < ranked.size(); ++i) lane.cached[ranked[i].second] = 0;
-        lane.held.resize(places);
-        for (size_t i = 0; i < places; ++i) lane.held[i] = ranked[i].second;
+        ranked.clear();  // lowest first; of equal ones the higher id leaves
+        for (int64_t e : lane.held) ranked.emplace_back(key(e) + (in_use[e] ? kInUse : 0.0), -e);
+        const auto stay = ranked.begin() + (ranked.size() - places);
+        std::partial_sort(ranked.begin(), stay, ranked.end());
+        for (auto leaving = ranked.begin(); leaving != stay; ++leaving) lane.cached[-leaving->second] = 0;
+        const auto gone = [&](int64_t e) { return !lane.cached[e]; };
+        lane.held.erase(std::remove_if(lane.held.begin(), lane.held.end(), gone), lane.held.end());
     }
     for (size_t s = 0; s < slots; ++s)
         if (rows[s]) in_use[experts[s]] = 0;

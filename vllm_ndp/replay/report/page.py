@@ -319,15 +319,8 @@ def _latency_cdf(comparison: Comparison, costs: Costs) -> str:
 
 
 def _table(rows: list[Summary]) -> str:
-    names = list(rows[0].as_dict())
-    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
-    lines = []
-    for row in rows:
-        cells = (
-            "-" if value is None else number(value) if isinstance(value, float) else escape(str(value))
-            for value in row.as_dict().values()
-        )
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0].cells())
+    lines = ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells().values()) + "</tr>" for row in rows]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 

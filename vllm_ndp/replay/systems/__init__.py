@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.replay.systems.adaptive import ADAPTIVE
@@ -33,6 +34,25 @@ SYSTEMS: dict[str, System] = {
     )
 }
 
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "balanced": ("spill_bits",),
+    "adaptive": ("frequency", "memory_tokens"),
+    "monde": ("h_rounding",),
+    "hobbit": ("t1", "t2", "low_slots"),
+    "gpu_on_demand": ("cache",),
+    "moepic": ("theta",),
+}
+"""What `Placing.options` may name, by system."""
+
+
+def require_options(names: Iterable[str], systems: Iterable[str]) -> None:
+    """Raises ConfigError for an option that none of the systems has."""
+    known = {option: system for system in systems for option in OPTIONS.get(system, ())}
+    for name in names:
+        if name not in known:
+            listed = ", ".join(f"{option} ({system})" for option, system in known.items()) or "none"
+            raise ConfigError(f"unknown option {name!r}: the chosen systems have {listed}")
+
 
 def system_named(name: str) -> System:
     if name not in SYSTEMS:
@@ -41,4 +61,4 @@ def system_named(name: str) -> System:
     return SYSTEMS[name]
 
 
-__all__ = ["SYSTEMS", "Placing", "System", "system_named"]
+__all__ = ["OPTIONS", "SYSTEMS", "Placing", "System", "require_options", "system_named"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
 from vllm_ndp.replay._lanes import follow
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
@@ -25,12 +24,8 @@ MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    frequency = str(placing.options.get("frequency", "decayed"))
-    if frequency not in MEMORY_TOKENS:
-        raise ConfigError(f"frequency must be one of {', '.join(MEMORY_TOKENS)}, got {frequency!r}")
-    memory = float(placing.options.get("memory_tokens", MEMORY_TOKENS[frequency]))
-    if memory < 1:
-        raise ConfigError(f"memory_tokens must be at least 1, got {memory}")
+    frequency = placing.word("frequency", "decayed", tuple(MEMORY_TOKENS))
+    memory = placing.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
     g = batches.shape[0]
     hot, before, bits = plan_groups(batches, placing)
     # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.

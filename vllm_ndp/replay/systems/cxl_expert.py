@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ndp_device.model_shape import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import PS_PER_S, Outcome, layer_factor
+from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.outcome import PS_PER_S, Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
@@ -34,7 +35,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     cold_ps = cpu.experts_ps(costs, b, costs.dims.expert_bytes * COLD_BITS / 16, cpu.cxl_bytes_per_s)
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
-    loaded = gpu_pairs = cold_pairs = 0
+    loaded = gpu_pairs = warm_pairs = cold_pairs = 0
     for part in batches.loads.chunks():
         rows, tier = batches.loads.rows[:, part], batches.loads.look_up(tiers, part)
         is_hot = tier == HOT
@@ -53,20 +54,21 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         on_host = np.arange(missing.shape[3]) >= chosen
         loaded += int(chosen.sum())
         gpu_pairs += int(np.where(is_hot, rows, 0).sum() + missing[~on_host].sum())
+        warm_pairs += int(missing[on_host & is_warm].sum())
         cold_pairs += int(missing[on_host & ~is_warm].sum())
-    return Outcome(
-        system="cxl_expert",
-        policy="adaptive threshold",
+    return without_device(
+        "cxl_expert",
+        "adaptive threshold",
+        batches,
+        costs,
         moe_ps=moe,
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=gpu_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(hot, (g, *hot.shape)), costs),
-        migration_ps=np.zeros(g),
-        migrated_bytes=loaded * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        resident=hot,
+        fetched_experts=loaded,
         hot_pairs=gpu_pairs,
-        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
-        cold_bits=float(COLD_BITS * cold_pairs),
-        cold_pairs=cold_pairs,
+        cold_bits=float(COLD_BITS * cold_pairs + FULL_PRECISION_BITS * warm_pairs),
+        cold_pairs=cold_pairs + warm_pairs,
+        loss=float("nan"),
     )
 
 

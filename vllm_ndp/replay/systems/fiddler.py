@@ -9,8 +9,8 @@ import numpy as np
 
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
@@ -38,20 +38,18 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         fetched += int(copied.sum())
         hit_pairs += int(hits.sum())
         cpu_pairs += int(misses[on_host].sum())
-    return Outcome(
-        system="fiddler",
-        policy="static",
+    return without_device(
+        "fiddler",
+        "static",
+        batches,
+        costs,
         moe_ps=moe,
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=gpu_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
-        migration_ps=np.zeros(g),
-        migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        resident=resident,
+        fetched_experts=fetched,
         hot_pairs=hit_pairs,
-        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
         cold_bits=16.0 * cpu_pairs,
         cold_pairs=cpu_pairs,
-        loss=0.0,
     )
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.timing.units import ceil_div
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor, time_before
+from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
@@ -41,14 +42,16 @@ def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = 
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    t1, t2 = float(placing.options.get("t1", T1)), float(placing.options.get("t2", T2))
-    g, b, d, layers, _ = batches.shape
-    low_slots = int(placing.options.get("low_slots", min(placing.budget.num_hot, 1) * 16 // LOW_BITS))
-    high_slots = max(placing.budget.num_hot - -(-low_slots * LOW_BITS // 16), 0)
-    high_start = np.broadcast_to(popular_placement(placing.prior, high_slots), (g, layers, batches.num_experts))
+    t1 = placing.number("t1", T1, 0.0, 1.0)
+    t2 = placing.number("t2", max(T2, t1), t1, 1.0)
+    per_place = 16 // LOW_BITS
+    places = placing.budget.num_hot
+    low_slots = placing.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
+    high_slots = places - ceil_div(low_slots, per_place)
+    high_start = popular_placement(placing.prior, high_slots)
     both = popular_placement(placing.prior, min(high_slots + low_slots, batches.num_experts))
-    low_start = np.broadcast_to(both & ~high_start[0], high_start.shape)
-    loads, gpu = batches.loads, costs.gpu_experts_ps(b)
+    low_start = both & ~high_start
+    loads, gpu = batches.loads, costs.gpu_experts_ps(batches.shape[1])
     classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)
     high, low = loads.count(classes == HIGH), loads.count(classes == LOW)
     low[high > 0] = 0  # an expert that some row needs in high precision serves all rows
@@ -60,23 +63,22 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     low_bytes = costs.dims.expert_bytes * LOW_BITS // 16
     fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
     hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))
-    moved_bytes = float(high_misses.sum()) * costs.dims.expert_bytes + float(low_misses.sum()) * low_bytes
     executed = np.broadcast_to(batches.pairs, batches.ids.shape)
     mix = [float((classes[executed] == kind).mean()) for kind in (HIGH, LOW, SKIP)]
     low_pairs = int((classes[executed] == LOW).sum())
-    return Outcome(
-        system="hobbit",
-        policy=f"T1 {t1:g} T2 {t2:g}",
+    return without_device(
+        "hobbit",
+        f"T1 {t1:g} T2 {t2:g}",
+        batches,
+        costs,
         moe_ps=fetch - hidden + compute,
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=compute,
-        prefill_ps=run_prompts(batches, high_start, costs),
-        migration_ps=np.zeros(g),
-        migrated_bytes=moved_bytes * layer_factor(batches, costs),
+        resident=high_start,
+        fetched_experts=float(high_misses.sum()) + float(low_misses.sum()) * low_bytes / costs.dims.expert_bytes,
         hot_pairs=int(high[high_hit].sum() + low[low_hit].sum() + low[(low > 0) & there].sum()),
-        total_pairs=int(executed.sum()),
         cold_bits=float(LOW_BITS * low_pairs),
         cold_pairs=low_pairs,
+        loss=float("nan"),
         notes={
             "high": mix[HIGH],
             "low": mix[LOW],

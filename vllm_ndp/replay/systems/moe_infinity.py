@@ -10,8 +10,8 @@ import numpy as np
 
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor, time_before
+from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
@@ -19,10 +19,9 @@ PRIOR_TOKENS = 16.0  # [O] how many tokens the earlier sequences are worth
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    g, b, d, layers, k = batches.shape
-    shape = (g, layers, batches.num_experts)
+    _, b, _, _, k = batches.shape
     expected = Priority("expected", PRIOR_TOKENS * k * placing.prior.values)
-    start = np.broadcast_to(popular_placement(placing.prior, placing.budget.num_hot), shape)
+    start = popular_placement(placing.prior, placing.budget.num_hot)
     # The prompt belongs to the sequence.
     prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
     hit, predicted, _ = visits(batches.loads, start, placing.budget.num_hot, expected, frequency=prompts, predict=k * b)
@@ -31,20 +30,16 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     misses, early = ((rows > 0) & ~hit).sum(axis=3), predicted.sum(axis=3)
     waiting = np.maximum(early * costs.fetch_ps() - time_before(compute, batches, costs), 0)
     fetched = int(misses.sum())
-    return Outcome(
-        system="moe_infinity",
-        policy="activation-aware",
+    return without_device(
+        "moe_infinity",
+        "activation-aware",
+        batches,
+        costs,
         moe_ps=waiting + (misses - early) * costs.fetch_ps() + compute,
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=compute,
-        prefill_ps=run_prompts(batches, start, costs),
-        migration_ps=np.zeros(g),
-        migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        resident=start,
+        fetched_experts=fetched,
         hot_pairs=int(rows[hit].sum()),
-        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
-        cold_bits=0.0,
-        cold_pairs=0,
-        loss=0.0,
         notes={"misses_predicted": int(early.sum()) / max(fetched, 1)},
     )
 

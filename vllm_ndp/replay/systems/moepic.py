@@ -12,11 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor, time_before
+from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import lcp, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
 
@@ -65,17 +64,12 @@ def solve(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(theta [L], experts' bytes [L]) of least expected time; budget is the average per layer."""
     num_experts, layers = rates.shape[0] - 1, rates.shape[1]
-    sizes = np.arange(0, num_experts + 1)
-
-    def expected(layer: int, size: int) -> tuple[float, float]:
-        tops = np.array([num_tops(size, theta, num_experts) for theta in THETAS])
-        hit = rates[tops, layer] * used
-        times = layer_ps(hit, used - hit, THETAS, fetch_ps, np.full(len(THETAS), compute_ps), window_ps)
-        best = int(times.argmin())
-        return float(times[best]), float(THETAS[best])
-
-    table = np.array([[expected(layer, int(size)) for size in sizes] for layer in range(layers)])  # [L, sizes, 2]
-    time = table[:, :, 0]
+    tops = np.array([[num_tops(size, theta, num_experts) for theta in THETAS] for size in range(num_experts + 1)])
+    hit = rates[tops] * used  # [sizes, thetas, L]
+    theta = THETAS[:, None]
+    times = layer_ps(hit, used - hit, theta, fetch_ps, np.full(theta.shape, compute_ps), window_ps)
+    best = THETAS[times.argmin(axis=1)].T  # [L, sizes]
+    time = times.min(axis=1).T
     share = np.full(layers, int(budget))
     share[: round(budget * layers) - int(budget) * layers] += 1
     while True:
@@ -88,20 +82,18 @@ def solve(
             break
         share[to] += 1
         share[source] -= 1
-    return table[np.arange(layers), share, 1], share.astype(np.float64)
+    return best[np.arange(layers), share], share.astype(np.float64)
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    g, b, d, layers, k = batches.shape
+    _, b, _, layers, k = batches.shape
     gpu, fetch = costs.gpu_experts_ps(b), float(costs.fetch_ps())
     attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
     window = attention + float(gpu[1]) * min(k * b, batches.num_experts)
     rows = batches.loads.rows
     used = float((rows > 0).sum(axis=3).mean())
     if "theta" in placing.options:
-        theta = np.full(layers, float(placing.options["theta"]))
-        if not 0 <= theta[0] <= 1:
-            raise ConfigError(f"theta must lie in 0..1, got {theta[0]}")
+        theta = np.full(layers, placing.number("theta", 0.0, 0.0, 1.0))
         share = np.full(layers, float(placing.budget.num_hot))
     else:
         rates = hit_rates(batches, placing)
@@ -112,21 +104,16 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     hits = hit.sum(axis=3).astype(np.float64)
     misses = (rows > 0).sum(axis=3) - hits
     compute = gpu[rows].sum(axis=3)
-    fetched = float((hits * (1 - theta) + misses).sum())
-    return Outcome(
-        system="moepic",
-        policy="theta " + "/".join(f"{value:g}" for value in np.unique(theta)),
+    return without_device(
+        "moepic",
+        "theta " + "/".join(f"{value:g}" for value in np.unique(theta)),
+        batches,
+        costs,
         moe_ps=layer_ps(hits, misses, theta, fetch, compute, time_before(compute, batches, costs)),
-        device_ps=np.zeros((g, d, layers)),
         gpu_ps=compute,
-        prefill_ps=run_prompts(batches, np.zeros((g, layers, batches.num_experts), np.bool_), costs),
-        migration_ps=np.zeros(g),
-        migrated_bytes=fetched * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        resident=np.zeros((layers, batches.num_experts), np.bool_),
+        fetched_experts=float((hits * (1 - theta) + misses).sum()),
         hot_pairs=int(rows[hit].sum()),
-        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
-        cold_bits=0.0,
-        cold_pairs=0,
-        loss=0.0,
         notes={"theta": theta.tolist(), "budget_experts": share.tolist(), "tops": tops},
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError
 from ndp_device.model_shape import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
@@ -34,9 +33,7 @@ def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    rounding = str(placing.options.get("h_rounding", "cost"))
-    if rounding not in ROUNDINGS:
-        raise ConfigError(f"h_rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
+    rounding = placing.word("h_rounding", "cost", ROUNDINGS)
     g, b, d, layers, _ = batches.shape
     device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
     fetch, share = costs.fetch_ps(), moved_share(costs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -43,10 +44,29 @@ class Placing:
     def __post_init__(self) -> None:
         if self.migration not in MIGRATIONS:
             raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
-        if self.migration_budget < 0 or self.hysteresis < 0:
+        if self.migration_budget < 0 or not 0 <= self.hysteresis < math.inf:
             raise ConfigError(
-                f"migration_budget and hysteresis must be at least 0, got {self.migration_budget}, {self.hysteresis}"
+                f"moves per layer and hysteresis must be at least 0, got {self.migration_budget} and {self.hysteresis}"
             )
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """An option in low..high. Raises ConfigError for anything else."""
+        value = self.options.get(name, default)
+        if isinstance(value, str) or not low <= value <= high:
+            raise ConfigError(f"{name} must lie in {low:g}..{high:g}, got {value!r}")
+        return value
+
+    def whole(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.number(name, default, low, high)
+        if value != int(value):
+            raise ConfigError(f"{name} must be a whole number, got {value}")
+        return int(value)
+
+    def word(self, name: str, default: str, known: tuple[str, ...]) -> str:
+        value = self.options.get(name, default)
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        return str(value)
 
     @property
     def policy_name(self) -> str:
