@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, layer_factor
 
 NOWHERE = 255
@@ -39,12 +40,12 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Spli
     on_device = (widths > 0) & (widths < NOWHERE)
     if b == 1:  # a row never chooses an expert twice: every pair is an expert of its own
         cost = by_width[:, 1][widths[:, 0]]
-        gpu = np.where(widths[:, 0] == 0, cost, 0.0).sum(axis=3)
-        dev = np.where(on_device[:, 0], cost, 0.0).sum(axis=3)
+        gpu = add_up(np.where(widths[:, 0] == 0, cost, 0.0))
+        dev = add_up(np.where(on_device[:, 0], cost, 0.0))
     else:
         gpu, dev = _grouped(batches, widths, by_width)
-    pairs = on_device.sum(axis=(1, 4))
-    rows = on_device.any(axis=4).sum(axis=1)
+    per_row = add_up(on_device)
+    pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
     dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
     return Split(gpu, dev)
 

@@ -13,6 +13,7 @@ from ndp_device.model_shape import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import PS_PER_S, Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -44,7 +45,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         is_warm = np.take_along_axis(tier == WARM, order, axis=3)
         host = np.where(is_warm, warm_ps[missing], cold_ps[missing])
         zero = np.zeros((*rows.shape[:3], 1))
-        here = gpu[np.where(is_hot, rows, 0)].sum(axis=3)[..., None]
+        here = add_up(gpu[np.where(is_hot, rows, 0)])[..., None]
         copies = np.concatenate([zero, np.cumsum(np.where(missing > 0, fetch + gpu[missing], 0.0), axis=3)], axis=3)
         rest = np.concatenate([host[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)
         total = np.maximum(here + copies, rest)

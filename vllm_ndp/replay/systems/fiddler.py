@@ -10,6 +10,7 @@ import numpy as np
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -32,8 +33,8 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         hits, misses = np.where(here, rows, 0), np.where(here, 0, rows)
         on_host = (misses > 0) & (on_cpu[misses] + hop[misses] <= fetch + gpu[misses])
         copied = (misses > 0) & ~on_host
-        gpu_ps[:, part] = gpu[hits].sum(axis=3) + np.where(copied, fetch + gpu[misses], 0.0).sum(axis=3)
-        cpu_ps = np.where(on_host, on_cpu[misses] + hop[misses], 0.0).sum(axis=3)
+        gpu_ps[:, part] = add_up(gpu[hits]) + add_up(np.where(copied, fetch + gpu[misses], 0.0))
+        cpu_ps = add_up(np.where(on_host, on_cpu[misses] + hop[misses], 0.0))
         moe[:, part] = np.maximum(gpu_ps[:, part], cpu_ps)
         fetched += int(copied.sum())
         hit_pairs += int(hits.sum())

@@ -10,6 +10,7 @@ import numpy as np
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -23,9 +24,9 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
     missing = (rows > 0) & ~hit
     compute = costs.gpu_experts_ps(batches.shape[1])[rows]
-    on_gpu = compute.sum(axis=3)
+    on_gpu = add_up(compute)
     # Copies come one after the other while earlier experts compute; the last one computes after its copy.
-    waiting = missing.sum(axis=3) * costs.fetch_ps() + np.where(missing, compute, 0.0).max(axis=3)
+    waiting = add_up(missing) * costs.fetch_ps() + np.where(missing, compute, 0.0).max(axis=3)
     return without_device(
         "gpu_on_demand",
         "no cache" if kind == "none" else kind,

@@ -15,6 +15,7 @@ from ndp_device.timing.units import ceil_div
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -30,13 +31,13 @@ HIGH, LOW, SKIP = 0, 1, 2
 
 def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = T2) -> NDArray[np.uint8]:
     """[..., k] of HIGH, LOW, SKIP from gate weights in any order of choices."""
-    gates = weights.astype(np.float64)
-    index = np.arange(weights.shape[-1])
+    gates = [weights[..., choice].astype(np.float64) for choice in range(weights.shape[-1])]
     before = np.zeros(weights.shape)
-    for j in index.tolist():
-        other = gates[..., j : j + 1]
-        before += np.where((other > gates) | ((other == gates) & (j < index)), other, 0.0)
-    before /= np.maximum(gates.sum(axis=-1, keepdims=True), 1e-12)
+    for i, own in enumerate(gates):
+        for j, other in enumerate(gates):
+            if j != i:  # of equal gates the first choice comes first
+                before[..., i] += np.where(other >= own if j < i else other > own, other, 0.0)
+    before /= np.maximum(sum(gates), 1e-12)[..., None]
     classes: NDArray[np.uint8] = np.where(before <= t1, HIGH, np.where(before <= t2, LOW, SKIP)).astype(np.uint8)
     return classes
 
@@ -58,8 +59,8 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     high_hit, _, there = visits(loads.with_rows(high), high_start, high_slots, PRIORITY)
     wanted = (low > 0) & ~there
     low_hit = visits(loads.with_rows(np.where(wanted, low, 0)), low_start, low_slots, PRIORITY).hit
-    high_misses, low_misses = ((high > 0) & ~high_hit).sum(axis=3), (wanted & ~low_hit).sum(axis=3)
-    compute = (gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low])).sum(axis=3)
+    high_misses, low_misses = add_up((high > 0) & ~high_hit), add_up(wanted & ~low_hit)
+    compute = add_up(gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low]))
     low_bytes = costs.dims.expert_bytes * LOW_BITS // 16
     fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
     hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -26,8 +27,8 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
     hit, predicted, _ = visits(batches.loads, start, placing.budget.num_hot, expected, frequency=prompts, predict=k * b)
     rows = batches.loads.rows
-    compute = costs.gpu_experts_ps(b)[rows].sum(axis=3)
-    misses, early = ((rows > 0) & ~hit).sum(axis=3), predicted.sum(axis=3)
+    compute = add_up(costs.gpu_experts_ps(b)[rows])
+    misses, early = add_up((rows > 0) & ~hit), add_up(predicted)
     waiting = np.maximum(early * costs.fetch_ps() - time_before(compute, batches, costs), 0)
     fetched = int(misses.sum())
     return without_device(

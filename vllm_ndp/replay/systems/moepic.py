@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
+from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import lcp, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
@@ -91,7 +92,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
     window = attention + float(gpu[1]) * min(k * b, batches.num_experts)
     rows = batches.loads.rows
-    used = float((rows > 0).sum(axis=3).mean())
+    used = float(add_up(rows > 0).mean())
     if "theta" in placing.options:
         theta = np.full(layers, placing.number("theta", 0.0, 0.0, 1.0))
         share = np.full(layers, float(placing.budget.num_hot))
@@ -101,9 +102,9 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     tops = [num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)]
     start = np.stack([popular_placement(placing.prior, count)[layer] for layer, count in enumerate(tops)])
     hit = visits(batches.loads, start, np.array(tops), lcp(RHO, OMEGA)).hit
-    hits = hit.sum(axis=3).astype(np.float64)
-    misses = (rows > 0).sum(axis=3) - hits
-    compute = gpu[rows].sum(axis=3)
+    hits = add_up(hit).astype(np.float64)
+    misses = add_up(rows > 0) - hits
+    compute = add_up(gpu[rows])
     return without_device(
         "moepic",
         "theta " + "/".join(f"{value:g}" for value in np.unique(theta)),
