@@ -5,6 +5,8 @@ Knows nothing of the protocol: device_client.py speaks to it as to any other dev
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -20,13 +22,15 @@ from pathlib import Path
 from ndp_device.errors import DeviceUnavailable
 
 MAX_LOG_BYTES = 1 << 20
+_PREFIX, _OWNER = "ndp-", "owner"
 RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
 
 
 class DeviceProcess:
     """Made by `spawn`. `respawn` starts a new one on the same address after it died."""
 
-    def __init__(self, directory: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, directory: Path, lock: int, arguments: Sequence[str]) -> None:
+        """lock: an open descriptor that is closed, and its lock given up, when the directory is removed."""
         self.directory = directory
         self.address = f"ipc://{directory / 'device'}"
         self.log_path = directory / "device.log"
@@ -38,7 +42,7 @@ class DeviceProcess:
         ]
         self._next_spawn_s, self._respawn_s = 0.0, RESPAWN_FIRST_S
         self._process = self._start()
-        self._finalizer = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, _release, directory, lock)
 
     @classmethod
     def spawn(
@@ -65,7 +69,7 @@ class DeviceProcess:
             arguments += ["--cores", ",".join(map(str, cores))]
         for key, override in (hardware_overrides or {}).items():
             arguments += ["--set", f"{key}={override}"]
-        device = cls(_private_directory(), [*arguments, *extra_arguments])
+        device = cls(*_private_directory(), [*arguments, *extra_arguments])
         try:
             device.wait_until_ready(ready_timeout_s)
         except BaseException:
@@ -150,8 +154,33 @@ class DeviceProcess:
             self._process.stdout.close()
 
 
-def _private_directory() -> Path:
-    """A new directory with mode 0700, where sockets belong if the system says so."""
+def _private_directory() -> tuple[Path, int]:
+    """A new directory with mode 0700, where sockets belong if the system says so; and the lock that says it is ours."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = bool(runtime) and os.access(runtime, os.W_OK | os.X_OK)
-    return Path(tempfile.mkdtemp(prefix="ndp-", dir=runtime if usable else None))
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runtime if usable else None))
+    _remove_abandoned(directory.parent)
+    unnamed = directory / f"{_OWNER}.new"
+    lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unnamed.rename(directory / _OWNER)  # nobody ever sees it unlocked
+    return directory, lock
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Directories of hosts that were killed together with their device: nobody holds their lock."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if directory.lstat().st_uid != os.geteuid():
+                continue
+            lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _release(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)

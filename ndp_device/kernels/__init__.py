@@ -14,13 +14,15 @@ KernelName = Literal["auto", "reference", "native"]
 
 
 def load_kernel(name: str = "auto") -> Kernel:
-    """The named kernel; "auto" is the native one where it is installed, else the reference."""
+    """The named kernel; "auto" is the native one. Raises ConfigError where it was not built."""
     if name not in get_args(KernelName):
         raise ConfigError(f"kernel must be one of {', '.join(get_args(KernelName))}, got {name!r}")
-    has_native = importlib.util.find_spec("ndp_device.kernels._native") is not None
-    if name == "native" and not has_native:
-        raise ConfigError("the native kernel is not part of this installation: choose kernel 'reference'")
-    if name == "reference" or not has_native:
+    if name == "reference":
         return ReferenceKernel()
+    if importlib.util.find_spec("ndp_device.kernels._native") is None:
+        raise ConfigError(
+            f"kernel {name!r} needs the native kernel, which is not part of this installation: install again with a "
+            "C++17 compiler, or ask for 'reference', a slow check in numpy"
+        )
     kernel: Kernel = importlib.import_module("ndp_device.kernels.native").NativeKernel()
     return kernel

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from device_cases import MODEL, full_plan, make_calls
 from ndp_device.carrier import MAX_CHANNELS
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.model_shape import model_digest
+from vllm_ndp import device_process
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
 
 CALLS = make_calls()
@@ -302,3 +304,34 @@ def test_reconnections_free_the_memory_of_the_connections_before(rig: Rig) -> No
         in_memory += rig.client.uses_slots
     assert in_memory > 30
     assert device.num_fds() < before + 2 * MAX_CHANNELS
+
+
+def test_the_next_host_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed with its device at once, as `vllm serve` does on SIGTERM, a host cannot remove its directory."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    program = "import sys, time; from vllm_ndp import device_process as d; print(d._private_directory()[0]); "
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, "-c", program + "sys.stdout.flush(); time.sleep(60)"], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    killed, living = (Path(host.stdout.readline().strip()) for host in hosts if host.stdout)
+    foreign = tmp_path / "ndp-of-another-program"
+    foreign.mkdir()
+    hosts[0].kill()
+    hosts[0].wait()
+    assert killed.is_dir()
+    try:
+        ours, lock = device_process._private_directory()
+        assert not killed.exists()
+        assert living.is_dir()
+        assert foreign.is_dir()
+        assert ours.stat().st_mode & 0o777 == 0o700
+        device_process._release(ours, lock)
+        assert not ours.exists()
+    finally:
+        hosts[1].kill()
+        hosts[1].wait()

@@ -289,7 +289,7 @@ class NdpController:
             "pool": self.streamer.description,
             "sidecar_bytes": self.sidecar.num_bytes,
             "device_bytes": device.resident_bytes,
-            "kernel": device.kernel,
+            "kernel": device.kernel + (" (a slow check)" if device.kernel == "reference" else ""),
             "cold_precision": self.settings.cold_precision,
             "replicas": f"{device.replicas} in {self._replicas}" if self._replicas else "none needed",
             "hardware": device.hardware,
