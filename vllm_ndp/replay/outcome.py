@@ -25,7 +25,7 @@ class Outcome:
     policy: str
     moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
     device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
-    gpu_ps: NDArray[np.float64]  # [G, D, L], GPU experts
+    gpu_ps: NDArray[np.float64]  # [G, D, L], GPU experts computing; waiting for their copies is not in it
     prefill_ps: NDArray[np.float64]  # [G, B], of the whole model
     migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
     migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
@@ -102,9 +102,10 @@ def _text(value: float, digits: int = 4) -> str:
 
 
 def _with_error(value: float, error: float) -> str:
-    if not np.isfinite(error):
-        return _text(value)
-    return f"{_text(value)} ± " + (f"{error:.2g}" if error > 1e-9 * abs(value) else "0")
+    """The error with the decimals of the value."""
+    shown = _text(value)
+    decimals = len(shown.partition(".")[2])
+    return shown + (f" ± {error:.{decimals}f}" if np.isfinite(error) else "")
 
 
 def layer_factor(batches: Batches, costs: Costs) -> float:

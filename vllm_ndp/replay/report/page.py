@@ -182,9 +182,9 @@ def _tokens_chart(analysis: Analysis) -> str:
         "first n and prior": (analysis.first_tokens_and_prior, PALETTE[1]),
         "last n tokens": (analysis.last_tokens, PALETTE[2]),
     }
-    levels = [v.mean for curve, _ in curves.values() for v in curve.values()]
+    levels = [bound for curve, _ in curves.values() for v in curve.values() for bound in (v.low, v.high)]
     levels += [analysis.coverage[name].mean for name in ("static", "oracle")]
-    span = (min(levels) - 0.03, max(levels) + 0.03)
+    span = (min(levels) - 0.02, max(levels) + 0.02)
     chart = Chart(
         500, 270, (1, max(counts[-1], 2)), span, "prompt tokens used", "decode covered", x_log=True, legend_width=126
     )
@@ -297,7 +297,7 @@ def _latency_cdf(comparison: Comparison, costs: Costs) -> str:
         if row.policy in ("oracle", "static") or any(name.startswith(row.system) for name, _ in curves):
             continue
         times = np.sort(step_times(outcome, batches, costs)[batches.rows > 0]) / 1e9
-        curves.append((f"{row.system}, {row.policy}"[:26], times))
+        curves.append((f"{row.system}, {row.policy}"[:34], times))
     low, high = min(t[0] for _, t in curves), max(t[-1] for _, t in curves)
     chart = Chart(
         520,
@@ -307,7 +307,7 @@ def _latency_cdf(comparison: Comparison, costs: Costs) -> str:
         "time per output token, ms (log)",
         "share of steps",
         x_log=True,
-        legend_width=170,
+        legend_width=212,
     )
     for index, (name, times) in enumerate(curves):
         points = np.linspace(0, len(times) - 1, 120).astype(int)

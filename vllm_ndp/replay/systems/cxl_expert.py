@@ -51,7 +51,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         total = np.maximum(here + copies, rest)
         chosen = total.argmin(axis=3)[..., None]
         moe[:, part] = np.take_along_axis(total, chosen, 3)[..., 0]
-        gpu_ps[:, part] = np.take_along_axis(here + copies, chosen, 3)[..., 0]
+        gpu_ps[:, part] = (np.take_along_axis(here + copies, chosen, 3) - fetch * chosen)[..., 0]
         on_host = np.arange(missing.shape[3]) >= chosen
         loaded += int(chosen.sum())
         gpu_pairs += int(np.where(is_hot, rows, 0).sum() + missing[~on_host].sum())

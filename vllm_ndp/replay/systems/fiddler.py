@@ -33,9 +33,9 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         hits, misses = np.where(here, rows, 0), np.where(here, 0, rows)
         on_host = (misses > 0) & (on_cpu[misses] + hop[misses] <= fetch + gpu[misses])
         copied = (misses > 0) & ~on_host
-        gpu_ps[:, part] = add_up(gpu[hits]) + add_up(np.where(copied, fetch + gpu[misses], 0.0))
+        gpu_ps[:, part] = add_up(gpu[hits]) + add_up(np.where(copied, gpu[misses], 0.0))
         cpu_ps = add_up(np.where(on_host, on_cpu[misses] + hop[misses], 0.0))
-        moe[:, part] = np.maximum(gpu_ps[:, part], cpu_ps)
+        moe[:, part] = np.maximum(gpu_ps[:, part] + fetch * add_up(copied), cpu_ps)
         fetched += int(copied.sum())
         hit_pairs += int(hits.sum())
         cpu_pairs += int(misses[on_host].sum())

@@ -52,15 +52,16 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         # Copies run ahead of compute: the GPU ends with the last copy and its expert.
         copies = fetch * np.minimum(np.arange(span + 1), active[..., None])
         gpu_ps = copies + np.concatenate([zero, gpu[ranked]], axis=3)
+        compute = np.concatenate([zero, np.cumsum(gpu[ranked], axis=3)], axis=3)
         if rounding == "cost":
             chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
         else:
             chosen = np.minimum(num_moved(active, share, rounding), active)
-        device_ps, gpu_ps, after = (
-            np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, left)
+        device_ps, gpu_ps, compute, after = (
+            np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, compute, left)
         )
-        on_device[:, part], on_gpu[:, part] = device_ps, np.where(chosen > 0, gpu_ps, 0.0)
-        moe[:, part] = np.maximum(device_ps, on_gpu[:, part])
+        on_device[:, part], on_gpu[:, part] = device_ps, compute
+        moe[:, part] = np.maximum(device_ps, gpu_ps)
         moved += int(chosen.sum())
         moved_pairs += int((left[..., 0] - after).sum())
     pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())
