@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ndp.replay.reproduce import reproduce_cxl_expert, reproduce_hobbit, reproduce_moepic, reproduce_paper
+from vllm_ndp.replay.reproduce.moepic import BUDGETS
 from vllm_ndp.replay.reproduce.paper import split_probabilities
 from vllm_ndp.traces.trace import Trace
 
@@ -119,3 +120,15 @@ def test_moepics_priorities_beat_recency_and_chance():
     hits = {row.quantity: row.ours for row in reproduce_moepic().rows if row.name == "hit rate"}
     assert hits["lcp"] > hits["lru"] > hits["random"]
     assert hits["lcp"] == pytest.approx(hits["lfu"], abs=1.0)
+
+
+def test_moepics_best_split_is_inside_only_if_misses_wait():
+    """At theta 0 a token waits for 165 ms of loading; the link's own time bounds every other split from below."""
+    result = reproduce_moepic()
+    hidden = {row.name: row.ours for row in result.rows if row.quantity == "time per token"}
+    assert hidden["theta 1"] == min(hidden.values())
+    best = [result.find(f"a miss waits, {slots} of 60", "best theta").ours for slots in BUDGETS]
+    assert best == [0.4, 0.5, 0.6]
+    for slots in BUDGETS:
+        for end in ("prefetch only", "cache only"):
+            assert 20 < result.find(f"a miss waits, {slots} of 60", f"latency below {end}").ours < 60
