@@ -132,3 +132,15 @@ def test_moepics_best_split_is_inside_only_if_misses_wait():
     for slots in BUDGETS:
         for end in ("prefetch only", "cache only"):
             assert 20 < result.find(f"a miss waits, {slots} of 60", f"latency below {end}").ours < 60
+
+
+def test_the_sweep_of_cxl_expert_peaks_near_75_percent_if_gpu_and_host_work_side_by_side():
+    """At 75 %: GPU 32 x 6.25 + 4.75 ms = 204.75; host 96 x (100 + 24 MB) / 64 GB/s = 186 + 3.7 ms: they nearly meet."""
+    result = reproduce_cxl_expert()
+    assert result.find("side by side", "latency").ours == pytest.approx(204.75, rel=0.001)
+    assert result.find("side by side", "best percentile").ours == pytest.approx(75, abs=2)
+    sweep = {row.name: row.ours for row in result.rows if row.name.startswith("side by side ")}
+    assert min(sweep, key=sweep.__getitem__) == "side by side 75%"
+    gains = [row.ours for row in result.rows if row.name == "side by side" and row.unit == "x"]
+    assert gains[0] == pytest.approx(1.7, abs=0.05)
+    assert gains[0] < gains[1] < 2 * gains[0]
