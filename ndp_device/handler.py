@@ -162,7 +162,10 @@ class Handler:
         return client
 
     def _prepare(self, replicas: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served."""
+        """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
+
+        What no client's plan uses may be forgotten.
+        """
         missing = np.zeros_like(replicas)
         reasons: list[str] = []
         for layer, expert in np.argwhere(replicas):
@@ -177,6 +180,12 @@ class Handler:
                 except ReplicaError as error:
                     reasons.append(str(error))
                     missing[layer, expert] |= 1 << flag
+        in_use = replicas.copy()
+        for client in self._clients.values():
+            for plan in client.session.plans:
+                in_use |= plan.flags
+        flag_of = {bits: 1 << flag for flag, bits in enumerate(msg.PLAN_BITS)}
+        self._store.trim(lambda layer, expert, bits: bool(in_use[layer, expert] & flag_of[bits]))
         if reasons:
             _log.warning("%d replicas of a plan cannot be served, the first because: %s", len(reasons), reasons[0])
         return missing

@@ -5,7 +5,7 @@ Knows what a kernel must do, not how. reference.py is the obviously right one, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ class Kernel(Protocol):
 
     def prepare(self, expert: Expert) -> Any:
         """Convert an expert once, at load, into whatever this kernel streams."""
+        ...
+
+    def resident_bytes(self, prepared: Iterable[Any]) -> int:
+        """Memory that these experts take together; 0 = not held to the size of the packed replicas."""
         ...
 
     def execute(

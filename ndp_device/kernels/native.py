@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,6 +88,12 @@ class NativeKernel:
         return NativeExpert(
             _native.quantized_expert(w13, w2), w13_components + w2_components, w13.meta_nbytes + w2.meta_nbytes
         )
+
+    def resident_bytes(self, prepared: Iterable[NativeExpert]) -> int:
+        """Shared components count once; a full-precision expert lies in the mapped checkpoint and counts nothing."""
+        experts = list(prepared)
+        components = {id(component): component.native.nbytes for e in experts for component in e.components}
+        return sum(components.values()) + sum(e.scale_bytes for e in experts)
 
     def execute(
         self,

@@ -49,6 +49,11 @@ class Session:
     def active_epoch(self) -> int:
         return self.active.epoch if self.active else 0
 
+    @property
+    def plans(self) -> list[ServedPlan]:
+        """Installed and active ones: what may be asked for now or after the next message."""
+        return [*self.installed.values(), *([self.active] if self.active else [])]
+
     def greet(self, hello: Hello) -> None:
         lowest, highest = hello.versions
         if not lowest <= VERSION <= highest and VERSION >> 8 not in (lowest >> 8, highest >> 8):

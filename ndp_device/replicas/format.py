@@ -140,6 +140,10 @@ class ReplicaFiles:
         except ValueError as error:
             raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
 
+    def release(self, layer: int) -> None:
+        """Nothing of this layer's file is needed in this process's memory for now."""
+        self._files[layer].release()
+
     def layer_losses(self, layer: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(loss, relative loss), each float64 [E, 4]."""
         file = self._files[layer]

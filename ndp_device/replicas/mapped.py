@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class MappedFile:
         """The tensor's values; bfloat16 as uint16. Raises ReplicaError naming the file when its bytes are not there."""
         _, storage, shape, first, last = self._entry(name)
         return self._bytes[first:last].view(storage).reshape(shape)
+
+    def release(self) -> None:
+        """Give back the pages read so far: they stay in the page cache, and a later read maps them again."""
+        self._bytes._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:
         entry = self._header.get(name)

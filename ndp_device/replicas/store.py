@@ -1,11 +1,13 @@
 """(layer, expert, bits) -> expert prepared for one kernel. Knows the two places experts come from, not who asks.
 
 Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. An expert is prepared the
-first time it is asked for and kept: call get() for all of them at start-up to have it done before the first token.
+first time it is asked for and kept, as long as all of them together take no more than the packed replicas: an expert
+shares its top bits between widths, but not all of them, so all widths of all experts would take a third more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,25 @@ class ExpertStore:
     def get(self, layer: int, expert: int, bits: int) -> Any:
         """The expert as the kernel's prepare() made it."""
         key = (layer, expert, bits)
-        if key not in self._prepared:
-            self._prepared[key] = self._kernel.prepare(self.expert(layer, expert, bits))
-        return self._prepared[key]
+        prepared = self._prepared.pop(key, None)
+        if prepared is None:
+            prepared = self._kernel.prepare(self.expert(layer, expert, bits))
+            if self._replicas is not None and bits != FULL_PRECISION_BITS:
+                self._replicas.release(layer)
+        self._prepared[key] = prepared  # the latest one asked for is the last
+        return prepared
+
+    def trim(self, in_use: Callable[[int, int, int], bool]) -> int:
+        """Forget what was not asked for longest while there is more than `resident_bytes`; returns how many.
+
+        in_use(layer, expert, bits): it may be asked for at any moment and stays, whatever it takes.
+        """
+        dropped = [key for key in self._prepared if not in_use(*key)]
+        for count, key in enumerate(dropped):
+            if self._kernel.resident_bytes(self._prepared.values()) <= self.resident_bytes:
+                return count
+            del self._prepared[key]
+        return len(dropped)
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert as it lies on disk."""

@@ -117,23 +117,27 @@ def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def leave_cores_to_the_device(settings: NdpSettings) -> None:
-    """vLLM's CPU build binds its threads to every core it is not told to spare; a device beside it would starve.
+def share_cores_with_the_device(settings: NdpSettings) -> None:
+    """vLLM's CPU build leaves cores to its scheduler and its connector, which sleep while a layer runs: take them.
 
-    An embedded device gets a quarter of the cores, at least one. Whoever sets vLLM's own variables keeps them.
+    Engine and embedded device then share every core, so that none lies idle while one of the two waits for the other
+    (measured: docs/performance.md). Whoever sets vLLM's own variables keeps them.
     """
     ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
-    num_cores = len(os.sched_getaffinity(0))
-    if _on_cpu() and settings.device == EMBEDDED and ours_to_set and num_cores > 1:
-        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(max(1, num_cores // 4))
+    if _on_cpu() and settings.device == EMBEDDED and ours_to_set:
+        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
 
 
 def device_cores() -> list[int]:
-    """Cores for an embedded device: those that vLLM has not bound its threads to; empty = no restriction."""
+    """Cores for an embedded device: those that vLLM has left free, or all where none is; empty = no restriction.
+
+    Asked in the worker, whose own thread OpenMP has bound to one core; its parent still has them all.
+    """
     for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
         bound = {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}
         if bound:
-            return sorted(set(range(os.cpu_count() or 1)) - bound)
+            usable = os.sched_getaffinity(os.getppid())
+            return sorted(usable - bound or usable)
     return []
 
 

@@ -58,7 +58,7 @@ def configure(vllm_config: VllmConfig) -> None:
     settings = compat.check(vllm_config)
     vllm_config.parallel_config.worker_cls = WORKER_CLASS
     compat.keep_moe_out_of_graphs(vllm_config)
-    compat.leave_cores_to_the_device(settings)
+    compat.share_cores_with_the_device(settings)
     if settings.report and vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = _report_connector()
 

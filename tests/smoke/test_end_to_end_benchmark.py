@@ -1,0 +1,130 @@
+"""The end-to-end benchmark's figures and arguments; the systems themselves are far too large for a test."""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "tiny-mixtral"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import end_to_end  # noqa: E402
+import end_to_end_systems  # noqa: E402
+
+MIXTRAL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "vocab_size": 4096,
+}
+
+
+def one_pass(step_s: float, foreign: float = 0.0, steps: int = 9, prefill_s: float = 1.0) -> dict[str, Any]:
+    """The first step holds a migration of a second."""
+    return {"prefill_s": prefill_s, "steps_s": [1.0] + [step_s] * (steps - 1), "foreign": [foreign] * (steps + 1)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "--model must be a checkpoint directory"),
+        (["--model", "/nowhere"], "--model must be a checkpoint directory"),
+        (["--model", str(MODEL), "--systems", "stock-bf16,stock"], "got 'stock'"),
+        (["--model", str(MODEL), "--batches", "1,x"], "got '1,x'"),
+        (["--model", str(MODEL), "--batches", "0"], "must be at least 1"),
+        (["--model", str(MODEL), "--tokens", "1"], "--tokens at least 2"),
+        (["--model", str(MODEL), "--cores", "4097"], "--cores must lie in 1.."),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_sentence(
+    arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        end_to_end.parse(arguments)
+    assert stop.value.code == 2
+    assert wanted in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_steps_beside_which_others_computed_do_not_count() -> None:
+    passes = [one_pass(0.1), one_pass(0.5, foreign=1.0)]
+    figures = end_to_end.figures_of(passes, batch=8, prompt_tokens=32)
+    assert figures["decode_step_ms"] == pytest.approx(100)
+    assert figures["decode_tokens_per_s"] == pytest.approx(80)
+    assert figures["prefill_tokens_per_s"] == pytest.approx(256)
+    assert figures["first_step_ms"] == pytest.approx(1000)
+    assert figures["quiet_steps"] == 8
+
+
+def test_too_few_quiet_steps_and_all_are_taken() -> None:
+    passes = [one_pass(0.1, steps=4), one_pass(0.5, foreign=1.0, steps=4)]
+    assert end_to_end.step_ms(passes) == (pytest.approx(300), 0)
+
+
+def test_the_best_round_is_the_fastest_of_the_quiet_ones() -> None:
+    noisy, slow, fast = ({"decode_step_ms": ms, "quiet_steps": quiet} for ms, quiet in ((1, 0), (9, 20), (5, 20)))
+    for prefill, one in enumerate((noisy, slow, fast)):
+        one["prefill_tokens_per_s"] = prefill
+    best = end_to_end.best_round([noisy, slow, fast])
+    assert (best["decode_step_ms"], best["prefill_tokens_per_s"]) == (5, 2)
+
+
+def test_a_token_reads_its_experts_attention_and_output_matrix() -> None:
+    """Mixtral's width: 352 MB an expert in bf16, 71.6 at 3 bits; attention 84 MB a layer; 4096 words 34 MB."""
+    other = end_to_end.other_bytes(MIXTRAL)
+    assert other == pytest.approx(2 * 83.9e6 + 33.6e6, rel=0.01)
+    stock = end_to_end.floor_bytes(end_to_end.SYSTEMS["stock-bf16"], MIXTRAL, 1.0, 0)
+    assert stock == pytest.approx(other + 4 * 352.3e6, rel=1e-3)
+    half = end_to_end.floor_bytes(end_to_end.SYSTEMS["hot4-cold3"], MIXTRAL, 0.5, 0)
+    assert half == pytest.approx(other + 2 * 352.3e6 + 2 * 71.6e6, rel=1e-3)
+    whole = other + 16 * 352.3e6
+    same = end_to_end.floor_bytes(end_to_end.SYSTEMS["llama-q4_0"], MIXTRAL, 1.0, int(whole))
+    assert same == pytest.approx(stock, rel=1e-3)  # a file of 16 bits costs what stock costs
+
+
+def test_table_and_json_hold_measured_and_missing_systems() -> None:
+    arguments = end_to_end.parse(["--model", str(MODEL), "--batches", "1", "--systems", "stock-bf16,hot4-cold3"])
+    memory = {"engine_anonymous_bytes": 7 << 30, "device_rss_bytes": 1 << 30}
+    status = {"hot_bytes": 0, "staging_bytes": 0, "device_bytes": 1 << 30}
+    stock = {"passes": {"1": [one_pass(0.2)]}, "memory": memory, "load": 0.1}
+    plugin = {
+        "passes": {"1": [one_pass(0.1)]},
+        "memory": memory,
+        "status": status,
+        "pairs": {"hot_pairs": 30, "cold_pairs": 10, "prefill_pairs": 99},
+        "load": 0.1,
+    }
+    entries = [
+        end_to_end.summarise("stock-bf16", [stock, stock], arguments, limit=20e9),
+        end_to_end.summarise("hot4-cold3", [plugin], arguments, limit=20e9),
+        {"system": "vllm-int4", "unavailable": "no AMX"},
+    ]
+    assert json.loads(json.dumps(entries))[1]["hot_share"] == 0.75
+    targets = end_to_end.memory_targets({entry["system"]: entry for entry in entries if "batches" in entry}, MIXTRAL)
+    assert targets["device_resident_over_packed"] == 1.0
+    output = StringIO()
+    Console(file=output, width=250).print(end_to_end.table_of(entries, arguments, "title"))
+    assert "10.0 (2.00)" in output.getvalue()
+    assert "not available: no AMX" in output.getvalue()
+
+
+def test_a_job_survives_the_way_to_its_process() -> None:
+    job = end_to_end_systems.Job("a", "vllm", "m", (1, 8), (3, 1), 32, 16, {"quantization": "ndp"})
+    assert end_to_end_systems.Job.parse(job.to_json()) == job
+
+
+def test_a_system_without_its_files_says_which_are_missing(tmp_path: Path) -> None:
+    arguments = end_to_end.parse(["--model", str(MODEL), "--gguf", str(tmp_path)])
+    for name, missing in (("hot4-cold3", "--replicas"), ("llama-q4_0", "q4_0.gguf")):
+        with pytest.raises(end_to_end.Unavailable, match=missing):
+            end_to_end.job_of(name, arguments)
