@@ -113,7 +113,7 @@ def test_every_path_matches_fp64(
     experts = [random_expert(rng, hidden, intermediate, bits, group, perm=perm) for _ in range(3)]
     kernel = NativeKernel(mode, isa=isa, threads=2)
     prepared = [kernel.prepare(expert) for expert in experts]
-    for tokens in (1, 3, 17):
+    for tokens in (1, 2, 3, 4, 17):
         x = rng.standard_normal((tokens, hidden)).astype(np.float32)
         pairs = random_pairs(rng, tokens, 3, 2)
         assert relative_error(kernel.execute(x, prepared, *pairs), exact(x, experts, pairs)) < LIMIT[mode]
@@ -160,7 +160,7 @@ def test_no_rows_no_pairs_and_rows_without_pairs_give_zeros(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", [1, 3, 4, "bfloat16"])
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, "bfloat16"])
 def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: int | str) -> None:
     rng = np.random.default_rng(5)
     if isinstance(kind, int):
@@ -180,6 +180,10 @@ def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: in
         np.testing.assert_array_equal(
             one.execute(x[row : row + 1], alone, zeros, indices[mine], gates[mine])[0], together[row]
         )
+    for size in (2, 3, 4, 5):  # a few rows have a way of their own, up to four
+        mine = rows < size
+        few = one.execute(x[:size], alone, rows[mine], indices[mine], gates[mine])
+        np.testing.assert_array_equal(few, together[:size])
 
 
 @pytest.mark.parametrize("isa", ISAS)

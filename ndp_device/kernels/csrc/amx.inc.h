@@ -12,6 +12,7 @@ constexpr int kTileSteps = 16;
 // Below this many rows VNNI wins: for a block and 64 columns R rows cost it 8 R cycles, the tiles 16 whatever R, and a
 // pass over the sums, about 3 R. From instruction rates: no machine with AMX was at hand.
 constexpr int kFewestTileRows = 4;
+constexpr int kFewRows = kFewestTileRows - 1;
 
 struct TileConfig {
     uint8_t palette = 1;

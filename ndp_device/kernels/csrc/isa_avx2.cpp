@@ -10,6 +10,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
 constexpr bool kInPlaceFields = false;
+constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {

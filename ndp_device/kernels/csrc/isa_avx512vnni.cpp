@@ -2,6 +2,8 @@
 #include "avx512vnni.inc.h"
 
 namespace {
+constexpr int kFewRows = 8;  // x 2 blocks of sums: 16 of 32 registers
+
 template <int LIMBS>
 NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;

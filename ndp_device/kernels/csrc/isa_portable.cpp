@@ -7,6 +7,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
 constexpr bool kInPlaceFields = false;
+constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;
 
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {

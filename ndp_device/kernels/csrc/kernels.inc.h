@@ -5,6 +5,7 @@
 //                    token goes the way of several
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
+//   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
@@ -178,6 +179,95 @@ void gemv(const QuantizedView& w, const Activations& a, int first, int last, flo
     for (; unit < last; ++unit) gemv_units<W0, W1, LIMBS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
 }
 
+// ---- a few tokens: codes stay in registers here too ------------------------------------------------------------------
+
+// Unpacking into a panel and reading it back costs as much as the products of four rows, so up to kFewRows rows meet
+// each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
+// would not fit into the registers. Same sums in the same order as on every other way.
+template <int W0, int W1, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
+void few_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t y_stride) {
+    using Code = Codes<W0, W1>;
+    constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS, kPadded = CHUNKS * kChunkCols;
+    const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(W0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(W1);
+    const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
+    const uint8_t* c0 = w.component[0] + group0 * CHUNKS * chunk_bytes(W0);
+    const uint8_t* c1 = W1 ? w.component[1] + group0 * CHUNKS * chunk_bytes(W1) : nullptr;
+    const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
+    const int8_t* x = a.codes;
+    f32x16 out[TOKENS][kBlocks] = {};
+    for (int g = 0; g < w.groups; ++g) {
+        i32x16 dots[kRows][kBlocks] = {};
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            NDP_UNROLL(4)
+            for (int q = 0; q < 4; ++q) {
+                u16x32 v[kBlocks];
+                NDP_UNROLL(4)
+                for (int block = 0; block < kBlocks; ++block) {
+                    const int of = block / kUnitBlocks, within = block % kUnitBlocks * 64;
+                    const uint8_t* b0 = c0 + of * stride0 + chunk * chunk_bytes(W0) + within;
+                    const uint8_t* b1 = c1 + of * stride1 + chunk * chunk_bytes(W1) + within;
+                    Code::prefetch(b0, b1, q, kGemvLead);
+                    v[block] = Code::template vector<u16x32>(b0, b1, q);
+                }
+                NDP_UNROLL(2)
+                for (int high = 0; high < 2; ++high) {
+                    const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
+                    u8x64 codes[kBlocks];
+                    NDP_UNROLL(4)
+                    for (int block = 0; block < kBlocks; ++block)
+                        codes[block] = (u8x64)((high ? v[block] >> Code::kHigh : v[block]) & repeat<u16x32>(Code::kMask));
+                    NDP_UNROLL(8)
+                    for (int row = 0; row < kRows; ++row) {
+                        const i32x16 four = broadcast_step(at + row * kPadded);
+                        NDP_UNROLL(4)
+                        for (int block = 0; block < kBlocks; ++block)
+                            dots[row][block] = dot4(dots[row][block], codes[block], four);
+                    }
+                }
+                asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
+            }
+        }
+        NDP_UNROLL(4)
+        for (int block = 0; block < kBlocks; ++block) {
+            const uint16_t* halves = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * 32;
+            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
+            const f32x16 scale = half_to_float(halves), offset = half_to_float(halves + 16);
+            NDP_UNROLL(4)
+            for (int t = 0; t < TOKENS; ++t) {
+                f32x16 dot = to_float(dots[t * LIMBS][block]);
+                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                out[t][block] += dot * a.scale[g * TOKENS + t] * scale;
+                out[t][block] += offset * a.sum[g * TOKENS + t];
+            }
+        }
+        c0 += CHUNKS * chunk_bytes(W0);
+        if constexpr (W1 > 0) c1 += CHUNKS * chunk_bytes(W1);
+        meta += 2 * kUnitRows;
+        x += kRows * kPadded;
+    }
+    NDP_UNROLL(4)
+    for (int t = 0; t < TOKENS; ++t) {
+        NDP_UNROLL(4)
+        for (int block = 0; block < kBlocks; ++block) store(y + t * y_stride + block * kBlockRows, out[t][block]);
+    }
+}
+
+template <int W0, int W1, int LIMBS, int TOKENS, int CHUNKS>
+void few_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
+    if (a.tokens != TOKENS) {
+        if constexpr (TOKENS > 2) few_tokens<W0, W1, LIMBS, TOKENS - 1, CHUNKS>(w, a, first, last, y, stride);
+        return;
+    }
+    constexpr int kUnits = W1 == 0 && TOKENS * LIMBS <= 4 ? 2 : 1;  // two streams of codes where registers allow it
+    int unit = first;
+    for (; unit + kUnits <= last; unit += kUnits)
+        few_units<W0, W1, LIMBS, TOKENS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
+    for (; unit < last; ++unit)
+        few_units<W0, W1, LIMBS, TOKENS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
+}
+
 // ---- several tokens: codes are unpacked once per panel ---------------------------------------------------------------
 
 // What a panel adds to ROWS / LIMBS tokens: y += scale * (integer dot product) * token scale + offset * token sum.
@@ -294,6 +384,11 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         if (a.tokens == 1) {
             if (w.padded_group == 128) return gemv<W0, W1, LIMBS, 4>(w, a, first, last, y);
             return gemv<W0, W1, LIMBS, 0>(w, a, first, last, y);
+        }
+        constexpr int kFewTokens = kFewRows / LIMBS < 4 ? kFewRows / LIMBS : 4;
+        if constexpr (kFewTokens > 1) {
+            if (a.tokens <= kFewTokens && w.padded_group == 128)
+                return few_tokens<W0, W1, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
         }
     }
     for (int unit = first; unit < last; ++unit)
