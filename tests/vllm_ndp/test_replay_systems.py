@@ -21,7 +21,7 @@ from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_
 from vllm_ndp.replay.costs import Costs, dims_of
 from vllm_ndp.replay.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, Placing
-from vllm_ndp.replay.systems.context_aware import few_moves
+from vllm_ndp.replay.systems.context_aware import few_moves, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
@@ -36,15 +36,15 @@ GOLDEN = DATA / "golden-replay.json"
 GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
 
 
-def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", **changes) -> Outcome:
+def placing_of(policy: str = "prefill", **changes) -> Placing:
     options = {"budget": Budget(4, 2.0), **changes}
-    placing = Placing(
-        policy=load_policy(policy, PolicySettings(prior=PRIOR)),
-        loss=LossTable.nominal(4, 8),
-        prior=PRIOR,
-        **options,
+    return Placing(
+        policy=load_policy(policy, PolicySettings(prior=PRIOR)), loss=LossTable.nominal(4, 8), prior=PRIOR, **options
     )
-    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, placing)
+
+
+def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", **changes) -> Outcome:
+    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, placing_of(policy, **changes))
 
 
 def golden_rows() -> list[dict]:
@@ -109,6 +109,19 @@ def test_each_way_to_migrate_moves_no_more_than_the_one_before():
     moved = {kind: run(migration=kind).migrated_bytes for kind in ("once", "difference", "kept", "free")}
     assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.dims.expert_bytes  # requests x hot x layers x layers stood for
     assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
+
+
+def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
+    alone, shared = run(), run(bits_for="batch")
+    assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
+    _, _, bits = plan_groups(Batches.of(TRACE, 4), placing_of(bits_for="batch"))
+    assert (bits == bits[:, :1]).all()
+    budget = Budget(2, 2.0)
+    own, shared = (run(batch=12, budget=budget, bits_for=bits_for) for bits_for in ("request", "batch"))
+    assert shared.moe_ps.sum() < 0.7 * own.moe_ps.sum()
+    assert shared.hot_pairs == own.hot_pairs
+    with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
+        run(bits_for="expert")
 
 
 def test_a_budgeted_migration_exchanges_the_best_pairs_while_they_are_worth_it():

@@ -51,6 +51,7 @@ class CompareSettings:
     bits: str = "importance"
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
+    bits_for: str = Placing.bits_for
     affinity: bool = False
     """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
@@ -133,6 +134,7 @@ def compare(
                 migration=settings.migration,
                 migration_budget=settings.migration_budget,
                 hysteresis=settings.hysteresis,
+                bits_for=settings.bits_for,
                 options=options,
             )
             started = time.perf_counter()

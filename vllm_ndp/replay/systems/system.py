@@ -21,6 +21,7 @@ from vllm_ndp.replay.outcome import Outcome
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
 """free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
 kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
+BITS_FOR = ("request", "batch")
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,15 @@ class Placing:
     """Moves per layer and prefill under `budgeted`."""
     hysteresis: float = 0.1
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
+    bits_for: str = "request"
+    """request: each has its own widths, as published · batch: one width per expert, so that all share its read."""
     options: dict[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.migration not in MIGRATIONS:
             raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
+        if self.bits_for not in BITS_FOR:
+            raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {self.bits_for!r}")
         if self.migration_budget < 0 or not 0 <= self.hysteresis < math.inf:
             raise ConfigError(
                 f"moves per layer and hysteresis must be at least 0, got {self.migration_budget} and {self.hysteresis}"
