@@ -86,6 +86,11 @@ lab_commands(app)
 def main() -> None:
     try:
         app()
-    except (NdpError, OSError) as error:  # OSError: a path that cannot be read or written, which it names
+    except NdpError as error:
         print(f"vllm-ndp: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"vllm-ndp: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
         sys.exit(2)

@@ -90,7 +90,10 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", "--trace", TRACE, "--batch", "one"], "whole numbers"),
         (["compare", "--trace", TRACE, "--hot", "9"], r"0..8"),
         (["compare", "--trace", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
-        (["compare", "--trace", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"], "/nowhere/t.csv"),
+        (
+            ["compare", "--trace", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
+            "/nowhere/t.csv cannot be used",
+        ),
         (["analyze", "--trace", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
         (["report", TRACE, "--steps", "-1"], "--steps must be at least 1"),
         (["reproduce", "nothing"], "paper, cxl-expert, hobbit, moepic"),

@@ -134,6 +134,7 @@ CONTEXT_AWARE = System(
     "context_aware",
     (
         "placement and bits fixed after prefill; one placement per group (sum of importances), bits per request",
+        "kept: whatever the prompts of a group streamed; the plugin keeps what the last chunk of each prompt streams",
         "GPU and device overlap within a layer, experts of one side run one after the other",
         "prompts run in full precision: resident experts on the GPU, the others streamed over the link",
     ),
