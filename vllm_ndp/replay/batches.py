@@ -6,7 +6,6 @@ other, then all decode in step until the longest is done. Knows routing. Does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,8 +17,6 @@ from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.replay.loads import Loads
 from vllm_ndp.traces.trace import Trace
-
-_CHUNK_CELLS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -108,41 +105,6 @@ class Batches:
     @cached_property
     def loads(self) -> Loads:
         return Loads.of(self.ids, self.valid, self.num_experts)
-
-    def chunks(self) -> Iterator[slice]:
-        """Steps in pieces whose dense [G, C, L, E] arrays stay small enough for the processor's cache."""
-        g, _, steps, layers, _ = self.shape
-        length = max(_CHUNK_CELLS // (g * layers * self.num_experts), 1)
-        for start in range(0, steps, length):
-            yield slice(start, min(start + length, steps))
-
-    def tokens_in(self, part: slice, chosen: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-        """[G, C, L, E], rows of each expert in these steps; only pairs marked in chosen [G, B, C, L, k], if given."""
-        counts = np.bincount(self._cells(part, chosen), minlength=self._num_cells(part))
-        dense: NDArray[np.int64] = counts.reshape(self._dense_shape(part)).astype(np.int64)
-        return dense
-
-    def weight_in(self, part: slice, chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """[G, C, L, E], gate weight of each expert over the chosen pairs of these steps."""
-        weights = self.weights[:, :, part][chosen]
-        summed = np.bincount(self._cells(part, chosen), weights=weights, minlength=self._num_cells(part))
-        dense: NDArray[np.float64] = summed.reshape(self._dense_shape(part)).astype(np.float64)
-        return dense
-
-    def _cells(self, part: slice, chosen: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-        g, _, _, layers, _ = self.shape
-        length = part.stop - part.start
-        place = (np.arange(g)[:, None, None, None, None] * length + np.arange(length)[:, None, None]) * layers
-        cells = (place + np.arange(layers)[:, None]) * self.num_experts + self.ids[:, :, part]
-        picked: NDArray[np.int64] = cells[self.valid[:, :, part]] if chosen is None else cells[chosen]
-        return picked.ravel()
-
-    def _dense_shape(self, part: slice) -> tuple[int, int, int, int]:
-        return self.shape[0], part.stop - part.start, self.shape[3], self.num_experts
-
-    def _num_cells(self, part: slice) -> int:
-        g, length, layers, experts = self._dense_shape(part)
-        return g * length * layers * experts
 
 
 def _alike(trace: Trace, batch: int) -> list[int]:

@@ -1,6 +1,6 @@
 // What replay does step by step because each step depends on the one before: expert caches, and a hot set that follows
-// decode. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py and
-// adaptive.py are the users, tests/vllm_ndp/lane_reference.py is the same in numpy.
+// decode; and the search for what balances a layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py,
+// adaptive.py and balanced.py are the users, tests/vllm_ndp/lane_reference.py is the same in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -278,6 +278,43 @@ int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, 
     return copied;
 }
 
+// balanced.py's rule, the same as balance.py's: of each layer's hot experts, those of least gate weight run on the device,
+// as many as make max(GPU, device) smallest, fewer where equal. Marks them in spilled.
+void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
+           double opening, Out<bool, 4> spilled) {
+    const size_t groups = rows.shape(0), steps = rows.shape(1), layers = rows.shape(2), slots = rows.shape(3);
+    want(has_shape(gates, {groups, steps, layers, slots}) && has_shape(already, {groups, steps, layers}) &&
+             has_shape(spilled, {groups, steps, layers, slots}) && device.size() == gpu.size(),
+         "rows, gates and spilled must be [G, D, L, S], already [G, D, L], device and gpu [rows + 1]");
+    const int64_t most = static_cast<int64_t>(device.size()) - 1;
+    for (size_t i = 0; i < rows.size(); ++i)
+        want(rows.data()[i] >= 0 && rows.data()[i] <= most, "device and gpu must have an entry for every number of rows");
+
+    nb::gil_scoped_release release;
+    std::vector<size_t> order;
+    std::vector<double> left;  // GPU time of order[n:], for every n
+    for (size_t cell = 0; cell < groups * steps * layers; ++cell) {
+        const int64_t* count = rows.data() + cell * slots;
+        const double* gate = gates.data() + cell * slots;
+        order.clear();
+        for (size_t s = 0; s < slots; ++s)
+            if (count[s]) order.push_back(s);
+        if (order.empty()) continue;
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
+        left.assign(order.size() + 1, 0.0);
+        for (size_t n = order.size(); n-- > 0;) left[n] = left[n + 1] + gpu.data()[count[order[n]]];
+        const double before = already.data()[cell], message = before == 0.0 ? opening : 0.0;
+        double least = std::max(left[0], before), moved = 0.0;
+        size_t best = 0;
+        for (size_t n = 1; n <= order.size(); ++n) {
+            moved += device.data()[count[order[n - 1]]];
+            const double layer = std::max(left[n], before + moved + message);
+            if (layer < least) least = layer, best = n;
+        }
+        for (size_t n = 0; n < best; ++n) spilled.data()[cell * slots + order[n]] = true;
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_lanes, module) {
@@ -286,4 +323,6 @@ NB_MODULE(_lanes, module) {
     module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
                nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
                nb::arg("widths"));
+    module.def("spill", &spill, nb::arg("rows"), nb::arg("gates"), nb::arg("already"), nb::arg("device"), nb::arg("gpu"),
+               nb::arg("opening"), nb::arg("spilled"));
 }

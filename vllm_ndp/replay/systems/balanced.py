@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.config import DEFAULT_SPILL_BITS
-from vllm_ndp.replay.balance import Balancer
+from vllm_ndp.planning.plan import WIDTHS
+from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_pairs
@@ -24,34 +25,20 @@ def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) 
     """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`: Balancer's rule, for a whole trace."""
     b = batches.shape[1]
     device, gpu, links = costs.device_experts_ps(b)[bits], costs.gpu_experts_ps(b), costs.links_ps(b)
-    base = run_pairs(batches, widths, costs)
-    out = widths.copy()
+    already = run_pairs(batches, widths, costs).device_ps
+    # A layer without a cold pair pays for the message; one that has it pays only for the added experts.
+    opening = float(costs.device_fill_ps + links[1, 1])
     hot = (widths == 0) & batches.pairs
-    for part in batches.chunks():
-        here = hot[:, :, part]
-        rows, gates = batches.tokens_in(part, here), batches.weight_in(part, here)
-        span = int((rows > 0).sum(axis=3).max())
-        if span < 1:
-            continue
-        order = np.argsort(np.where(rows > 0, gates, np.inf), axis=3, kind="stable")[..., :span]
-        ranked = np.take_along_axis(rows, order, axis=3)  # least gate weight first
-        zero = np.zeros((*rows.shape[:3], 1))
-        moved = np.concatenate([zero, np.cumsum(device[ranked], axis=3)], axis=3)
-        left = np.concatenate([np.cumsum(gpu[ranked][..., ::-1], axis=3)[..., ::-1], zero], axis=3)
-        already = base.device_ps[:, part, :, None]
-        # A layer without a cold pair pays for the message; one that has it pays only for the added experts.
-        message = np.where((already == 0) & (moved > 0), costs.device_fill_ps + links[1, 1], 0.0)
-        best = np.maximum(left, already + moved + message).argmin(axis=3)
-        spilled = np.zeros(rows.shape, np.bool_)
-        np.put_along_axis(spilled, order, np.arange(span) < best[..., None], axis=3)
-        # [G, 1, C, L, E] looked up by [G, B, C, L, k]
-        chosen = np.take_along_axis(spilled[:, None], batches.ids[:, :, part], axis=4)
-        out[:, :, part] = np.where(here & chosen, bits, out[:, :, part])
-    return out
+    loads = batches.loads
+    rows, gates = loads.count(hot), loads.total(batches.weights, hot)
+    spilled = np.zeros(rows.shape, np.bool_)
+    _lanes.spill(rows, gates, np.ascontiguousarray(already), np.ascontiguousarray(device), gpu, opening, spilled)
+    # [G, D, L, S] looked up by [G, B, D, L, k]
+    return np.where(hot & spilled.ravel()[loads.places], bits, widths).astype(np.uint8)
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    bits = Balancer(costs, int(placing.options.get("spill_bits", DEFAULT_SPILL_BITS))).spill_bits
+    bits = placing.whole("spill_bits", DEFAULT_SPILL_BITS, WIDTHS[0], WIDTHS[-1])
     hot, before, planned = plan_groups(batches, placing)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
     spilled = spill(batches, widths, costs, bits)
