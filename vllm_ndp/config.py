@@ -19,6 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "migration": ("kept", "difference"),
+    "bits_for": ("request", "batch"),
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -34,6 +35,8 @@ class NdpSettings:
     """Experts per layer kept on the GPU in full precision; None = half of them."""
     avg_bits: float = 3.0
     """Average bits of a request's cold experts, 1 to 4."""
+    bits_for: str = "request"
+    """Cold experts get bits by each `request`'s own prompt, or the same for the whole running `batch`."""
     cold_precision: str = "quantized"
     """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
     execution: str = "auto"

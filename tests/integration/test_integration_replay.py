@@ -42,6 +42,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
         ({"hot_experts": 4, "avg_bits": 2.0, "migration": "difference"}, {}),
+        ({"hot_experts": 3, "avg_bits": 2.5, "bits_for": "batch"}, {}),
         ({"hot_experts": 2, "avg_bits": 1.5, "gain": "mse"}, {"max_num_batched_tokens": 32, "max_num_seqs": 3}),
         ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
@@ -50,7 +51,18 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         ({"hot_experts": 6, "spill_bits": 2, "hardware_overrides": SLOW_GPU}, {"max_num_seqs": 3}),
         ({"hot_experts": 6, "execution": "paper", "hardware_overrides": SLOW_GPU}, {}),
     ],
-    ids=["plain", "difference", "chunked", "identity", "all-cold", "calibrated", "balanced", "balanced-2", "paper"],
+    ids=[
+        "plain",
+        "difference",
+        "batch",
+        "chunked",
+        "identity",
+        "all-cold",
+        "calibrated",
+        "balanced",
+        "balanced-2",
+        "paper",
+    ],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
     trace = record(tmp_path / "trace", settings, **options)

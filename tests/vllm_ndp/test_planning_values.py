@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.importance import ImportanceScore, importance, scores_for_bits
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, union_of_widths
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -159,3 +159,13 @@ def test_kept_experts_are_wanted_streamed_and_never_too_many(seed: int):
     assert (after.sum(axis=1) <= slots).all()
     assert ((after & ~held) == (wanted & ~held & streamed)).all()
     assert (after[held & wanted]).all()
+
+
+def test_a_batch_can_share_the_score_its_bits_come_from():
+    one, two = (ImportanceScore.from_weights(np.array([row])) for row in ([1.0, 3.0], [3.0, 1.0]))
+    assert scores_for_bits([one, two], "request") == [one, two]
+    first, second = scores_for_bits([one, two], "batch")
+    assert first.values.tolist() == second.values.tolist() == [[0.5, 0.5]]
+    assert scores_for_bits([], "batch") == []
+    with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
+        scores_for_bits([one], "all")

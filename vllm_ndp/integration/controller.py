@@ -210,7 +210,9 @@ class NdpController:
         alive = [r for r in ended if self.tracker.requests.get(r.request_id) is r]
         if not alive:
             if ended:
-                self.planner.restore()
+                restored = self.planner.restore()
+                self.clock.migrate(restored)
+                self.totals.migrated_experts += restored
             return
         running = [r for r in self.tracker.requests.values() if r.score is not None]
         done = self.planner.replan(running)
@@ -297,6 +299,7 @@ class NdpController:
             "policy": self.settings.policy,
             "gain": self.settings.gain,
             "avg_bits": self.settings.avg_bits,
+            "bits_for": self.settings.bits_for,
             "execution": self._execution(),
             "hardware_overrides": "".join(f", {k}={v}" for k, v in self.settings.hardware_overrides.items()),
             "slot_kernel": getattr(self._by_index[0].kernel, "isa", "triton"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import DeviceError, DeviceUnavailable
 from vllm_ndp.integration.batch import TrackedRequest
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
+from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, mask_of_bits, union_of_widths
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
@@ -66,13 +67,14 @@ class Planner:
     def replan(self, running: Sequence[TrackedRequest]) -> Replanned:
         """One placement for all running requests, one plan each, installed and activated under a new epoch."""
         scored = [(request, request.score) for request in running if request.score is not None]
+        scores = scores_for_bits([score for _, score in scored], self._controller.settings.bits_for)
         placement = self._place(running)
         became_hot, moved = placement.moves_from(self.placement), placement.hot
         moved = moved & ~(self._held if self._held is not None else self._hot)
         self._held = None
         self._migrate(placement)
         self.epoch += 1
-        for request, score in scored:
+        for (request, _), score in zip(scored, scores, strict=True):
             bits = (
                 full_precision(placement)
                 if self._identity
@@ -122,10 +124,12 @@ class Planner:
         one = RoutingStats.from_choices(ids, weights, experts)
         return RoutingStats(one.counts.repeat(layers, 0), one.scores.repeat(layers, 0), one.num_tokens, one.top_k)
 
-    def restore(self) -> None:
-        """The prompts that were about to change the plan are gone: slots hold the placement again."""
+    def restore(self) -> int:
+        """The prompts that were about to change the plan are gone: slots hold the placement again. Experts moved."""
+        moved = 0 if self._held is None else int((self._hot & ~self._held).sum())
         self._held = None
         self._migrate(Placement(self._hot))
+        return moved
 
     def _migrate(self, placement: Placement) -> None:
         """Copy experts that became hot into the slots of those that no longer are."""

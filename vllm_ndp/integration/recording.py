@@ -101,6 +101,7 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
             group_size=controller.device.group_size,
             activation_bytes=controller.activation_bytes,
             migration=settings.migration,
+            bits_for=settings.bits_for,
             spill_bits=0 if controller.balancer is None else controller.balancer.spill_bits,
         ),
     )

@@ -34,7 +34,10 @@ def residency_table(status: dict[str, Any]) -> Table:
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
-        ("policy", f"{status['policy']}, gain {status['gain']}, average {status['avg_bits']:g} bits"),
+        (
+            "policy",
+            f"{status['policy']}, gain {status['gain']}, average {status['avg_bits']:g} bits per {status['bits_for']}",
+        ),
         ("execution", status["execution"]),
         ("slot kernel", status["slot_kernel"]),
         ("routing trace", status["record"]),

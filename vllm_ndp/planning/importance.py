@@ -8,6 +8,7 @@ Does not know placements, bits or policies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.planning.stats import RoutingStats, frozen_array
 
 PAPER_ALPHA = 0.5
+BITS_FOR = ("request", "batch")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ class ImportanceScore:
             return prior
         mixed = (self.num_tokens * self.values + prior_tokens * prior.values) / total
         return ImportanceScore(_normalised(mixed), self.num_tokens)
+
+
+def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[ImportanceScore]:
+    """What the bits of each running request are assigned from: its own score, or one for the whole batch.
+
+    Requests that want one expert at different widths read it once per width; with one score they never do.
+    """
+    if bits_for not in BITS_FOR:
+        raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {bits_for!r}")
+    if bits_for == "request" or not scores:
+        return list(scores)
+    together = ImportanceScore.from_weights(np.sum([score.values for score in scores], axis=0))
+    return [together] * len(scores)
 
 
 def importance(stats: RoutingStats, alpha: float = PAPER_ALPHA) -> ImportanceScore:

@@ -18,7 +18,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
 from vllm_ndp.planning.plan import Budget, Placement, keep_streamed
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
@@ -87,17 +87,19 @@ class Engine:
 
     def _replan(self, step: int) -> int:
         """For the prefills that ended in the step before, if their requests are still there; experts that moved."""
-        alive = [r for r in self._ended if self.requests[r].last_step >= step]
-        self._ended = []
-        if not alive:
-            return 0
+        ended, self._ended = self._ended, []
+        if not any(self.requests[r].last_step >= step for r in ended):
+            restored = int((self.hot & ~self._held).sum())  # what a prefill that led to nothing had replaced
+            self.clock.migrate(restored)
+            return restored
         scored = self._scored(step)
         placement = self._place(scored)
         moved = int(placement.moves_from(Placement(self._held)).sum())
         self.clock.migrate(moved)
         self.hot = self._held = placement.hot
         self.epoch += 1
-        for request, score in scored:
+        scores = scores_for_bits([score for _, score in scored], self.setup.bits_for)
+        for (request, _), score in zip(scored, scores, strict=True):
             request.bits = self.policy.assign(score, placement, self.loss, self.budget).bits
         return moved
 

@@ -54,6 +54,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Bits of hot experts that run on the device (replay/balance.py); 0 = none does, as in the paper."""
     migration: str = "difference"
     """kept: experts that the end of a prefill streamed did not move again."""
+    bits_for: str = "request"
+    """batch: all running requests have the same bits."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

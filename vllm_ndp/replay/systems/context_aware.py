@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.batches import Batches
@@ -40,10 +40,7 @@ def plan_groups(batches: Batches, placing: Placing) -> tuple[NDArray[np.bool_], 
             ranking = np.sum([score.values for score in scores], axis=0)
             placement = Placement(few_moves(current, ranking, placing.migration_budget, placing.hysteresis))
         current = hot[group] = placement.hot
-        if placing.bits_for == "batch":
-            together = ImportanceScore.from_weights(np.sum([score.values for score in scores], axis=0))
-            scores = [together] * len(scores)
-        for request, score in enumerate(scores):
+        for request, score in enumerate(scores_for_bits(scores, placing.bits_for)):
             bits[group, request] = placing.policy.assign(score, placement, placing.loss, placing.budget).bits
     return hot, before, bits
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.replay.batches import Batches
@@ -21,7 +21,6 @@ from vllm_ndp.replay.outcome import Outcome
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
 """free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
 kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
-BITS_FOR = ("request", "batch")
 
 
 @dataclass(frozen=True)
