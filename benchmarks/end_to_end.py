@@ -11,7 +11,8 @@ rounds. Wall clock only, prefill and decode apart; beside it the memory of engin
 
 Random weights route almost evenly, so half of the decode pairs of "4 of 8 hot" are cold; a trained model's prompts
 choose better. A system's figure is its fastest round; of a round, the mean of the steps beside which other programs
-used at most a tenth of a core, or of all steps where there are too few such ones. Prints a table, then one JSON object.
+used at most a tenth of a core, or of all steps, marked ~, where there are too few such ones. Prints a table, then one
+JSON object.
 """
 
 from __future__ import annotations
@@ -315,9 +316,10 @@ def table_of(entries: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
             continue
         row = [entry["system"]]
         for batch in map(str, arguments.batches):
-            speed = entry["batches"][batch]["decode_tokens_per_s"]
+            figures = entry["batches"][batch]
+            speed, noisy = figures["decode_tokens_per_s"], "" if figures["quiet_steps"] else "~"
             beside = f" ({speed / stock[batch]['decode_tokens_per_s']:.2f})" if stock else ""
-            row.append(f"{speed:.1f}{beside}")
+            row.append(f"{noisy}{speed:.1f}{beside}")
         row += [f"{entry['batches'][str(batch)]['prefill_tokens_per_s']:.0f}" for batch in arguments.batches]
         row.append(f"{entry['fraction_of_limit']:.0%}" if "fraction_of_limit" in entry else "")
         row.append(f"{entry['hot_share']:.0%}" if "hot_share" in entry else "")
