@@ -134,7 +134,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from ndp_device.errors import ConfigError
     from vllm_ndp.integration.dispatch import Pairs
     from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots
     from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
 
     pool = ExpertsPool(MODEL)
@@ -149,9 +149,15 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
     pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
-        want = staged.run(layer, x, pairs)
-        assert torch.equal(packed.run(layer, x, pairs), want)
-        assert torch.equal(again.run(layer, x, pairs), want)
+        slots = HotSlots(kernel, w13.clone(), w2.clone(), pool.shape.num_experts)
+        want = staged.run(layer, x, pairs, slots, {})
+        assert slots.expert_in == [-1, -1]
+        assert torch.equal(packed.run(layer, x, pairs, slots, {}), want)
+        assert torch.equal(again.run(layer, x, pairs, slots, {}), want)
+        assert torch.equal(staged.run(layer, x, pairs, slots, {7: 1, 0: 0}), want)
+        assert slots.expert_in == [0, 7]
+        again.fill(layer, 7, w13, w2, 0)
+        assert torch.equal(slots.w13[1], w13[0])
     for slot, streamer in enumerate((staged, again)):
         streamer.fill(2, 5, w13, w2, slot)
     assert torch.equal(w13[0], w13[1])

@@ -6,11 +6,11 @@ a KV cache too small for the batch, so that chunked prefill, prefix-cache hits a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 from engines import MODEL, engine
+
+from vllm_ndp.planning.stats import RoutingStats
 
 pytestmark = pytest.mark.vllm
 
@@ -25,23 +25,8 @@ PROMPTS = [
 TOKENS = 24
 
 
-@dataclass
-class Recorder:
-    """A policy that notes what it is given and otherwise does what the real one does."""
-
-    inner: object
-    seen: list = field(default_factory=list)
-    name: str = "recorder"
-
-    def score(self, stats):  # type: ignore[no-untyped-def]
-        self.seen.append(stats)
-        return self.inner.score(stats)
-
-    def place(self, *arguments):  # type: ignore[no-untyped-def]
-        return self.inner.place(*arguments)
-
-    def assign(self, *arguments):  # type: ignore[no-untyped-def]
-        return self.inner.assign(*arguments)
+SEEN: list[RoutingStats] = []
+"""What the policy was given, in the order in which prefills ended."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +45,13 @@ def llm():  # type: ignore[no-untyped-def]
         enable_prefix_caching=True,
     ) as made:
         planner = current_controller().planner
-        planner.policy = Recorder(planner.policy)
+        gather = planner.stats
+
+        def noted(request):  # type: ignore[no-untyped-def]
+            SEEN.append(gather(request))
+            return SEEN[-1]
+
+        planner.stats = noted  # type: ignore[method-assign]
         yield made
 
 
@@ -90,12 +81,9 @@ def run(llm, prompts, tokens=TOKENS):  # type: ignore[no-untyped-def]
     """Generate and return (outputs, stats in the order the prefills ended)."""
     from vllm import SamplingParams
 
-    from vllm_ndp.integration.controller import current_controller
-
-    recorder = current_controller().planner.policy
-    recorder.seen.clear()
+    SEEN.clear()
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return llm.generate(prompts, params, use_tqdm=False), list(recorder.seen)
+    return llm.generate(prompts, params, use_tqdm=False), list(SEEN)
 
 
 def assert_same(stats, expected) -> None:  # type: ignore[no-untyped-def]

@@ -57,12 +57,15 @@ class Planner:
         self._migrate(Placement(hot))
 
     def score(self, request: TrackedRequest) -> None:
-        """Gather the prompt's routing from the sidecar, whoever wrote it, and score it once."""
+        """Once, when its prefill has ended."""
+        request.score = self.policy.score(self.stats(request))
+
+    def stats(self, request: TrackedRequest) -> RoutingStats:
+        """The prompt's routing, gathered from the sidecar, whoever wrote it."""
         sidecar = self._controller.sidecar
         slots = sidecar.slots(request.blocks, np.arange(request.prompt_len))
         ids, weights = sidecar.read(slots)
-        stats = RoutingStats.from_choices(ids, weights, self._controller.pool_shape[1])
-        request.score = self.policy.score(stats)
+        return RoutingStats.from_choices(ids, weights, self._controller.pool_shape[1])
 
     def replan(self, running: Sequence[TrackedRequest]) -> Replanned:
         """One placement for all running requests, one plan each, installed and activated under a new epoch."""
