@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.planning.importance import BITS_FOR
+from vllm_ndp.planning.plan import WIDTHS
 
 EMBEDDED = "embedded"
 DEFAULT_SPILL_BITS = 3
@@ -19,7 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "migration": ("kept", "difference"),
-    "bits_for": ("request", "batch"),
+    "bits_for": BITS_FOR,
     "gain": ("importance", "mse"),
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -93,7 +95,7 @@ class NdpSettings:
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
                 "drop one of the two"
             )
-        if self.spill_bits not in (None, 1, 2, 3, 4):
+        if self.spill_bits is not None and self.spill_bits not in WIDTHS:
             raise ConfigError(f"ndp setting 'spill_bits' must be 1, 2, 3 or 4, got {self.spill_bits}")
         if self.spill_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
             raise ConfigError(

@@ -7,6 +7,7 @@ shares its top bits between widths, but not all of them, so all widths of all ex
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,19 @@ class ExpertStore:
 
         in_use(layer, expert, bits): it may be asked for at any moment and stays, whatever it takes.
         """
-        dropped = [key for key in self._prepared if not in_use(*key)]
-        for count, key in enumerate(dropped):
-            if self._kernel.resident_bytes(self._prepared.values()) <= self.resident_bytes:
-                return count
+        if self._kernel.resident_bytes(self._prepared.values()) <= self.resident_bytes:
+            return 0
+        idle = [key for key in self._prepared if not in_use(*key)]
+
+        def fits(count: int) -> bool:  # without the first `count` of them; each look costs a walk over all experts
+            gone = set(idle[:count])
+            kept = (prepared for key, prepared in self._prepared.items() if key not in gone)
+            return self._kernel.resident_bytes(kept) <= self.resident_bytes
+
+        count = bisect.bisect_left(range(len(idle)), True, key=fits)
+        for key in idle[:count]:
             del self._prepared[key]
-        return len(dropped)
+        return count
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert as it lies on disk."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
 import pytest
-from engines import MODEL, PROMPTS, device_processes, greedy, token_ids
+from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
 from ndp_device.model_shape import model_digest
 
@@ -73,3 +74,16 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
     assert find_replicas(NdpSettings(), MODEL, digest) == directory
     assert (directory / "manifest.json").read_bytes() == whole
     assert (directory / "experts-00000.safetensors").stat().st_mtime_ns == made_at
+
+
+def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():
+    from vllm_ndp.integration.moe_method import _LAYERS
+
+    gc.collect()
+    before = len(_LAYERS)
+    with engine(settings={"cold_precision": "full", "hot_experts": 4}) as llm:
+        assert greedy(llm, PROMPTS[:1], 2)
+        assert len(_LAYERS) == before + 4
+    del llm
+    gc.collect()
+    assert len(_LAYERS) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.library import Library
@@ -20,7 +21,7 @@ from vllm_ndp.integration.dispatch import LayerDispatch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_LAYERS: dict[str, LayerDispatch] = {}
+_LAYERS: WeakValueDictionary[str, LayerDispatch] = WeakValueDictionary()
 """An operator takes strings, not objects: layers by name, the engine's number in front."""
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
@@ -67,7 +68,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self._name = f"{self._controller.number}:{layer.layer_name}"
-        _LAYERS[self._name] = self._controller.attach_layer(layer)
+        self._dispatch = self._controller.attach_layer(layer)  # it and its weights end with the model
+        _LAYERS[self._name] = self._dispatch
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None

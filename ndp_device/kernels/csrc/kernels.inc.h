@@ -181,8 +181,8 @@ void gemv(const QuantizedView& w, const Activations& a, int first, int last, flo
 
 // ---- a few tokens: codes stay in registers here too ------------------------------------------------------------------
 
-// Unpacking into a panel and reading it back costs as much as the products of four rows, so up to kFewRows rows meet
-// each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
+// For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log.md), so up to kFewRows
+// rows meet each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
 // would not fit into the registers. Same sums in the same order as on every other way.
 template <int W0, int W1, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
 void few_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t y_stride) {
