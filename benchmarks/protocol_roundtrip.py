@@ -1,8 +1,9 @@
 """How long does a message take to the device and back: through shared memory, through the socket, and at the least?
 
 The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
-limit); slot and wire = ZmqTransport and ZmqServer with checks on; execute = the whole DeviceClient and ndp-device with
-an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops per core beside it.
+limit); slot and wire = ZmqTransport and ZmqServer, each message sealed and checked; execute = the whole DeviceClient
+and ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops
+per core beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 
 from ndp_device import carrier
+from ndp_device.protocol import codec
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import ZmqServer, ZmqTransport
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
@@ -43,6 +45,7 @@ def echo(address: str) -> None:
             offer = msgspec.msgpack.encode(server.offer_slots(received.client)) + bytes(4)
             reply: carrier.Frames = (offer, b"")
         else:
+            codec.check(received.frames[0], received.covered)
             reply = received.frames
         server.send(received.client, server.seal(received.client, reply))
         received.release()

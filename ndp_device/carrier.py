@@ -5,7 +5,7 @@ sealed, so it cannot shrink under us); the host opens it through /proc/<device>/
 user only. A side that wants to sleep says so in the segment and is woken through the socket ("bell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-Knows no protocol. The spinning and copying is C++ (carrier_csrc/carrier.cpp), without the GIL.
+Of the protocol it knows the seal. Spinning, copying and the checksum are C++ (carrier_csrc/carrier.cpp).
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import stat
 import time
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol.messages import SlotOffer
 
 Buffer = bytes | bytearray | memoryview
 Frames = Sequence[Buffer]
+Taken = tuple[bytes, Any, bool]
+"""Header, body, and whether the seal fits both."""
 
 NUM_SLOTS = 4
 BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a message first needs them
@@ -62,9 +65,9 @@ class SlotChannel:
         self.offer = offer
         self._fd = fd
         self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
-        self._ring = native.Channel(self._mapping, fd, offer.num_slots, offer.body_room, is_device)
+        self.ring = native.Channel(self._mapping, fd, offer.num_slots, offer.body_room, is_device)
         self.has_spoken = False  # device: the host has attached and used it
-        self.used_s = time.monotonic()
+        self.used_ns = time.monotonic_ns()
         self._closed = False
 
     @classmethod
@@ -113,47 +116,42 @@ class SlotChannel:
         os.close(fd)
         return None
 
-    def put(self, frames: Frames) -> Put:
-        header, body = frames
+    def put(self, frames: Frames, *, seals: bool = False) -> Put:
+        """Publish a message; `seals`: fill in its checksum on the way."""
         try:
-            state: int = self._ring.put(header, body)
+            state: int = self.ring.put(frames[0], frames[1], seals)
         except ValueError as error:
             raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
         return _PUT[state]
 
-    def take(self) -> Frames | None:
+    def take(self) -> Taken | None:
         """The next message. A large body lies in the slot itself: it is valid until `release`."""
         try:
-            taken = self._ring.take()
+            taken: Taken | None = self.ring.take()
         except ValueError as error:
             raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
-        if taken is None:
-            return None
-        self.has_spoken = True
-        self.used_s = time.monotonic()
-        header, body = taken
-        if isinstance(body, tuple):
-            offset, size = body
-            body = memoryview(self._mapping)[offset : offset + size].toreadonly()
-        return header, body
+        if taken is not None and isinstance(taken[1], tuple):
+            header, (offset, size), intact = taken
+            return header, memoryview(self._mapping)[offset : offset + size].toreadonly(), intact
+        return taken
 
     def release(self) -> None:
         """Give the slot of the oldest message taken back, if there is one."""
         if not self._closed:
-            self._ring.release()
+            self.ring.release()
 
     def prepare_sleep(self) -> bool:
         """True: the other side will ring from now on. False: something has arrived meanwhile."""
-        ready: bool = self._ring.prepare_sleep()
+        ready: bool = self.ring.prepare_sleep()
         return ready
 
     def awake(self) -> None:
         if not self._closed:
-            self._ring.awake()
+            self.ring.awake()
 
     def close(self) -> None:
         self._closed = True
-        del self._ring
+        del self.ring
         with contextlib.suppress(BufferError):  # somebody still reads a body; the mapping goes with the last reader
             self._mapping.close()
         os.close(self._fd)
@@ -181,7 +179,7 @@ class Spinner:
         if not self.spin_ns or (self._calm_ns and time.monotonic_ns() < self._calm_until_ns):
             return False
         assert native is not None
-        seen: int = native.spin([channel._ring for channel in channels], timeout_ns or self.spin_ns)
+        seen: int = native.spin([channel.ring for channel in channels], timeout_ns or self.spin_ns)
         if seen & 2:
             now = time.monotonic_ns()
             if now > self._calm_until_ns + 10 * CALM_LAST_NS:

@@ -32,6 +32,7 @@ _FLUSH_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _BELL: list[codec.Buffer] = [b""]
+_DONE = carrier.Put.DONE
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
 _BELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a bell
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
@@ -52,7 +53,7 @@ def flush() -> None:
 
 
 class Received(NamedTuple):
-    """A request as it arrived; `covered` is the part of its body that its seal covers."""
+    """A request as it arrived; `covered` is the part of its body that its seal covers, CHECKED if it was checked."""
 
     client: bytes
     frames: Frames
@@ -122,8 +123,6 @@ class ZmqServer:
         received = self._from_slots()
         if received is None:
             received = (self._spin() or self._sleep(timeout_ms)) if timeout_ms else self._from_socket(0)
-        if received is not None:
-            self._active_ns = time.monotonic_ns()
         return received
 
     def seal(self, client: bytes, frames: Frames) -> Frames:
@@ -137,9 +136,10 @@ class ZmqServer:
         channel = self._speaking(client)
         if channel is not None and len(frames) == 2:
             sent = self._put(client, channel, frames)
+            if sent is _DONE:
+                return
             if sent is carrier.Put.BELL:
                 self._to_socket(client, _BELL)
-            if sent is not carrier.Put.REFUSED:
                 return
             if len(carrier.covered(frames[1])) < len(frames[1]):
                 frames = codec.seal(*frames), frames[1]
@@ -182,12 +182,15 @@ class ZmqServer:
     def _from_slots(self) -> Received | None:
         for client, channel in self._channels.items():
             try:
-                frames = channel.take()
+                taken = channel.take()
             except RemoteProtocolError:
                 self._close_channel(client)  # its host will miss an answer and connect again
                 return None
-            if frames is not None:
-                return Received(client, frames, carrier.covered(frames[1]), channel)
+            if taken is not None:
+                channel.has_spoken = True
+                channel.used_ns = self._active_ns = time.monotonic_ns()
+                header, body, intact = taken
+                return Received(client, (header, body), codec.CHECKED if intact else carrier.covered(body), channel)
         return None
 
     def _put(self, client: bytes, channel: SlotChannel, frames: Frames) -> carrier.Put:
@@ -220,10 +223,10 @@ class ZmqServer:
 
     def _forget_absent(self, silent_s: float) -> None:
         """Free the segments of hosts that are gone: nobody tells a ROUTER, but it refuses to send to such a one."""
-        now = time.monotonic()
+        now = time.monotonic_ns()
         for client, channel in list(self._channels.items()):
-            if now - channel.used_s >= silent_s:
-                channel.used_s = now
+            if now - channel.used_ns >= silent_s * 1e9:
+                channel.used_ns = now
                 if not self._to_socket(client, _BELL):
                     self._close_channel(client)
 
@@ -275,13 +278,14 @@ class ZmqTransport:
         return self._channel is not None
 
     def send(self, frames: Frames) -> bool:
-        header, body = frames
         if self._channel is not None:
-            sent = self._channel.put((codec.seal(header, carrier.covered(body)), body))
+            sent = self._channel.put(frames, seals=True)
+            if sent is _DONE:
+                return True
             if sent is carrier.Put.BELL:
                 self._to_socket(_BELL)
-            if sent is not carrier.Put.REFUSED:
                 return True
+        header, body = frames
         return self._to_socket((codec.seal(header, body), body))
 
     def receive(self, timeout_s: float) -> Frames | None:
@@ -289,12 +293,9 @@ class ZmqTransport:
         if channel is None:
             return self._from_socket(timeout_s)
         channel.release()
-        frames = self._from_slot(channel)
-        if frames is not None:
-            return frames
         if timeout_s <= 0:
-            return self._from_socket(0.0)
-        if self._spinner.spin([channel]) or not channel.prepare_sleep():
+            return self._from_slot(channel) or self._from_socket(0.0)
+        if self._spinner.spin((channel,)) or not channel.prepare_sleep():
             return self._from_slot(channel)
         frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
         channel.awake()
@@ -316,10 +317,13 @@ class ZmqTransport:
         return True
 
     def _from_slot(self, channel: SlotChannel) -> Frames | None:
-        frames = channel.take()
-        if frames is not None:
-            codec.check(frames[0], carrier.covered(frames[1]))
-        return frames
+        taken = channel.take()
+        if taken is None:
+            return None
+        header, body, intact = taken
+        if not intact:
+            codec.check(header, carrier.covered(body))
+        return header, body
 
     def _from_socket(self, timeout_s: float) -> Frames | None:
         frames = self._receive_now()

@@ -4,20 +4,23 @@
 //   page 1, 2      RingHead of host -> device, device -> host
 //   then           num_slots slots of each ring: SlotHead | header, padded to 4096 | body
 //
-// Knows no protocol and no socket. Waiting means spinning for a bounded time without the GIL; who wants to sleep says so
+// Knows no socket, and of the protocol only the seal: the last 4 bytes of a header are the CRC-32 of what stands before
+// them and of a body of at most kSealedBody bytes; it is made and checked while copying. Waiting means spinning for a bounded time without the GIL; who wants to sleep says so
 // with prepare_sleep() and is then woken by the other side by other means. Nothing the peer wrote is used before it was
 // copied and checked; what does not fit the rules raises ValueError, and the caller gives the mapping up.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
 #include <sched.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
+
+#include "crc32.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -28,8 +31,12 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHeaderRoom = 4096;
+constexpr uint64_t kCrcBytes = 4;
+constexpr uint64_t kSealedBody = 64 << 10;
 constexpr uint64_t kCopyBody = 256 << 10;  // larger bodies are lent, not copied
 constexpr int kHostToDevice = 0;
+constexpr size_t kMaxSpun = 64;
+constexpr int kLooksPerYield = 128;  // 7 us: a yield takes one, during which nobody looks
 
 struct alignas(64) RingHead {
     alignas(64) std::atomic<uint64_t> written;   // messages the writer has published
@@ -68,6 +75,16 @@ private:
     Py_buffer buffer_;
 };
 
+// The last bytes of a header: what it says its checksum is.
+void write_crc(char* to, uint32_t crc) {
+    for (uint64_t i = 0; i < kCrcBytes; ++i) to[i] = static_cast<char>(crc >> 8 * i);
+}
+uint32_t read_crc(const char* from) {
+    uint32_t crc = 0;
+    for (uint64_t i = 0; i < kCrcBytes; ++i) crc |= uint32_t{static_cast<unsigned char>(from[i])} << 8 * i;
+    return crc;
+}
+
 class Channel {
 public:
     Channel(nb::handle mapping, int fd, uint32_t num_slots, uint64_t body_room, bool is_device)
@@ -88,12 +105,13 @@ public:
         return 3 * kPage + 2 * num_slots * slot_bytes(body_room);
     }
 
-    // 0: no room, use the wire; 1: published; 2: published and the reader sleeps, ring a bell.
-    int put(nb::handle header, nb::handle body) {
+    // 0: no room, use the wire; 1: published; 2: published and the reader sleeps, ring a bell. Seals, if asked to.
+    int put(nb::handle header, nb::handle body, bool seals) {
         const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
         const uint64_t released = out_->released.load(std::memory_order_acquire);
         if (released > sent_) throw std::invalid_argument("the peer returned slots it never had");
         if (sent_ - released >= num_slots_ || head.size() > kHeaderRoom || rest.size() > body_room_) return 0;
+        if (seals && head.size() < kCrcBytes) return 0;
         const uint32_t index = sent_ % num_slots_;
         const uint64_t offset = out_slots_ + index * slot_bytes(body_room_);
         const uint64_t needed = sizeof(SlotHead) + kHeaderRoom + rest.size();
@@ -102,16 +120,28 @@ public:
             reserved_[index] = needed;
         }
         char* slot = mapping_.data() + offset;
+        char* head_to = slot + sizeof(SlotHead);
+        char* body_to = head_to + kHeaderRoom;
         const SlotHead described{sent_ + 1, head.size(), rest.size()};
         std::memcpy(slot, &described, sizeof described);
-        std::memcpy(slot + sizeof(SlotHead), head.data(), head.size());
-        copy(slot + sizeof(SlotHead) + kHeaderRoom, rest.data(), rest.size());
+        if (seals) {
+            const uint64_t sealed = head.size() - kCrcBytes;
+            uint32_t crc = checksum::copy(0, head_to, head.data(), sealed);
+            if (rest.size() <= kSealedBody)
+                crc = checksum::copy(crc, body_to, rest.data(), rest.size());
+            else
+                copy(body_to, rest.data(), rest.size());
+            write_crc(head_to + sealed, crc);
+        } else {
+            std::memcpy(head_to, head.data(), head.size());
+            copy(body_to, rest.data(), rest.size());
+        }
         out_->written.store(++sent_, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // Dekker: publish, then look whether the reader sleeps
         return out_->sleeping.load() && out_->sleeping.exchange(0) ? 2 : 1;
     }
 
-    // None, or (header, body) with a copied body, or (header, (offset, size)) of a body to be read in place.
+    // None, or (header, body, intact) with a copied body, or with (offset, size) of a body to be read in place.
     nb::object take() {
         const uint64_t written = in_->written.load(std::memory_order_acquire);
         if (written == taken_) return nb::none();
@@ -121,16 +151,31 @@ public:
         const char* slot = mapping_.data() + offset;
         SlotHead described;
         std::memcpy(&described, slot, sizeof described);  // once: the peer may change it while we look
-        if (described.number != taken_ + 1 || described.header_bytes > kHeaderRoom || described.body_bytes > body_room_)
+        const uint64_t head_bytes = described.header_bytes, body_bytes = described.body_bytes;
+        if (described.number != taken_ + 1 || head_bytes > kHeaderRoom || body_bytes > body_room_)
             throw std::invalid_argument("a slot describes a message that cannot be");
         ++taken_;
-        nb::object header = nb::steal(
-            PyBytes_FromStringAndSize(slot + sizeof(SlotHead), static_cast<Py_ssize_t>(described.header_bytes)));
+        nb::object header = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_bytes)));
+        if (!header.is_valid()) throw nb::python_error();
+        char* head_to = PyBytes_AS_STRING(header.ptr());
+        const uint64_t sealed = head_bytes < kCrcBytes ? 0 : head_bytes - kCrcBytes;
+        uint32_t crc = checksum::copy(0, head_to, slot + sizeof(SlotHead), sealed);
+        std::memcpy(head_to + sealed, slot + sizeof(SlotHead) + sealed, head_bytes - sealed);
         const uint64_t body = offset + sizeof(SlotHead) + kHeaderRoom;
-        if (described.body_bytes > kCopyBody)
-            return nb::make_tuple(header, nb::make_tuple(body, described.body_bytes));
-        return nb::make_tuple(header, nb::steal(PyByteArray_FromStringAndSize(
-                                          mapping_.data() + body, static_cast<Py_ssize_t>(described.body_bytes))));
+        nb::object rest;
+        if (body_bytes > kCopyBody) {
+            rest = nb::make_tuple(body, body_bytes);
+        } else {
+            rest = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(body_bytes)));
+            if (!rest.is_valid()) throw nb::python_error();
+            char* body_to = PyByteArray_AS_STRING(rest.ptr());
+            if (body_bytes <= kSealedBody)
+                crc = checksum::copy(crc, body_to, mapping_.data() + body, body_bytes);
+            else
+                std::memcpy(body_to, mapping_.data() + body, body_bytes);
+        }
+        const bool intact = head_bytes >= kCrcBytes && crc == read_crc(head_to + sealed);
+        return nb::make_tuple(header, rest, intact);
     }
 
     // Give the slot of the oldest message taken back to the writer.
@@ -150,6 +195,8 @@ public:
     }
 
     void awake() { in_->sleeping.store(0); }
+
+    uint64_t slot_stride() const { return slot_bytes(body_room_); }
 
 private:
     static uint64_t slot_bytes(uint64_t body_room) {
@@ -180,18 +227,27 @@ private:
 
 // Looks until one of the channels has a message (bit 0 of the answer) or timeout_ns are over. Yields, so that a core
 // shared with the peer is not taken from it. Bit 1: meanwhile somebody else had our core for a while.
-int spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
+int spin(nb::list rings, uint64_t timeout_ns) {
     using Clock = std::chrono::steady_clock;
     constexpr auto kLost = std::chrono::microseconds(100);
+    std::array<const Channel*, kMaxSpun> channels;
+    const size_t count = rings.size();
+    if (count > kMaxSpun) throw std::invalid_argument("too many channels to look at");
+    for (size_t i = 0; i < count; ++i) channels[i] = nb::cast<const Channel*>(rings[i]);
+    const auto readable = [&] {
+        for (size_t i = 0; i < count; ++i)
+            if (channels[i]->readable()) return true;
+        return false;
+    };
+    if (readable()) return 1;
     nb::gil_scoped_release release;
     const auto start = Clock::now();
     const auto end = start + std::chrono::nanoseconds(timeout_ns);
     int lost = 0;
     for (auto last = start; last < end || last == start;) {
-        for (int look = 0; look < 16; ++look) {
-            for (const Channel* channel : channels)
-                if (channel->readable()) return lost | 1;
-            for (int i = 0; i < 4; ++i) pause_briefly();
+        for (int look = 0; look < kLooksPerYield; ++look) {
+            if (readable()) return lost | 1;
+            pause_briefly();
         }
         sched_yield();
         const auto now = Clock::now();
@@ -199,6 +255,37 @@ int spin(const std::vector<Channel*>& channels, uint64_t timeout_ns) {
         last = now;
     }
     return lost;
+}
+
+uint32_t sum(uint32_t crc, const View& view) {
+    if (view.size() <= kCopyBody) return checksum::sum(crc, view.data(), view.size());
+    nb::gil_scoped_release release;
+    return checksum::sum(crc, view.data(), view.size());
+}
+
+uint32_t crc_of(nb::handle data, uint32_t crc) { return sum(crc, View(data, PyBUF_SIMPLE)); }
+
+uint32_t crc_by_tables(nb::handle data, uint32_t crc) {
+    const View view(data, PyBUF_SIMPLE);
+    return ~checksum::by_tables(~crc, reinterpret_cast<const unsigned char*>(view.data()), view.size());
+}
+
+// The header with its last bytes replaced by the checksum of what stands before them and of `body`.
+nb::object seal(nb::handle header, nb::handle body) {
+    const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
+    const uint64_t sealed = head.size() < kCrcBytes ? 0 : head.size() - kCrcBytes;
+    nb::object result = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(sealed + kCrcBytes)));
+    if (!result.is_valid()) throw nb::python_error();
+    char* to = PyBytes_AS_STRING(result.ptr());
+    write_crc(to + sealed, sum(checksum::copy(0, to, head.data(), sealed), rest));
+    return result;
+}
+
+bool is_sealed(nb::handle header, nb::handle body) {
+    const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
+    if (head.size() < kCrcBytes) return false;
+    const uint64_t sealed = head.size() - kCrcBytes;
+    return sum(checksum::sum(0, head.data(), sealed), rest) == read_crc(head.data() + sealed);
 }
 
 }  // namespace
@@ -209,11 +296,17 @@ NB_MODULE(_carrier, module) {
         .def(nb::init<nb::handle, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
              nb::arg("num_slots"), nb::arg("body_room"), nb::arg("is_device"))
         .def_static("total_bytes", &Channel::total_bytes)
-        .def("put", &Channel::put)
+        .def("put", &Channel::put, nb::arg("header"), nb::arg("body"), nb::arg("seals"))
         .def("take", &Channel::take)
         .def("release", &Channel::release)
         .def("readable", &Channel::readable)
         .def("prepare_sleep", &Channel::prepare_sleep)
-        .def("awake", &Channel::awake);
+        .def("awake", &Channel::awake)
+        .def_prop_ro("slot_stride", &Channel::slot_stride);
     module.def("spin", &spin);
+    module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
+    module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);
+    module.def("seal", &seal, nb::arg("header"), nb::arg("body"));
+    module.def("is_sealed", &is_sealed, nb::arg("header"), nb::arg("body"));
+    module.attr("MAX_SEALED_BODY_BYTES") = kSealedBody;
 }

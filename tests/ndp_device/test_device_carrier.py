@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,55 @@ def pair() -> Iterator[tuple[SlotChannel, SlotChannel]]:
     yield host, device
     host.close()
     device.close()
+
+
+LENGTHS = (*range(200), 255, 256, 257, 1023, 4096, 8191, 65536, 65537, 300_001)
+
+
+@pytest.mark.parametrize("name", ["crc32", "crc32_by_tables"])
+def test_the_checksum_is_zlibs_for_any_length_alignment_and_beginning(name: str) -> None:
+    crc32 = getattr(carrier.native, name)
+    data = random.Random(5).randbytes(LENGTHS[-1] + 16)
+    for length in LENGTHS:
+        for offset in range(16 if length < 300 else 3):
+            part = memoryview(data)[offset : offset + length]
+            assert crc32(part) == zlib.crc32(part), (length, offset)
+            assert crc32(part, 0xDEADBEEF) == zlib.crc32(part, 0xDEADBEEF)
+            cut = length // 3
+            assert crc32(part[cut:], crc32(part[:cut])) == zlib.crc32(part)
+
+
+@pytest.mark.parametrize("size", [*range(0, 130, 3), 8191, 65535, 65536, 65537, 300_001])
+def test_sealing_while_copying_writes_the_codecs_bytes(pair: tuple[SlotChannel, SlotChannel], size: int) -> None:
+    host, device = pair
+    body = random.Random(size).randbytes(size)
+    for length in (4, 5, 67, 68, 200, 4096):
+        header = random.Random(length).randbytes(length)
+        assert host.put((header, body), seals=True) is Put.DONE
+        taken = device.take()
+        assert taken is not None
+        assert taken[0] == codec.seal(header, carrier.covered(body))
+        assert bytes(taken[1]) == body
+        assert taken[2]
+        device.release()
+    assert host.put((b"abc", body), seals=True) is Put.REFUSED  # no room for a seal
+
+
+def test_any_flipped_bit_of_a_sealed_message_in_memory_is_seen_while_it_is_taken(
+    pair: tuple[SlotChannel, SlotChannel],
+) -> None:
+    host, device = pair
+    rng = random.Random(9)
+    first = 3 * mmap.PAGESIZE + 64  # the header of the first slot; its body lies 4096 bytes further
+    for number in range(200):
+        assert host.put((bytes(100), bytes(1000)), seals=True) is Put.DONE
+        at = first + number % NUM_SLOTS * host.ring.slot_stride
+        at += rng.randrange(100) if number % 2 else 4096 + rng.randrange(1000)
+        host._mapping[at] ^= 1 << rng.randrange(8)
+        taken = device.take()
+        assert taken is not None
+        assert not taken[2]
+        device.release()
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 4096, 65536, 65537, 256 << 10, (256 << 10) + 1, 1 << 20, 20 << 20])
@@ -253,12 +303,12 @@ def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[ZmqServer, Z
     server, transport = sockets
     client = attach(server, transport)
     channel = server._channels[client]
-    channel.used_s -= carrier.PROBE_AFTER_S + 1
+    channel.used_ns -= round((carrier.PROBE_AFTER_S + 1) * 1e9)
     assert server.receive(100) is None
     assert client in server._channels  # it is there, only silent
     transport.close()
     for _ in range(50):
-        channel.used_s -= carrier.PROBE_AFTER_S + 1
+        channel.used_ns -= round((carrier.PROBE_AFTER_S + 1) * 1e9)
         server.receive(20)
     assert server._channels == {}
     transport.close = lambda: None  # type: ignore[method-assign]

@@ -150,6 +150,19 @@ def test_the_msgpack_package_reads_and_writes_the_same_header(name: str) -> None
     assert int.from_bytes(fields["crc"], "little") == zlib.crc32(body, zlib.crc32(header[:-4]))
 
 
+@given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 299))
+def test_the_seal_of_a_machine_without_the_extension_is_the_same(header: bytes, body: bytes, flipped: int) -> None:
+    sealed = codec._seal_in_python(header, body)
+    assert codec.seal(header, body) == sealed
+    assert codec._is_sealed_in_python(sealed, body)
+    damaged = bytearray(sealed)
+    damaged[flipped % len(sealed)] ^= 1
+    for frames in ((sealed, body + b"x"), (bytes(damaged), body)):
+        with pytest.raises(RemoteProtocolError):
+            codec.check(*frames)
+        assert not codec._is_sealed_in_python(*frames)
+
+
 @pytest.mark.parametrize("kind", get_args(msg.Request) + get_args(msg.AnyReply))
 def test_the_checksum_is_the_last_field_of_every_message(kind: type[msg.Message]) -> None:
     assert kind.__struct_fields__[-1] == "crc"
