@@ -14,6 +14,38 @@ using Words = u16x32;
 constexpr bool kInPlaceFields = true;  // vpdpbusd does not saturate
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
+using PackWord = u32x16;
+constexpr int kPackRows = 16;
+
+NDP_INLINE PackWord pick(uint32_t mask, PackWord a, PackWord b) {
+    return (PackWord)_mm512_ternarylogic_epi32(_mm512_set1_epi32(mask), (__m512i)a, (__m512i)b, 0xca);
+}
+
+NDP_INLINE void store_rows(PackWord (&row)[16], uint8_t* out, ptrdiff_t stride) {
+    __m512i* r = reinterpret_cast<__m512i*>(row);
+    NDP_UNROLL(4)
+    for (int i = 0; i < 16; i += 4) {  // four rows: lane l of every 128-bit quarter becomes one of r[i + l]
+        const __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        const __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+        r[i] = _mm512_unpacklo_epi64(a, c);
+        r[i + 1] = _mm512_unpackhi_epi64(a, c);
+        r[i + 2] = _mm512_unpacklo_epi64(b, d);
+        r[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+    NDP_UNROLL(4)
+    for (int lane = 0; lane < 4; ++lane) {  // quarter q of r[lane], r[lane + 4], ... side by side
+        const __m512i a = _mm512_shuffle_i32x4(r[lane], r[lane + 4], 0x44);       // 0 1 of the first, 0 1 of the next
+        const __m512i b = _mm512_shuffle_i32x4(r[lane], r[lane + 4], 0xee);       // 2 3, 2 3
+        const __m512i c = _mm512_shuffle_i32x4(r[lane + 8], r[lane + 12], 0x44);
+        const __m512i d = _mm512_shuffle_i32x4(r[lane + 8], r[lane + 12], 0xee);
+        const __m512i quarter[] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xdd),
+                                   _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xdd)};
+        NDP_UNROLL(4)
+        for (int q = 0; q < 4; ++q)
+            store(out + (4 * q + lane) * stride, quarter[q]);
+    }
+}
+
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, (__m512i)steps);
 }

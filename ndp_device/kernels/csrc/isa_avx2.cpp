@@ -13,6 +13,29 @@ constexpr bool kInPlaceFields = false;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
+typedef uint32_t PackWord __attribute__((vector_size(32)));
+constexpr int kPackRows = 8;
+
+NDP_INLINE PackWord pick(uint32_t mask, PackWord a, PackWord b) { return b ^ ((a ^ b) & mask); }
+
+NDP_INLINE void store_rows(PackWord (&row)[8], uint8_t* out, ptrdiff_t stride) {
+    __m256i* r = reinterpret_cast<__m256i*>(row);
+    NDP_UNROLL(2)
+    for (int i = 0; i < 8; i += 4) {  // four rows: quarter q of lane l of every 128-bit half becomes one of r[i + l]
+        const __m256i a = _mm256_unpacklo_epi32(r[i], r[i + 1]), b = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+        const __m256i c = _mm256_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm256_unpackhi_epi32(r[i + 2], r[i + 3]);
+        r[i] = _mm256_unpacklo_epi64(a, c);
+        r[i + 1] = _mm256_unpackhi_epi64(a, c);
+        r[i + 2] = _mm256_unpacklo_epi64(b, d);
+        r[i + 3] = _mm256_unpackhi_epi64(b, d);
+    }
+    NDP_UNROLL(4)
+    for (int lane = 0; lane < 4; ++lane) {
+        store(out + lane * stride, _mm256_permute2x128_si256(r[lane], r[lane + 4], 0x20));
+        store(out + (lane + 4) * stride, _mm256_permute2x128_si256(r[lane], r[lane + 4], 0x31));
+    }
+}
+
 NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
     __m256i a[2], c[2], s[2];
     std::memcpy(a, &acc, 64);

@@ -22,6 +22,18 @@ NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
 
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return half_to_float_by_bits(p); }
 
+typedef uint64_t PackWord;
+constexpr int kPackRows = 1;
+
+NDP_INLINE PackWord pick(uint32_t mask, PackWord a, PackWord b) {
+    return b ^ ((a ^ b) & (mask * 0x100000001u));
+}
+
+NDP_INLINE void store_rows(PackWord (&row)[1], uint8_t* out, ptrdiff_t stride) {
+    store(out, static_cast<uint32_t>(row[0]));
+    store(out + stride, static_cast<uint32_t>(row[0] >> 32));
+}
+
 template <int LIMBS>
 NDP_INLINE bool own_products(const Panel&, const Activations&, int, float*, ptrdiff_t) {
     return false;

@@ -19,7 +19,7 @@ struct Case {
 constexpr Case kCases[] = {{40, 24, 32, 1, 1},   {40, 24, 32, 7, 2},     {128, 256, 128, 1, 1}, {128, 256, 128, 33, 3},
                            {136, 344, 128, 5, 2}, {72, 56, 16, 17, 2},   {8, 8, 8, 2, 1},       {384, 320, 1024, 3, 2},
                            {1000, 520, 128, 1, 3}, {1000, 520, 128, 18, 3}, {256, 384, 128, 2, 1},
-                           {1000, 520, 128, 3, 2}, {1000, 520, 128, 4, 3}};
+                           {1000, 520, 128, 3, 2}, {1000, 520, 128, 4, 3}, {1024, 512, 128, 2, 2}};
 constexpr double kLargestError[] = {4e-2, 2e-4};  // one limb, two limbs
 constexpr uint16_t kScale = 0x2c00;  // fp16: weights are code / 16 - (2^bits - 1) / 32, centred
 constexpr uint16_t kOffset[] = {0xa800, 0xae00, 0xb300, 0xb780};
@@ -54,7 +54,7 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
         for (int first = 0; first < bits;) {
             const int width = bits - first < 2 ? 1 : 2;
             m.packed.components.push_back(
-                {pack_component(pool, m.packed.geometry, m.planes.data() + first * plane, plane, width), width});
+                {pack_component(engine.kernels(), pool, m.packed.geometry, m.planes.data() + first * plane, plane, width), width});
             first += width;
         }
         m.packed.meta = pack_meta(pool, m.packed.geometry, scale.data(), offset.data(), group_size);

@@ -16,6 +16,7 @@ constexpr int kUnitRows = kBlockRows * kUnitBlocks;
 constexpr int kChunkCols = 32;         // 8 steps of 4 columns: a W-bit component spends W vectors of 64 bytes on them
 constexpr int kMaxPaddedGroup = 4096;  // keeps every 32-bit integer sum below 2^31: 255 * 127 * 4096 = 1.3e8
 constexpr int kMaxComponents = 2;
+constexpr int kMaxComponentWidth = 2;
 constexpr int kRowSlack = 16;  // rows past the last one that a tile load may read (and whose results are dropped)
 
 // One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first.
@@ -68,8 +69,20 @@ struct QuantizeJob {
     ptrdiff_t token_stride;
 };
 
+// One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.
+struct PackJob {
+    int width;                  // planes: 1 or 2
+    const uint8_t* planes[kMaxComponentWidth];  // top bits first; row r lies r * row_bytes further
+    ptrdiff_t row_bytes;
+    int chunks;                 // a multiple of kPackChunks
+    uint8_t* out;               // the block's first line in its unit
+};
+
+constexpr int kPackChunks = 16;  // the widest vector holds so many words of a row
+
 struct KernelTable {
     const char* name;
+    void (*pack)(const PackJob&);
     // y[t * stride + 32 * (unit - first) + row] for units first .. last - 1; scratch holds scratch_bytes(padded_group)
     void (*multiply)(const QuantizedView&, const Activations&, int first, int last, float* y, ptrdiff_t stride,
                      void* scratch);
@@ -86,6 +99,9 @@ struct KernelTable {
 // A byte of a 1-bit component holds steps 0, 1, 4, 5, 2, 3, 6, 7 from its lowest bit up: then bits q and q + 4 are the
 // two codes that belong with vector q of a 2-bit component.
 constexpr int step_of_bit(int bit) { return (bit & 1) | (bit & 2) << 1 | (bit & 4) >> 1; }
+
+// Bytes of a component per chunk of 32 columns and unit.
+constexpr int chunk_bytes(int width) { return width * kUnitBlocks * 64; }
 
 constexpr int kPanelCols = 256;  // columns unpacked at a time (at least one group): 8 KB of codes
 

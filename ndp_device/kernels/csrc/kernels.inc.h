@@ -6,12 +6,14 @@
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
+//   PackWord, kPackRows, store_rows, pick   see packing.inc.h
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
 // No STL, everything in an unnamed namespace (see kernel_table.h).
 #pragma once
 
+#include "packing.inc.h"
 #include "vectors.inc.h"
 
 namespace {
@@ -22,9 +24,6 @@ constexpr int kMetaLead = 512;
 
 
 // ---- codes -----------------------------------------------------------------------------------------------------
-
-// Bytes of a component per chunk of 32 columns and unit.
-constexpr int chunk_bytes(int width) { return width * kUnitBlocks * 64; }
 
 // A chunk of a block as four vectors that hold two codes per byte: a low field and a high one, garbage between.
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
@@ -587,7 +586,7 @@ uint64_t read_stream(const void* data, size_t bytes, int streams, int prefetch_b
 }
 
 constexpr KernelTable make_table(const char* name) {
-    return {name, multiply, multiply_full, quantize, swiglu, add_scaled, read_stream};
+    return {name, pack, multiply, multiply_full, quantize, swiglu, add_scaled, read_stream};
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ std::shared_ptr<Component> pack(Engine& engine, Planes planes, int halves, int g
     nb::gil_scoped_release release;
     return engine.with_pool([&](ThreadPool& pool) {
         return std::make_shared<Component>(
-            Component{pack_component(pool, geometry, planes.data(), stride, width), width});
+            Component{pack_component(engine.kernels(), pool, geometry, planes.data(), stride, width), width});
     });
 }
 
@@ -91,7 +91,8 @@ NB_MODULE(_native, m) {
     m.attr("MAX_PADDED_GROUP") = kMaxPaddedGroup;
 
     nb::class_<Component>(m, "Component", nb::is_weak_referenceable())
-        .def_prop_ro("nbytes", [](const Component& c) { return c.buffer->bytes(); });
+        .def_prop_ro("nbytes", [](const Component& c) { return c.buffer->bytes(); })
+        .def("tobytes", [](const Component& c) { return nb::bytes(c.buffer->data(), c.buffer->bytes()); });
     nb::class_<PackedMatrix>(m, "PackedMatrix")
         .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
     nb::class_<PreparedExpert>(m, "PreparedExpert");

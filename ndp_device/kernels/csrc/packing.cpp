@@ -1,5 +1,7 @@
 #include "packing.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -9,26 +11,89 @@ namespace ndp {
 namespace {
 
 constexpr size_t kSlack = 4096;  // beyond the furthest vector load; prefetches may go anywhere
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kMapped = 2 * kHugePage;  // from here on a buffer is a mapping of its own: huge pages, and given
+                                           // back to the system when it is freed
+constexpr size_t kTaskBytes = kHugePage;   // of packed weights: two threads rarely meet in one huge page
+
+size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+uint8_t* allocate(size_t bytes) {
+    if (bytes < kMapped) return static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 64)));
+    const size_t room = round_up(bytes, kPage) + kHugePage - kPage;
+    void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    const auto start = reinterpret_cast<uintptr_t>(mapped), first = round_up(start, kHugePage);
+    const size_t used = round_up(bytes, kPage);
+    if (first > start) munmap(mapped, first - start);
+    if (start + room > first + used) munmap(reinterpret_cast<void*>(first + used), start + room - first - used);
+    madvise(reinterpret_cast<void*>(first), used, MADV_HUGEPAGE);  // refused: small pages, twice the time to clear them
+    return reinterpret_cast<uint8_t*>(first);
+}
 
 // `count` <= 32 bits of a row of packed bits, starting at any bit.
-uint32_t read_bits(const uint8_t* row, int row_bytes, int start, int count) {
+uint32_t read_bits(const uint8_t* row, ptrdiff_t row_bytes, int start, int count) {
     uint64_t word = 0;
-    const int byte = start / 8;
-    std::memcpy(&word, row + byte, static_cast<size_t>(std::min(5, row_bytes - byte)));
+    const ptrdiff_t byte = start / 8;
+    std::memcpy(&word, row + byte, static_cast<size_t>(std::min<ptrdiff_t>(5, row_bytes - byte)));
     return static_cast<uint32_t>((word >> (start % 8)) & ((uint64_t{1} << count) - 1));
 }
 
-// Bits 0..3 of a nibble to the lowest bit of bytes 0..3.
-uint32_t spread(uint32_t nibble) { return (nibble * 0x00204081u) & 0x01010101u; }
+// The block of 16 rows that starts at row `first` of some planes, of which `rows` exist.
+struct Block {
+    const Geometry& geometry;
+    const uint8_t* planes;
+    ptrdiff_t plane_stride;
+    int width, first, rows;
+
+    ptrdiff_t row_bytes() const { return geometry.cols / 8; }
+    const uint8_t* row(int plane, int r) const {
+        return planes + plane * plane_stride + (first + r) * row_bytes();
+    }
+    // Row and chunk as a word of 32 columns, zeros where there are none.
+    uint32_t word(int plane, int r, int chunk) const {
+        const int chunks = geometry.padded_group() / kChunkCols, group = chunk / chunks * geometry.group;
+        const int col = group + chunk % chunks * kChunkCols;
+        const int count = std::min({kChunkCols, group + geometry.group - col, geometry.cols - col});
+        return count > 0 ? read_bits(row(plane, r), row_bytes(), col, count) : 0;
+    }
+};
+
+void pack_block(const KernelTable& kernels, const Block& block, uint8_t* out) {
+    const Geometry& geometry = block.geometry;
+    const int chunks = geometry.groups() * geometry.padded_group() / kChunkCols, width = block.width;
+    int chunk = 0;
+    if (block.rows == kBlockRows && geometry.group == geometry.padded_group()) {  // words lie in the planes as they are
+        chunk = static_cast<int>(block.row_bytes() / (4 * kPackChunks) * kPackChunks);
+        kernels.pack({width, {block.row(0, 0), block.row(width - 1, 0)}, block.row_bytes(), chunk, out});
+    }
+    for (; chunk < chunks; chunk += kPackChunks) {
+        uint32_t words[kMaxComponentWidth][kBlockRows][kPackChunks] = {};
+        alignas(64) uint8_t packed[kPackChunks * chunk_bytes(kMaxComponentWidth)];
+        const int count = std::min(kPackChunks, chunks - chunk);
+        for (int p = 0; p < width; ++p)
+            for (int r = 0; r < block.rows; ++r)
+                for (int c = 0; c < count; ++c) words[p][r][c] = block.word(p, r, chunk + c);
+        const auto* first = reinterpret_cast<const uint8_t*>(words[0]);
+        const auto* last = reinterpret_cast<const uint8_t*>(words[width - 1]);
+        kernels.pack({width, {first, last}, sizeof words[0][0], kPackChunks, packed});
+        for (int line = 0; line < count * width; ++line)
+            std::memcpy(out + (static_cast<ptrdiff_t>(chunk) * width + line) * kUnitBlocks * 64,
+                        packed + line * kUnitBlocks * 64, 64);
+    }
+}
 
 }  // namespace
 
-Buffer::Buffer(size_t bytes)
-    : bytes_(bytes), data_(static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + kSlack + 63) / 64 * 64))) {
+Buffer::Buffer(size_t bytes) : bytes_(bytes), data_(allocate(bytes + kSlack), {bytes + kSlack}) {
     if (!data_) throw std::bad_alloc();
 }
 
-void Buffer::Free::operator()(uint8_t* p) const { std::free(p); }
+void Buffer::Free::operator()(uint8_t* p) const {
+    if (bytes < kMapped) std::free(p);
+    else munmap(p, round_up(bytes, kPage));
+}
 
 int Geometry::source_row(int unit, int r) const {
     const int half = halves == 2 ? r / kBlockRows : 0;
@@ -44,43 +109,22 @@ int kernel_group(int group_size, int cols) {
     return group_size;
 }
 
-std::shared_ptr<Buffer> pack_component(ThreadPool& pool, const Geometry& geometry, const uint8_t* planes,
-                                       ptrdiff_t plane_stride, int width) {
-    const int groups = geometry.groups(), chunks = geometry.padded_group() / kChunkCols;
-    const int row_bytes = geometry.cols / 8, fields = 8 / width;
-    const size_t chunk_bytes = static_cast<size_t>(width) * kUnitBlocks * 64;
-    const size_t unit_bytes = groups * chunks * chunk_bytes;
-    auto buffer = std::make_shared<Buffer>(geometry.units() * unit_bytes);
-    pool.run(geometry.units(), [&](int unit, int) {
-        uint8_t* out = buffer->data() + unit * unit_bytes;
-        std::memset(out, 0, unit_bytes);
-        int source[kUnitRows];
-        for (int r = 0; r < kUnitRows; ++r) source[r] = geometry.source_row(unit, r);
-        for (int g = 0; g < groups; ++g) {
-            const int group_start = g * geometry.group;
-            const int group_end = std::min(group_start + geometry.group, geometry.cols);
-            for (int chunk = 0; chunk < chunks; ++chunk, out += chunk_bytes) {
-                const int col = group_start + chunk * kChunkCols;
-                const int count = std::min(kChunkCols, group_end - col);
-                if (count <= 0) continue;
-                for (int r = 0; r < kUnitRows; ++r) {
-                    if (source[r] < 0) continue;
-                    uint32_t bits[4];
-                    for (int p = 0; p < width; ++p) {
-                        const uint8_t* row = planes + p * plane_stride + static_cast<ptrdiff_t>(source[r]) * row_bytes;
-                        bits[p] = read_bits(row, row_bytes, col, count);
-                    }
-                    uint8_t* to = out + r * 4;  // block r / 16, row r % 16: 4 bytes each, 64 per block
-                    for (int v = 0; v < width; ++v) {
-                        uint32_t packed = 0;
-                        for (int f = 0; f < fields; ++f) {
-                            const int step = width == 1 ? step_of_bit(f) : v * fields + f;
-                            for (int p = 0; p < width; ++p)
-                                packed |= spread((bits[p] >> (4 * step)) & 15) << (width * f + width - 1 - p);
-                        }
-                        std::memcpy(to + v * kUnitBlocks * 64, &packed, 4);
-                    }
-                }
+std::shared_ptr<Buffer> pack_component(const KernelTable& kernels, ThreadPool& pool, const Geometry& geometry,
+                                       const uint8_t* planes, ptrdiff_t plane_stride, int width) {
+    const size_t unit_bytes = static_cast<size_t>(geometry.groups()) * geometry.padded_group() / kChunkCols *
+                              static_cast<size_t>(chunk_bytes(width));
+    const int units = geometry.units();
+    auto buffer = std::make_shared<Buffer>(units * unit_bytes);
+    const int at_most = std::max(1, units / (4 * pool.threads()));
+    const int step = std::clamp(static_cast<int>(kTaskBytes / unit_bytes), 1, at_most);
+    pool.run((units + step - 1) / step, [&](int task, int) {
+        for (int unit = task * step; unit < std::min((task + 1) * step, units); ++unit) {
+            for (int block = 0; block < kUnitBlocks; ++block) {
+                int rows = 0;
+                const int first = geometry.source_row(unit, block * kBlockRows);
+                while (rows < kBlockRows && geometry.source_row(unit, block * kBlockRows + rows) >= 0) ++rows;
+                pack_block(kernels, {geometry, planes, plane_stride, width, first, rows},
+                           buffer->data() + unit * unit_bytes + block * 64);
             }
         }
     });
@@ -90,16 +134,17 @@ std::shared_ptr<Buffer> pack_component(ThreadPool& pool, const Geometry& geometr
 std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
                                   const uint16_t* offset, int group_size) {
     const int groups = geometry.groups(), stored = (geometry.cols + group_size - 1) / group_size;
+    const bool same = geometry.group == group_size;
     const size_t unit_halves = static_cast<size_t>(groups) * 2 * kUnitRows;
     auto buffer = std::make_shared<Buffer>(geometry.units() * unit_halves * 2);
     pool.run(geometry.units(), [&](int unit, int) {
-        auto* out = reinterpret_cast<uint16_t*>(buffer->data()) + unit * unit_halves;
-        for (int g = 0; g < groups; ++g) {
-            const int from = g * geometry.group / group_size;
-            for (int r = 0; r < kUnitRows; ++r) {
-                const int row = geometry.source_row(unit, r);
-                const ptrdiff_t at = static_cast<ptrdiff_t>(row) * stored + from;
-                uint16_t* to = out + (g * kUnitBlocks + r / kBlockRows) * 2 * kBlockRows + r % kBlockRows;
+        for (int r = 0; r < kUnitRows; ++r) {
+            auto* to = reinterpret_cast<uint16_t*>(buffer->data()) + unit * unit_halves +
+                       r / kBlockRows * 2 * kBlockRows + r % kBlockRows;
+            const int row = geometry.source_row(unit, r);
+            const ptrdiff_t first = static_cast<ptrdiff_t>(row) * stored;
+            for (int g = 0, col = 0; g < groups; ++g, col += geometry.group, to += kUnitBlocks * 2 * kBlockRows) {
+                const ptrdiff_t at = first + (same ? g : col / group_size);
                 to[0] = row < 0 ? 0 : scale[at];
                 to[kBlockRows] = row < 0 ? 0 : offset[at];
             }

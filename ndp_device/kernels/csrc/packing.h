@@ -21,6 +21,7 @@ class Buffer {
 
    private:
     struct Free {
+        size_t bytes;
         void operator()(uint8_t* p) const;
     };
     size_t bytes_;
@@ -50,8 +51,8 @@ struct Geometry {
 int kernel_group(int group_size, int cols);
 
 // planes: [width][rows][cols / 8], `plane_stride` bytes apart, most significant first.
-std::shared_ptr<Buffer> pack_component(ThreadPool& pool, const Geometry& geometry, const uint8_t* planes,
-                                       ptrdiff_t plane_stride, int width);
+std::shared_ptr<Buffer> pack_component(const KernelTable& kernels, ThreadPool& pool, const Geometry& geometry,
+                                       const uint8_t* planes, ptrdiff_t plane_stride, int width);
 
 // scale, offset: fp16 [rows][ceil(cols / group_size)].
 std::shared_ptr<Buffer> pack_meta(ThreadPool& pool, const Geometry& geometry, const uint16_t* scale,
