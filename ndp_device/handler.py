@@ -33,6 +33,7 @@ from ndp_device.timing.work import ExpertWork, Work
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
 
+_FLAG = {bits: np.uint8(1 << flag) for flag, bits in enumerate(msg.PLAN_BITS)}
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
 _log = logging.getLogger(__name__)
 
@@ -166,29 +167,33 @@ class Handler:
 
         What no client's plan uses may be forgotten.
         """
-        missing = np.zeros_like(replicas)
-        reasons: list[str] = []
-        for layer, expert in np.argwhere(replicas):
-            available = self._store.available(int(layer), int(expert))
-            for flag, bits in enumerate(msg.PLAN_BITS):
-                if not replicas[layer, expert] >> flag & 1:
-                    continue
-                try:
-                    if bits not in available:
-                        raise ReplicaError(f"expert {expert} of layer {layer} is not here at {bits} bits")
-                    self._store.get(int(layer), int(expert), bits)
-                except ReplicaError as error:
-                    reasons.append(str(error))
-                    missing[layer, expert] |= 1 << flag
+        prepared = self._flags(self._store.prepared)
+        missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
+        reasons = [f"expert {at[1]} of layer {at[0]} is not here at {bits} bits" for at, bits in _pairs(missing)[:1]]
+        for bits in self._store.widths:
+            self._store.ask_again(bits, (replicas & prepared & _FLAG[bits]) != 0)
+        for (layer, expert), bits in _pairs(replicas & ~prepared & ~missing):
+            try:
+                self._store.get(layer, expert, bits)
+            except ReplicaError as error:
+                reasons.append(str(error))
+                missing[layer, expert] |= _FLAG[bits]
         in_use = replicas.copy()
         for client in self._clients.values():
             for plan in client.session.plans:
                 in_use |= plan.flags
-        flag_of = {bits: 1 << flag for flag, bits in enumerate(msg.PLAN_BITS)}
-        self._store.trim(lambda layer, expert, bits: bool(in_use[layer, expert] & flag_of[bits]))
+        self._store.trim({bits: (in_use & _FLAG[bits]) != 0 for bits in self._store.widths})
         if reasons:
-            _log.warning("%d replicas of a plan cannot be served, the first because: %s", len(reasons), reasons[0])
+            count = int(np.unpackbits(missing).sum())
+            _log.warning("%d replicas of a plan cannot be served, the first because: %s", count, reasons[0])
         return missing
+
+    def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
+        """served(bits) [L, E] of every width the store has, as a plan's flags."""
+        flags = np.zeros((self._store.shape.num_layers, self._store.shape.num_experts), np.uint8)
+        for bits in self._store.widths:
+            flags |= np.where(served(bits), _FLAG[bits], np.uint8(0))
+        return flags
 
     def _execute(
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
@@ -267,6 +272,16 @@ class Handler:
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
         )
+
+
+def _pairs(flags: NDArray[np.uint8]) -> list[tuple[tuple[int, int], int]]:
+    """((layer, expert), bits) of every flag that is set, layer by layer."""
+    return [
+        ((int(layer), int(expert)), bits)
+        for layer, expert in zip(*flags.nonzero(), strict=True)
+        for bits, flag in _FLAG.items()
+        if flags[layer, expert] & flag
+    ]
 
 
 def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:

@@ -23,8 +23,11 @@ class Kernel(Protocol):
         """Convert an expert once, at load, into whatever this kernel streams."""
         ...
 
-    def resident_bytes(self, prepared: Iterable[Any]) -> int:
-        """Memory that these experts take together; 0 = not held to the size of the packed replicas."""
+    def parts(self, prepared: Any) -> Iterable[tuple[int, int]]:
+        """(identity, bytes) of what it keeps in memory; an identity that several experts name is there once.
+
+        Nothing for an expert that is not held to the size of the packed replicas.
+        """
         ...
 
     def execute(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -41,6 +41,10 @@ class Component:
     native: _native.Component
     planes: NDArray[np.uint8]
 
+    @property
+    def nbytes(self) -> int:
+        return self.native.nbytes
+
 
 @dataclass(frozen=True)
 class NativeExpert:
@@ -53,7 +57,7 @@ class NativeExpert:
     @property
     def nbytes(self) -> int:
         """Bytes this expert alone would keep in memory: what executing it once streams."""
-        return self.scale_bytes + sum(component.native.nbytes for component in self.components)
+        return self.scale_bytes + sum(component.nbytes for component in self.components)
 
 
 class NativeKernel:
@@ -89,11 +93,10 @@ class NativeKernel:
             _native.quantized_expert(w13, w2), w13_components + w2_components, w13.meta_nbytes + w2.meta_nbytes
         )
 
-    def resident_bytes(self, prepared: Iterable[NativeExpert]) -> int:
-        """Shared components count once; a full-precision expert lies in the mapped checkpoint and counts nothing."""
-        experts = list(prepared)
-        components = {id(component): component.native.nbytes for e in experts for component in e.components}
-        return sum(components.values()) + sum(e.scale_bytes for e in experts)
+    def parts(self, prepared: NativeExpert) -> list[tuple[int, int]]:
+        """Nothing for a full-precision expert: it lies in the mapped checkpoint."""
+        parts = [(id(component), component.nbytes) for component in prepared.components]
+        return [*parts, (id(prepared), prepared.scale_bytes)] if parts else []
 
     def execute(
         self,

@@ -49,8 +49,8 @@ class ReferenceKernel:
             return ReferenceExpert(np.concatenate([w1, w3]), w2)
         return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2))
 
-    def resident_bytes(self, prepared: Iterable[ReferenceExpert]) -> int:
-        return 0
+    def parts(self, prepared: ReferenceExpert) -> Iterable[tuple[int, int]]:
+        return ()
 
     def execute(
         self,

@@ -3,14 +3,19 @@
 Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. An expert is prepared the
 first time it is asked for and kept, as long as all of them together take no more than the packed replicas: an expert
 shares its top bits between widths, but not all of them, so all widths of all experts would take a third more.
+
+What is prepared is known as one array per width, so that a plan over thousands of experts is compared with it at once.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.kernels.kernel import Kernel
@@ -32,6 +37,9 @@ class ExpertStore:
         self._kernel = kernel
         self._bytes: dict[tuple[int, int, int], int] = {}
         self._prepared: dict[tuple[int, int, int], Any] = {}
+        self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
+        self._held_bytes = 0
+        self._now = 0
         if self._checkpoint is not None and digest is not None:
             self.shape, self.model_digest = self._checkpoint.shape, digest
         elif self._replicas is not None:
@@ -39,6 +47,8 @@ class ExpertStore:
         self._bits = frozenset(self._replicas.manifest.bits if self._replicas else ()) | (
             {FULL_PRECISION_BITS} if self._checkpoint else frozenset()
         )
+        everywhere = (self.shape.num_layers, self.shape.num_experts)
+        self._used = {bits: np.zeros(everywhere, np.int64) for bits in self._bits}  # when last asked for; 0: not here
 
     @property
     def replica_source(self) -> str:
@@ -55,40 +65,76 @@ class ExpertStore:
         """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
         return 0 if self._replicas is None else self._replicas.num_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """What the experts prepared so far take, parts that widths share counted once."""
+        return self._held_bytes
+
+    @property
+    def widths(self) -> frozenset[int]:
+        """The widths that every expert can be had at."""
+        return self._bits
+
     def available(self, layer: int, expert: int) -> frozenset[int]:
         """The widths this expert can be had at; empty for an expert the model does not have."""
         exists = 0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts
         return self._bits if exists else frozenset()
 
+    def prepared(self, bits: int) -> NDArray[np.bool_]:
+        """[L, E]: which experts are ready at this width."""
+        return self._used[bits] > 0
+
     def get(self, layer: int, expert: int, bits: int) -> Any:
         """The expert as the kernel's prepare() made it."""
         key = (layer, expert, bits)
-        prepared = self._prepared.pop(key, None)
+        prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._kernel.prepare(self.expert(layer, expert, bits))
-            if self._replicas is not None and bits != FULL_PRECISION_BITS:
-                self._replicas.release(layer)
-        self._prepared[key] = prepared  # the latest one asked for is the last
+            self._keep(key, prepared)
+        self._now += 1
+        self._used[bits][layer, expert] = self._now
         return prepared
 
-    def trim(self, in_use: Callable[[int, int, int], bool]) -> int:
+    def ask_again(self, bits: int, experts: NDArray[np.bool_]) -> None:
+        """As if get() were called for each of these [L, E], all of which are prepared."""
+        self._now += 1
+        self._used[bits][experts] = self._now
+
+    def trim(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         """Forget what was not asked for longest while there is more than `resident_bytes`; returns how many.
 
-        in_use(layer, expert, bits): it may be asked for at any moment and stays, whatever it takes.
+        in_use: by width [L, E] what may be asked for at any moment and stays, whatever it takes.
         """
-        if self._kernel.resident_bytes(self._prepared.values()) <= self.resident_bytes:
+        if self._held_bytes <= self.resident_bytes:
             return 0
-        idle = [key for key in self._prepared if not in_use(*key)]
+        idle: list[tuple[int, tuple[int, int, int]]] = []
+        for bits, used in self._used.items():
+            where = (used > 0) & ~in_use[bits] if bits in in_use else used > 0
+            idle += [(int(used[at]), (int(at[0]), int(at[1]), bits)) for at in zip(*where.nonzero(), strict=True)]
+        idle.sort()
+        for count, (_, key) in enumerate(idle):
+            if self._held_bytes <= self.resident_bytes:
+                return count
+            self._forget(key)
+        return len(idle)
 
-        def fits(count: int) -> bool:  # without the first `count` of them; each look costs a walk over all experts
-            gone = set(idle[:count])
-            kept = (prepared for key, prepared in self._prepared.items() if key not in gone)
-            return self._kernel.resident_bytes(kept) <= self.resident_bytes
+    def _keep(self, key: tuple[int, int, int], prepared: Any) -> None:
+        self._prepared[key] = prepared
+        for part, num_bytes in self._kernel.parts(prepared):
+            self._held_bytes += 0 if self._holders[part] else num_bytes
+            self._holders[part] += 1
+        layer, _, bits = key
+        if self._replicas is not None and bits != FULL_PRECISION_BITS:
+            self._replicas.release(layer)
 
-        count = bisect.bisect_left(range(len(idle)), True, key=fits)
-        for key in idle[:count]:
-            del self._prepared[key]
-        return count
+    def _forget(self, key: tuple[int, int, int]) -> None:
+        layer, expert, bits = key
+        for part, num_bytes in self._kernel.parts(self._prepared.pop(key)):
+            self._holders[part] -= 1
+            if not self._holders[part]:
+                del self._holders[part]
+                self._held_bytes -= num_bytes
+        self._used[bits][layer, expert] = 0
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert as it lies on disk."""

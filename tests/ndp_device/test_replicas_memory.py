@@ -25,8 +25,8 @@ class KeepingKernel:
     def prepare(self, expert: Expert) -> Expert:
         return expert
 
-    def resident_bytes(self, prepared: Iterable[Expert]) -> int:
-        return sum(expert.nbytes for expert in prepared)
+    def parts(self, prepared: Expert) -> Iterable[tuple[int, int]]:
+        return [(id(prepared), prepared.nbytes)]
 
     def execute(self, *arguments: Any) -> Any:
         raise AssertionError("nothing is computed here")
@@ -50,7 +50,8 @@ def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(directo
     before = every_width(store)
     first, latest = (0, 0, 1), (0, 0, 2)
     store.get(*latest)
-    assert store.trim(lambda *key: False) > 0
+    assert store.trim({}) > 0
+    assert store.held_bytes <= store.resident_bytes
     assert store.get(*latest) is before[latest]
     assert store.get(*first) is not before[first]
 
@@ -58,8 +59,10 @@ def test_more_than_the_packed_replicas_is_forgotten_longest_unused_first(directo
 def test_what_is_in_use_stays_whatever_it_takes(directories: tuple[Path, Path]) -> None:
     store = ExpertStore(*directories, kernel=KeepingKernel())
     before = every_width(store)
-    assert store.trim(lambda *key: True) == 0
-    assert store.trim(lambda layer, expert, bits: layer == 0) > 0
+    everything = np.ones((LAYERS, EXPERTS), np.bool_)
+    assert store.trim(dict.fromkeys((1, 2, 3, 4), everything)) == 0
+    layer_0 = (np.arange(LAYERS)[:, None] == 0) & everything
+    assert store.trim(dict.fromkeys((1, 2, 3, 4), layer_0)) > 0
     for key, prepared in before.items():
         if key[0] == 0:
             assert store.get(*key) is prepared
@@ -68,8 +71,23 @@ def test_what_is_in_use_stays_whatever_it_takes(directories: tuple[Path, Path]) 
 def test_a_store_that_fits_forgets_nothing(directories: tuple[Path, Path]) -> None:
     store = ExpertStore(*directories, kernel=KeepingKernel())
     prepared = store.get(0, 0, 4)
-    assert store.trim(lambda *key: False) == 0
+    assert store.trim({}) == 0
     assert store.get(0, 0, 4) is prepared
+
+
+def test_asking_again_for_many_at_once_is_asking_for_each(directories: tuple[Path, Path]) -> None:
+    store = ExpertStore(*directories, kernel=KeepingKernel())
+    before = every_width(store)
+    first = np.zeros((LAYERS, EXPERTS), np.bool_)
+    first[0] = True
+    for bits in (1, 2):
+        store.ask_again(bits, first)
+    forgotten = store.trim({})
+    assert 0 < forgotten <= len(before) - 2 * EXPERTS
+    kept = [key for key in before if store.prepared(key[2])[key[:2]]]
+    assert len(kept) == len(before) - forgotten
+    assert {(0, expert, bits) for expert in range(EXPERTS) for bits in (1, 2)} <= set(kept)
+    assert sum(before[key].nbytes for key in kept) == store.held_bytes <= store.resident_bytes
 
 
 def test_the_native_kernel_counts_components_that_widths_share_once(directories: tuple[Path, Path]) -> None:
@@ -77,11 +95,12 @@ def test_the_native_kernel_counts_components_that_widths_share_once(directories:
     kernel = load_kernel("native")
     store = ExpertStore(*directories, kernel=kernel)
     two, three, four = (store.get(0, 0, bits) for bits in (2, 3, 4))
-    alone = [kernel.resident_bytes([expert]) for expert in (two, three, four)]
-    assert alone == [two.nbytes, three.nbytes, four.nbytes]
-    shared = sum(component.native.nbytes for component in two.components)
-    assert kernel.resident_bytes([two, three, four]) == sum(alone) - 2 * shared
-    assert kernel.resident_bytes([store.get(0, 0, 16)]) == 0
+    shared = sum(component.nbytes for component in two.components)
+    assert store.held_bytes == two.nbytes + three.nbytes + four.nbytes - 2 * shared
+    store.get(0, 0, 16)
+    assert store.held_bytes == two.nbytes + three.nbytes + four.nbytes - 2 * shared
+    store._forget((0, 0, 2))
+    assert store.held_bytes == three.nbytes + four.nbytes - shared
 
 
 def test_a_released_file_takes_no_memory_and_reads_the_same(tmp_path: Path) -> None:
