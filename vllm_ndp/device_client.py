@@ -76,7 +76,8 @@ class DeviceClient:
         self._control: ControlCall | None = None
         self._replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
         self._active: AnnouncedPlan | None = None
-        self._installed: AnnouncedPlan | None = None  # accepted by install_plan, not yet activated
+        self._installed: AnnouncedPlan | None = None  # wanted, not yet activated
+        self._installing: ControlCall | None = None  # its request, until its answer is waited for
         self._last_id = 0
         self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
         self._jitter = random.Random(self._pid)
@@ -137,11 +138,25 @@ class DeviceClient:
         Returns the (layer, expert, bits) the device cannot serve. Raises DeviceUnavailable or DeviceError; after
         DeviceUnavailable the plan stays wanted and is installed when the device is back.
         """
+        self.begin_install_plan(epoch, replicas)
+        return self.finish_install_plan()
+
+    def begin_install_plan(self, epoch: int, replicas: NDArray[np.uint8]) -> None:
+        """The first half of install_plan, which sends and does not wait. A device that is down shows in the second."""
         if epoch <= self._active_epoch:
             raise LocalProtocolError(f"a new plan needs an epoch above {self._active_epoch}, got {epoch}")
         plan = self._installed = AnnouncedPlan(epoch, replicas.copy())
-        self._ask(self._install_message(plan, self._active_epoch), plan)
-        return listed(plan.missing)
+        self._installing = self._begin(self._install_message(plan, self._active_epoch), plan) if self.poll() else None
+
+    def finish_install_plan(self) -> list[tuple[int, int, int]]:
+        """The second half: wait for the answer."""
+        if self._installed is None:
+            raise LocalProtocolError("a plan must be on its way before its answer is waited for")
+        installing, self._installing = self._installing, None
+        if installing is None:
+            raise DeviceUnavailable(f"the device is down: {self._reason}")
+        self._finish(installing)
+        return listed(self._installed.missing)
 
     def activate_plan(self, epoch: int) -> bool:
         """Every Execute from now on belongs to `epoch`. False: the device is down and will follow when it is back."""
@@ -150,7 +165,9 @@ class DeviceClient:
             raise LocalProtocolError(f"epoch {epoch} must be installed before it is activated")
         self._active, self._installed = plan, None
         try:
-            self._ask(msg.ActivatePlan(self._next_id(), epoch=epoch), plan)
+            if not self.poll():
+                return False
+            self._finish(self._begin(msg.ActivatePlan(self._next_id(), epoch=epoch), plan))
         except (DeviceUnavailable, DeviceError):
             return False
         return True
@@ -312,7 +329,7 @@ class DeviceClient:
             self._replay = self._plans_to_replay()
         if self._replay:
             message, plan = self._replay.popleft()
-            self._send_control(message, plan)
+            self._begin(message, plan)
         else:
             self._up = True
             self.counters.connected += 1
@@ -327,11 +344,16 @@ class DeviceClient:
             steps.append((self._install_message(self._installed, self._active_epoch), self._installed))
         return steps
 
-    def _ask(self, message: msg.Message, plan: AnnouncedPlan) -> None:
-        """Send a control request and wait for its answer."""
-        if not self.poll():
-            raise DeviceUnavailable(f"the device is down: {self._reason}")
-        control = self._send_control(message, plan)
+    def _begin(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall:
+        """Send a control request."""
+        asked = f"{type(message).__name__} of epoch {plan.epoch}"
+        control = self._control = ControlCall(message.id, asked, time.monotonic() + self._control_s, plan)
+        tensors = {"replicas": plan.replicas} if isinstance(message, msg.InstallPlan) else None
+        self._send(codec.encode(message, tensors))
+        return control
+
+    def _finish(self, control: ControlCall) -> None:
+        """Wait for the answer to a control request."""
         while control.reply is None:
             if self._control is not control:
                 raise self._reason
@@ -339,13 +361,6 @@ class DeviceClient:
             self._receive(max(remaining, 0.0))
             if remaining <= 0 and control.reply is None:
                 self._fail(DeviceUnavailable(f"no answer within {self._control_s:g} s"))
-
-    def _send_control(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall:
-        asked = f"{type(message).__name__} of epoch {plan.epoch}"
-        control = self._control = ControlCall(message.id, asked, time.monotonic() + self._control_s, plan)
-        tensors = {"replicas": plan.replicas} if isinstance(message, msg.InstallPlan) else None
-        self._send(codec.encode(message, tensors))
-        return control
 
     def _send(self, frames: Frames) -> None:
         try:

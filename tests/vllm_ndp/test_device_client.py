@@ -266,6 +266,33 @@ def test_a_device_without_the_replica_refuses_that_call_and_serves_the_next(clie
     assert_serves(client)
 
 
+def test_the_answer_to_a_plan_may_be_waited_for_later(client: DeviceClient) -> None:
+    plan = full_plan()
+    plan[1, 3] |= 0b00010
+    client.begin_install_plan(2, plan)
+    assert_serves(client)  # under the plan before
+    assert client.finish_install_plan() == [(1, 3, 2)]
+    assert client.activate_plan(2)
+    assert_serves(client)
+    with pytest.raises(LocalProtocolError, match="on its way"):
+        client.finish_install_plan()
+
+
+def test_a_plan_whose_device_is_lost_before_it_answers_is_installed_when_it_is_back(
+    device: FaultyDevice, client: DeviceClient
+) -> None:
+    device.fault = failing("drop")
+    client.begin_install_plan(2, full_plan())
+    with pytest.raises(DeviceUnavailable):
+        client.finish_execute(CALLS[0].begin(client))
+    device.fault = honest
+    with pytest.raises(DeviceUnavailable):
+        client.finish_install_plan()
+    client.activate_plan(2)
+    until_up(client)
+    assert_serves(client)
+
+
 def test_a_session_the_device_forgot_is_made_again(device: FaultyDevice, client: DeviceClient) -> None:
     device.handler._clients.clear()
     with pytest.raises(DeviceUnavailable, match="no_session"):

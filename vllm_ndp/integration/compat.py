@@ -133,12 +133,22 @@ def device_cores() -> list[int]:
 
     Asked in the worker, whose own thread OpenMP has bound to one core; its parent still has them all.
     """
-    for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
-        bound = {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}
-        if bound:
-            usable = os.sched_getaffinity(os.getppid())
-            return sorted(usable - bound or usable)
+    if bound := _bound_cores():
+        usable = os.sched_getaffinity(os.getppid())
+        return sorted(usable - bound or usable)
     return []
+
+
+def engine_cores() -> set[int]:
+    """Cores of the engine's own threads."""
+    return _bound_cores() or os.sched_getaffinity(0)
+
+
+def _bound_cores() -> set[int]:
+    for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
+        if bound := {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}:
+            return bound
+    return set()
 
 
 def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:

@@ -28,6 +28,7 @@ from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.dispatch import LayerDispatch
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import HotSlots, make_slot_kernel
+from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder
 from vllm_ndp.integration.report import PAIR_KINDS, StepReport
@@ -87,6 +88,7 @@ class NdpController:
         self.dims = _host_dims(vllm_config, self.pool)
         self.clock = StepClock(HostModel(self.hardware, self.dims))
         self.balancer = self._make_balancer()
+        self.migrator = Migrator(compat.engine_cores())
         self.streamer: Streamer
         self.sidecar: RoutingSidecar
         self.device: DeviceLink
@@ -266,6 +268,7 @@ class NdpController:
         if self.recorder is not None:
             self.recorder.close()
             self.recorder = None
+        self.migrator.close()
         if hasattr(self, "device"):
             self.device.close()
 

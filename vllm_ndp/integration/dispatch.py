@@ -100,6 +100,7 @@ class LayerDispatch:
         step = self._controller.step
         if step is None:
             return self._profile(x, weights, ids)
+        self._controller.migrator.wait(self.index)
         num_rows = step.enter_layer(self.index, ids, weights)
         if num_rows == x.shape[0]:
             return self._forward(step, x, weights, ids)

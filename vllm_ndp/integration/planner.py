@@ -48,6 +48,7 @@ class Planner:
         self.epoch = 0
         self.placement: Placement | None = None
         self._held: NDArray[np.bool_] | None = None  # by the slots, if a prefill that has just ended kept something
+        self._is_settled = True
 
     def start(self) -> None:
         """Before the first prompt nothing is known: the lowest ids are hot, as good as any."""
@@ -55,6 +56,7 @@ class Planner:
         hot = np.zeros((layers, experts), dtype=np.bool_)
         hot[:, : self.budget.num_hot] = True
         self._migrate(Placement(hot))
+        self._controller.migrator.wait_for_all()  # whatever cannot be read is said at start-up
 
     def score(self, request: TrackedRequest) -> None:
         """Once, when its prefill has ended."""
@@ -68,14 +70,17 @@ class Planner:
         return RoutingStats.from_choices(ids, weights, self._controller.pool_shape[1])
 
     def replan(self, running: Sequence[TrackedRequest]) -> Replanned:
-        """One placement for all running requests, one plan each, installed and activated under a new epoch."""
+        """One placement for all running requests, one plan each, under a new epoch.
+
+        Experts are on their way into their slots and to the device when this returns: see Migrator and `settle`.
+        """
+        self.settle()
         scored = [(request, request.score) for request in running if request.score is not None]
         scores = scores_for_bits([score for _, score in scored], self._controller.settings.bits_for)
         placement = self._place(running)
         became_hot, moved = placement.moves_from(self.placement), placement.hot
         moved = moved & ~(self._held if self._held is not None else self._hot)
         self._held = None
-        self._migrate(placement)
         self.epoch += 1
         for (request, _), score in zip(scored, scores, strict=True):
             bits = (
@@ -84,7 +89,8 @@ class Planner:
                 else self.policy.assign(score, placement, self.loss, self.budget)
             )
             request.bits = Plan(self.epoch, placement, bits).bits
-        self._install([request for request, _ in scored])
+        self._begin_install([request for request, _ in scored], placement)
+        self._migrate(placement)
         return Replanned(self.epoch, int(moved.sum()), int((became_hot & ~moved).sum()))
 
     @property
@@ -135,23 +141,37 @@ class Planner:
         return moved
 
     def _migrate(self, placement: Placement) -> None:
-        """Copy experts that became hot into the slots of those that no longer are."""
+        """Copy experts that became hot into the slots of those that no longer are, beside the step to come."""
+        migrator = self._controller.migrator
+        migrator.wait_for_all()
         for layer in range(placement.hot.shape[0]):
             slots = self._controller.slots(layer)
             wanted = set(np.flatnonzero(placement.hot[layer]).tolist())
             free = [slot for slot, expert in enumerate(slots.expert_in) if expert not in wanted]
-            for slot, expert in zip(free, sorted(wanted - set(slots.expert_in)), strict=False):
-                slots.migrate(slot, expert, partial(self._controller.streamer.fill, layer, expert))
+            coming = zip(free, sorted(wanted - set(slots.expert_in)), strict=False)
+            fill = self._controller.streamer.fill
+            migrator.begin(
+                layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in coming]
+            )
         self.placement = placement
 
-    def _install(self, running: Sequence[TrackedRequest]) -> None:
+    def _begin_install(self, running: Sequence[TrackedRequest], placement: Placement) -> None:
         plans = [request.bits for request in running if request.bits is not None]
         widths = union_of_widths(plans, self._controller.pool_shape)
-        if self._controller.balancer is not None and self.placement is not None:
-            widths[self.placement.hot] |= mask_of_bits(self._controller.balancer.spill_bits)
-        client = self._controller.device.client
+        if self._controller.balancer is not None:
+            widths[placement.hot] |= mask_of_bits(self._controller.balancer.spill_bits)
+        self._is_settled = False
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
-            client.install_plan(self.epoch, widths)
+            self._controller.device.client.begin_install_plan(self.epoch, widths)
+
+    def settle(self) -> None:
+        """Before the first message under a plan: wait until the device has prepared what the plan names."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        client = self._controller.device.client
+        with contextlib.suppress(DeviceUnavailable, DeviceError):
+            client.finish_install_plan()
         client.activate_plan(self.epoch)
         if client.missing:
             layer, expert, bits = client.missing[0]

@@ -101,7 +101,8 @@ class StepContext:
     # -- the device -----------------------------------------------------------------------------------------------
 
     def send(self, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
-        """One message with the rows that have a cold pair; does not wait and never fails."""
+        """One message with the rows that have a cold pair; waits for nothing but a new plan, and never fails."""
+        self._controller.planner.settle()
         sent, local = np.unique(pairs.rows, return_inverse=True)
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import torch
 from rich.console import Console
@@ -88,13 +88,14 @@ class PackedStreamer:
         self.description = f"a packed copy in {directory}, mapped"
         if not directory.is_dir():
             self._build(directory)
-        self._layers = [self._map(directory, layer) for layer in range(pool.shape.num_layers)]
+        layers = range(pool.shape.num_layers)
+        self._layers = [self._map(directory, layer) for layer in layers]
+        self._files = [[path.open("rb", buffering=0) for path in _paths(directory, layer)] for layer in layers]
         self._check()
 
     def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
-        packed13, packed2 = self._layers[layer]
-        w13[slot].copy_(packed13[expert])
-        w2[slot].copy_(packed2[expert])
+        for file, target in zip(self._files[layer], (w13[slot], w2[slot]), strict=True):
+            _read(file, expert * target.nbytes, target)
 
     def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
@@ -107,8 +108,8 @@ class PackedStreamer:
         shape = self._pool.shape
         experts, hidden, intermediate = shape.num_experts, shape.hidden_size, shape.intermediate_size
         maps = []
-        for name, size in (("w13", (experts, 2 * intermediate, hidden)), ("w2", (experts, hidden, intermediate))):
-            path = directory / f"{name}-{layer:05d}.bin"
+        sizes = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
+        for path, size in zip(_paths(directory, layer), sizes, strict=True):
             count = size[0] * size[1] * size[2]
             if not create and path.stat().st_size != count * self._dtype.itemsize:
                 raise ConfigError(f"{path} has the wrong size: delete {directory} and start again")
@@ -136,3 +137,17 @@ class PackedStreamer:
         self._kernel.load(w13, w2, 0, self._pool.expert(0, 0))
         if not (torch.equal(w13[0], packed13[0]) and torch.equal(w2[0], packed2[0])):
             raise ConfigError(f"{self.description} is in another kernel's layout: delete it and start again")
+
+
+def _paths(directory: Path, layer: int) -> tuple[Path, Path]:
+    return directory / f"w13-{layer:05d}.bin", directory / f"w2-{layer:05d}.bin"
+
+
+def _read(file: BinaryIO, offset: int, target: torch.Tensor) -> None:
+    """Fill a contiguous tensor from one place of a file: large reads, where a map would fault page by page."""
+    left = memoryview(target.view(torch.uint8).numpy()).cast("B")
+    while left:
+        count = os.preadv(file.fileno(), [left], offset)
+        if not count:
+            raise ConfigError(f"{file.name} has become shorter: delete its directory and start again")
+        left, offset = left[count:], offset + count

@@ -1,0 +1,74 @@
+"""Experts on their way into slots, beside the step that will use them: one thread, layer by layer.
+
+A layer waits for its own slots and for nothing else, so what a step computes does not depend on how fast the copies
+are. Knows threads and streams; not which experts move, nor where they come from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+Move = Callable[[], None]
+
+
+class Migrator:
+    def __init__(self, cores: Collection[int]) -> None:
+        """cores: where the thread may run; the one that makes it may be bound to a single core."""
+        self._cores = frozenset(cores)
+        self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
+        self._pending: dict[int, Future[None]] = {}  # layer -> its moves: at most one entry per layer
+
+    def begin(self, layer: int, moves: Sequence[Move]) -> None:
+        """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
+        if layer in self._pending:
+            raise ValueError(f"layer {layer} still waits for the moves before these")
+        if moves:
+            self._pending[layer] = self._thread.submit(_carry_out, tuple(moves), _Stream.of_the_step())
+
+    def wait(self, layer: int) -> None:
+        """Return when the slots of the layer hold what they are to hold. Raises what went wrong on the way."""
+        if (pending := self._pending.pop(layer, None)) is not None:
+            pending.result()
+
+    def wait_for_all(self) -> None:
+        for layer in list(self._pending):
+            self.wait(layer)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        os.sched_setaffinity(0, self._cores)  # 0: this thread
+
+
+class _Stream:
+    """On a GPU: a stream of its own, behind what the step before may still be reading."""
+
+    def __init__(self) -> None:
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    @classmethod
+    def of_the_step(cls) -> _Stream | None:
+        return cls() if torch.cuda.is_initialized() else None
+
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            side.wait_event(self._ready)
+            for move in moves:
+                move()
+            side.synchronize()
+
+
+@torch.inference_mode()
+def _carry_out(moves: Sequence[Move], stream: _Stream | None) -> None:
+    if stream is not None:
+        stream.carry_out(moves)
+        return
+    for move in moves:
+        move()
