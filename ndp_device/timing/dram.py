@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.dram_controller import Controller, Idle, Lines
@@ -27,8 +28,7 @@ _CONCURRENT_LINES = 16_384  # short ones whole, these lines in all start times t
 _LOSS_SAMPLES = 8  # moments of a refresh over which its loss is averaged
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """One sequential read on the most loaded channel."""
 
     total_ps: int
@@ -64,6 +64,8 @@ class Streams:
     def __init__(self, dram: DramSpec) -> None:
         self._dram = dram
         self._profile = _profile(dram) if dram.kind == "bank" else None
+        if self._profile is not None:  # a model has few sizes of experts
+            self._undisturbed = lru_cache(maxsize=4096)(self._profile.undisturbed)
 
     def read(self, lines: int, start_ps: int) -> Stream:
         """See `stream`."""
@@ -73,10 +75,10 @@ class Streams:
         if profile is None:
             num_bytes = lines * dram.line_bytes * dram.channels
             return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
-        undisturbed = profile.undisturbed(lines)
-        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // dram.tck_fs)
-        rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
-        return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(cycles - undisturbed), rows)
+        undisturbed, tck = self._undisturbed(lines), dram.tck_fs
+        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // tck)
+        rows = dram.channels * (-(-lines // dram.lines_per_row) + met * profile.rows_reopened)
+        return Stream(-(-cycles * tck // FS_PER_PS), -((undisturbed - cycles) * tck // FS_PER_PS), rows)
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:

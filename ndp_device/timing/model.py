@@ -9,11 +9,12 @@ buffers into the arrays, expert after expert, gate and up before down; both link
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
-from ndp_device.timing.link import hop_in, hop_out, wire_bytes
+from ndp_device.timing.link import Hop, hop_in, hop_out, wire_bytes
 from ndp_device.timing.migration import migration
 from ndp_device.timing.spec import ArraySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
@@ -22,8 +23,7 @@ from ndp_device.timing.work import FULL_PRECISION_BITS, Timing, Work
 _NOTHING = Stream(0, 0, 0)
 
 
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     """One weight stream with nothing between its bytes: gate and up of an expert, or its down projection."""
 
     num_bytes: int
@@ -32,14 +32,40 @@ class _Phase:
     dequant_ps: int
     vector_ps: int  # after the phase, before the next may compute
     fp16_macs: int  # useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies
+    tile_bytes: int  # of it, handed over to the arrays at a time
+    buffer_bytes: int  # of it, that may lie ahead of the arrays
 
-    @cached_property
+    @classmethod
+    def of(
+        cls, array: ArraySpec, num_bytes: int, lines: int, time: arrays.MatrixTime, vector_ps: int, fp16_macs: int
+    ) -> _Phase:
+        tile = min(array.tile_bytes * array.units, num_bytes)
+        buffer = min(array.scratchpad_bytes // 2 * array.units, num_bytes)
+        return cls(num_bytes, lines, time.compute_ps, time.dequant_ps, vector_ps, fp16_macs, tile, buffer)
+
+    @property
     def array_ps(self) -> int:
+        """The unpacking unit feeds the arrays: the slower one counts."""
         return max(self.compute_ps, self.dequant_ps)
 
     def share_ps(self, whole_ps: int, num_bytes: int) -> int:
         """The part of a duration of the whole phase that num_bytes of it take."""
-        return ceil_div(whole_ps * num_bytes, self.num_bytes) if self.num_bytes else 0
+        return -(-whole_ps * num_bytes // self.num_bytes) if self.num_bytes else 0
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What one Work takes whenever it is submitted."""
+
+    phases: tuple[_Phase, ...]
+    inbound: Hop
+    outbound: Hop
+    compute_ps: int
+    dequant_ps: int
+    vector_ps: int
+    weight_bytes: int
+    fp16_macs: int
+    femtojoule: int  # without the rows that are opened
 
 
 @dataclass(frozen=True)
@@ -88,17 +114,16 @@ class _Pipeline:
             self._restart_dram(array_end)
             self.array_free_ps = array_end
             return
-        tile = min(array.tile_bytes * array.units, phase.num_bytes)
-        buffer = min(array.scratchpad_bytes // 2 * array.units, phase.num_bytes)
-        first_tile = self.dram_free_ps + phase.share_ps(end - self.dram_free_ps, tile)
+        array_ps, read_ps = phase.array_ps, end - self.dram_free_ps
+        first_tile = self.dram_free_ps + phase.share_ps(read_ps, phase.tile_bytes)
         # a buffer full of weights at most may lie ahead of the arrays
-        beyond = phase.share_ps(end - self.dram_free_ps, phase.num_bytes - buffer)
+        beyond = phase.share_ps(read_ps, phase.num_bytes - phase.buffer_bytes)
         unhindered = end
         end = max(end, self.array_free_ps + beyond)
         array_end = max(
-            max(self.array_free_ps, first_tile) + phase.array_ps, end + phase.share_ps(phase.array_ps, tile)
+            max(self.array_free_ps, first_tile) + array_ps, end + phase.share_ps(array_ps, phase.tile_bytes)
         )
-        free = max(end, array_end - phase.share_ps(phase.array_ps, buffer))
+        free = max(end, array_end - phase.share_ps(array_ps, phase.buffer_bytes))
         if free > unhindered:
             self._restart_dram(free)
         else:
@@ -125,7 +150,11 @@ class DeviceModel:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self._streams = Streams(hardware.dram)
-        self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts
+        self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
+        self._commands = lru_cache(maxsize=4096)(self._new_command)  # and decoding few sizes of commands
+        self._macs_per_s = hardware.array.macs_per_s
+        self._peak_bytes_per_s = hardware.dram.peak_bytes_per_s
+        self._config_hash = hardware.config_hash
         self._link_in_free_ps = 0
         self._device_free_ps = 0
         self._link_out_free_ps = 0
@@ -133,35 +162,32 @@ class DeviceModel:
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
-        hardware, link = self.hardware, self.hardware.link
-        inbound = hop_in(link, work.bytes_in)
+        hardware = self.hardware
+        command = self._commands(
+            work.hidden_size,
+            work.intermediate_size,
+            work.bytes_in,
+            work.bytes_out,
+            tuple([(expert.bits, expert.tokens, expert.dram_bytes) for expert in work.experts]),
+        )
+        inbound, outbound = command.inbound, command.outbound
         ready = submit_ps + inbound.launch_ps
         wire_start = max(ready, self._link_in_free_ps)
         self._link_in_free_ps = wire_start + inbound.serial_ps
         arrived = wire_start + inbound.wire_ps + hardware.array.command_ps
 
         start = max(arrived, self._device_free_ps)
-        sizes = work.hidden_size, work.intermediate_size
-        phases = [
-            phase
-            for expert in work.experts
-            for phase in self._phases(*sizes, expert.bits, expert.tokens, expert.dram_bytes)
-        ]
         pipeline = _Pipeline(hardware.array, self._streams, self._bulk, start, dram_free_ps=start, array_free_ps=start)
-        for phase in phases:
+        for phase in command.phases:
             pipeline.run(phase)
         end = pipeline.finish()
         self._device_free_ps = end
 
-        outbound = hop_out(link, work.bytes_out)
         out_start = max(end + outbound.launch_ps, self._link_out_free_ps)
         self._link_out_free_ps = out_start + outbound.serial_ps
         done = out_start + outbound.wire_ps + outbound.completion_ps
 
-        compute = sum(phase.compute_ps for phase in phases)
-        dequant = sum(phase.dequant_ps for phase in phases)
-        vector = sum(phase.vector_ps for phase in phases)
-        weight_bytes = sum(phase.num_bytes for phase in phases)
+        compute, dequant, vector = command.compute_ps, command.dequant_ps, command.vector_ps
         queue = (wire_start - ready) + (start - arrived) + (out_start - end - outbound.launch_ps)
         launch = inbound.launch_ps + hardware.array.command_ps + outbound.launch_ps
         shares = {
@@ -171,6 +197,7 @@ class DeviceModel:
             "compute": max(compute, dequant) + vector,
         }
         span = end - start
+        energy_fj = command.femtojoule + pipeline.row_activations * hardware.energy.activate_fj
         return Timing(
             submit_ps=submit_ps,
             start_ps=start,
@@ -186,19 +213,17 @@ class DeviceModel:
             link_out_ps=outbound.wire_ps,
             completion_ps=outbound.completion_ps,
             total_ps=done - submit_ps,
-            bound=max(shares, key=lambda name: shares[name]),
-            weight_bytes=weight_bytes,
+            bound=max(shares, key=shares.__getitem__),
+            weight_bytes=command.weight_bytes,
             bytes_in=work.bytes_in,
             bytes_out=work.bytes_out,
             row_activations=pipeline.row_activations,
             refresh_stall_ps=pipeline.refresh_stall_ps,
-            array_utilisation=_ratio(
-                sum(phase.fp16_macs for phase in phases) * PS_PER_S, hardware.array.macs_per_s * span
-            ),
-            dram_efficiency=_ratio(weight_bytes * PS_PER_S, hardware.dram.peak_bytes_per_s * pipeline.dram_ps),
-            energy_pj=self._energy_pj(work, weight_bytes, pipeline.row_activations),
+            array_utilisation=_ratio(command.fp16_macs * PS_PER_S, self._macs_per_s * span),
+            dram_efficiency=_ratio(command.weight_bytes * PS_PER_S, self._peak_bytes_per_s * pipeline.dram_ps),
+            energy_pj=energy_fj // 1000,
             pe_mode=hardware.array.pe_mode,
-            config_hash=hardware.config_hash,
+            config_hash=self._config_hash,
         )
 
     def migrate(self, num_bytes: int, submit_ps: int) -> int:
@@ -212,6 +237,25 @@ class DeviceModel:
         done = max(submit_ps, self._bulk.until_ps) + move.total_ps
         self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
         return done
+
+    def _new_command(
+        self, hidden: int, intermediate: int, bytes_in: int, bytes_out: int, experts: tuple[tuple[int, int, int], ...]
+    ) -> _Command:
+        """experts: bits, tokens and DRAM bytes of each, in the order in which they are read."""
+        link = self.hardware.link
+        phases = tuple(phase for expert in experts for phase in self._phases(hidden, intermediate, *expert))
+        weight_bytes = sum(phase.num_bytes for phase in phases)
+        return _Command(
+            phases,
+            hop_in(link, bytes_in),
+            hop_out(link, bytes_out),
+            sum(phase.compute_ps for phase in phases),
+            sum(phase.dequant_ps for phase in phases),
+            sum(phase.vector_ps for phase in phases),
+            weight_bytes,
+            sum(phase.fp16_macs for phase in phases),
+            self._femtojoule(bytes_in, bytes_out, weight_bytes),
+        )
 
     def _new_phases(
         self, hidden: int, intermediate: int, bits: int, tokens: int, dram_bytes: int
@@ -228,23 +272,16 @@ class DeviceModel:
         macs = hidden * intermediate * tokens * width // FULL_PRECISION_BITS
         swiglu = arrays.swiglu_ps(array, intermediate, tokens)
         return (
-            _Phase(
-                num_bytes - down_bytes, lines - down_lines, gate_up.compute_ps, gate_up.dequant_ps, swiglu, 2 * macs
-            ),
-            _Phase(down_bytes, down_lines, down.compute_ps, down.dequant_ps, 0, macs),
+            _Phase.of(array, num_bytes - down_bytes, lines - down_lines, gate_up, swiglu, 2 * macs),
+            _Phase.of(array, down_bytes, down_lines, down, 0, macs),
         )
 
-    def _energy_pj(self, work: Work, weight_bytes: int, activations: int) -> int:
-        """DRAM reads and row openings, link bits, and each weight written to and read from the scratchpad once."""
+    def _femtojoule(self, bytes_in: int, bytes_out: int, weight_bytes: int) -> int:
+        """DRAM reads without row openings, link bits, and each weight written to and read from the scratchpad once."""
         energy, link = self.hardware.energy, self.hardware.link
-        accesses = ceil_div(weight_bytes, 32)
-        link_bits = 8 * (wire_bytes(link, work.bytes_in) + wire_bytes(link, work.bytes_out))
-        femtojoule = (
-            accesses * (energy.dram_line32_fj + 2 * energy.scratchpad_access_fj)
-            + activations * energy.activate_fj
-            + link_bits * energy.link_bit_fj
-        )
-        return femtojoule // 1000
+        link_bits = 8 * (wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out))
+        per_access = energy.dram_line32_fj + 2 * energy.scratchpad_access_fj
+        return ceil_div(weight_bytes, 32) * per_access + link_bits * energy.link_bit_fj
 
 
 def _ratio(numerator: int, denominator: int) -> float:
