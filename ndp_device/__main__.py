@@ -43,6 +43,9 @@ def serve(
     set_: Annotated[list[str] | None, typer.Option("--set", help="Hardware value: section.field=value")] = None,
     pe_mode: Annotated[str | None, typer.Option(help=" | ".join(PE_MODES))] = None,
     kernel: Annotated[str, typer.Option(help="auto | reference | native")] = "auto",
+    prepare: Annotated[
+        str, typer.Option(help="idle: convert experts while nothing is asked | asked: when a plan needs them")
+    ] = "idle",
     cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6")] = "",
     die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does")] = None,
     private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed")] = None,
@@ -61,6 +64,7 @@ def serve(
         hardware_overrides=tuple(_key_value(text) for text in set_ or ()),
         pe_mode=pe_mode,
         kernel=kernel,
+        prepare=prepare,
         parent_pid=die_with_parent,
         private_dir=private_dir,
     )

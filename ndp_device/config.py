@@ -8,6 +8,7 @@ from pathlib import Path
 from ndp_device.errors import ConfigError
 
 KERNELS = ("auto", "reference", "native")
+PREPARE = ("idle", "asked")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class DeviceConfig:
     pe_mode: str | None = None  # None = what the hardware preset says
     hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
     kernel: str = "auto"
+    prepare: str = "idle"  # convert experts before a plan asks for them, while nobody uses the cores; or only then
     parent_pid: int | None = None  # end when this process is no longer our parent
     private_dir: Path | None = None  # remove it when the parent ended without doing so
 
@@ -29,5 +31,7 @@ class DeviceConfig:
             raise ConfigError("a device needs experts: give --model, --replicas, or both")
         if self.kernel not in KERNELS:
             raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        if self.prepare not in PREPARE:
+            raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")
         if self.parent_pid is not None and self.parent_pid < 1:
             raise ConfigError(f"a parent's pid must be positive, got {self.parent_pid}")

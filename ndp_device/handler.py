@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session
+from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
@@ -47,9 +48,19 @@ class _Client:
 class Handler:
     """Everything a device does, without its socket."""
 
-    def __init__(self, store: ExpertStore, kernel: Kernel, hardware: Hardware, *, may_shut_down: bool = True) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        kernel: Kernel,
+        hardware: Hardware,
+        *,
+        may_shut_down: bool = True,
+        prepares_ahead: bool = False,
+    ) -> None:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
+        self._foresight = Foresight(store) if prepares_ahead else None
+        self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
         self.offer_slots: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
@@ -68,7 +79,13 @@ class Handler:
             overrides["pe_mode"] = config.pe_mode
         hardware = load_hardware(config.hardware, **overrides)
         store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
-        return cls(store, kernel, hardware, may_shut_down=config.address.startswith("ipc://"))
+        return cls(
+            store,
+            kernel,
+            hardware,
+            may_shut_down=config.address.startswith("ipc://"),
+            prepares_ahead=config.prepare == "idle" and config.kernel != "reference",  # whose experts have no bound
+        )
 
     def reply(
         self, client: bytes, frames: Sequence[codec.Buffer], covered: codec.Buffer, waited_us: int = 0
@@ -167,6 +184,9 @@ class Handler:
 
         What no client's plan uses may be forgotten.
         """
+        if self._foresight is not None:
+            for bits in self._store.widths:
+                self._foresight.note(bits, (replicas & _FLAG[bits]) != 0)
         prepared = self._flags(self._store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
         reasons = [f"expert {at[1]} of layer {at[0]} is not here at {bits} bits" for at, bits in _pairs(missing)[:1]]
@@ -178,6 +198,7 @@ class Handler:
             except ReplicaError as error:
                 reasons.append(str(error))
                 missing[layer, expert] |= _FLAG[bits]
+        self._ahead = None  # as far as it got it served this plan, if that needs it
         in_use = replicas.copy()
         for client in self._clients.values():
             for plan in client.session.plans:
@@ -187,6 +208,32 @@ class Handler:
             count = int(np.unpackbits(missing).sum())
             _log.warning("%d replicas of a plan cannot be served, the first because: %s", count, reasons[0])
         return missing
+
+    @property
+    def can_prepare_ahead(self) -> bool:
+        """There may be something that plans are likely to ask for and that is not prepared."""
+        return self._foresight is not None and not self._foresight.is_done
+
+    def prepare_ahead(self) -> bool:
+        """One step of that, some milliseconds; False: all is done."""
+        if self._foresight is None:
+            return False
+        if self._ahead is None:
+            key = self._foresight.next()
+            if key is None:
+                return False
+            self._ahead = key, self._store.prepare_ahead(*key)
+        key, steps = self._ahead
+        try:
+            for _ in steps:
+                return True
+        except Exception as error:  # nobody asked for this work: nobody may lose the device by it
+            _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", key[1], key[0], key[2], error)
+        self._ahead = None
+        layer, expert, bits = key
+        if not self._store.prepared(bits)[layer, expert]:
+            self._foresight.give_up(*key)
+        return True
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""

@@ -19,12 +19,14 @@ from types import FrameType
 from ndp_device.carrier import Frames
 from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
+from ndp_device.quiet_cores import QuietCores
 from ndp_device.transport import Received, ZmqServer
 
 MAX_QUEUE = 64
 """Requests that may wait while one is computed; the next one is told `busy`."""
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
+_SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
 _LONG_NS = 1_000_000  # after serving one request for longer, the others are looked at, so that their wait is known
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ class Server:
         self._parent_pid = parent_pid
         self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
         self._outgoing = outgoing
+        self._cores = QuietCores()
+        self._served_ns = time.monotonic_ns()
+        self._preparing = False
         self._queue: deque[tuple[Received, int]] = deque()
         handler.offer_slots = transport.offer_slots
         self._stopping = False
@@ -60,7 +65,7 @@ class Server:
             self._follow(self._parent_pid)
         while not (self._stopping or self._handler.stopping or self._orphaned()):
             if not self._queue:
-                self._accept(self._transport.receive(_IDLE_MS))
+                self._wait()
             if self._queue:
                 start_ns = time.monotonic_ns()
                 self._serve(*self._queue.popleft())
@@ -70,6 +75,18 @@ class Server:
         if self._orphaned():
             self._remove_private_dir()
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
+
+    def _wait(self) -> None:
+        """For a request. After a while without one, and on idle cores, prepare what may be asked for, step by step."""
+        if self._accept(self._transport.receive(0 if self._preparing else _IDLE_MS)):
+            self._preparing = False
+        else:
+            self._preparing = (
+                self._handler.can_prepare_ahead
+                and self._cores.are_quiet()
+                and time.monotonic_ns() - self._served_ns > _SILENT_NS
+                and self._handler.prepare_ahead()
+            )
 
     def _accept(self, received: Received | None) -> bool:
         """Queue a request, stamped with the time this loop first saw it."""
@@ -90,6 +107,7 @@ class Server:
         received.release()
         for outgoing in self._outgoing(self._transport.seal(client, reply)):
             self._transport.send(client, outgoing)
+        self._served_ns = time.monotonic_ns()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True

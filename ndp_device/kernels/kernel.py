@@ -5,7 +5,7 @@ Knows what a kernel must do, not how. reference.py is the obviously right one, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,10 @@ class Kernel(Protocol):
 
     def prepare(self, expert: Expert) -> Any:
         """Convert an expert once, at load, into whatever this kernel streams."""
+        ...
+
+    def prepare_by_parts(self, expert: Expert) -> Iterator[Any | None]:
+        """prepare() in steps of some milliseconds: None after each, at last the expert."""
         ...
 
     def parts(self, prepared: Any) -> Iterable[tuple[int, int]]:

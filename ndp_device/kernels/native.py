@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -85,13 +85,28 @@ class NativeKernel:
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
 
     def prepare(self, expert: Expert) -> NativeExpert:
+        *_, prepared = self.prepare_by_parts(expert)
+        assert prepared is not None
+        return prepared
+
+    def prepare_by_parts(self, expert: Expert) -> Iterator[NativeExpert | None]:
+        """A step is one component of one matrix, or its scales."""
         if isinstance(expert, FullExpert):
-            return _prepare_full(expert)
-        w13, w13_components = self._pack(expert.w13, halves=2)
-        w2, w2_components = self._pack(expert.w2, halves=1)
-        return NativeExpert(
-            _native.quantized_expert(w13, w2), w13_components + w2_components, w13.meta_nbytes + w2.meta_nbytes
-        )
+            yield _prepare_full(expert)
+            return
+        packed: list[_native.PackedMatrix] = []
+        components: list[Component] = []
+        for matrix, halves in ((expert.w13, 2), (expert.w2, 1)):
+            group = _kernel_group(matrix)
+            first, own = 0, len(components)
+            for bits in COMPONENT_BITS[matrix.bits]:
+                components.append(self._component(matrix.planes[first : first + bits], halves, group))
+                first += bits
+                yield None
+            packed.append(self._assemble(matrix, components[own:], halves, group))
+            yield None
+        w13, w2 = packed
+        yield NativeExpert(_native.quantized_expert(w13, w2), tuple(components), w13.meta_nbytes + w2.meta_nbytes)
 
     def parts(self, prepared: NativeExpert) -> list[tuple[int, int]]:
         """Nothing for a full-precision expert: it lies in the mapped checkpoint."""
@@ -122,19 +137,11 @@ class NativeKernel:
         total: int = self._engine.read_stream(data, streams, prefetch_bytes)
         return total
 
-    def _pack(self, matrix: QuantizedMatrix, *, halves: int) -> tuple[_native.PackedMatrix, tuple[Component, ...]]:
+    def _assemble(
+        self, matrix: QuantizedMatrix, components: Sequence[Component], halves: int, group: int
+    ) -> _native.PackedMatrix:
         rows, cols = matrix.shape
-        group = _native.kernel_group(matrix.group_size, cols)
-        if group > _native.MAX_PADDED_GROUP:
-            raise ReplicaError(
-                f"groups of {matrix.group_size} columns are too wide: above {_native.MAX_PADDED_GROUP} the native "
-                "kernel needs a multiple of 32"
-            )
-        components, first = [], 0
-        for bits in COMPONENT_BITS[matrix.bits]:
-            components.append(self._component(matrix.planes[first : first + bits], halves, group))
-            first += bits
-        packed = self._engine.assemble(
+        return self._engine.assemble(
             [component.native for component in components],
             rows,
             cols,
@@ -145,7 +152,6 @@ class NativeKernel:
             matrix.group_size,
             _IDENTITY if matrix.perm is None else np.require(matrix.perm, np.int32, ["C", "A"]),
         )
-        return packed, tuple(components)
 
     def _component(self, planes: NDArray[np.uint8], halves: int, group: int) -> Component:
         # The component keeps the planes alive, so no other planes can lie at this address while the entry exists.
@@ -155,6 +161,16 @@ class NativeKernel:
             component = Component(self._engine.pack(np.ascontiguousarray(planes), halves, group), planes)
             self._shared[key] = component
         return component
+
+
+def _kernel_group(matrix: QuantizedMatrix) -> int:
+    group = _native.kernel_group(matrix.group_size, matrix.shape[1])
+    if group > _native.MAX_PADDED_GROUP:
+        raise ReplicaError(
+            f"groups of {matrix.group_size} columns are too wide: above {_native.MAX_PADDED_GROUP} the native "
+            "kernel needs a multiple of 32"
+        )
+    return group
 
 
 def _threads_from_environment() -> int:

@@ -7,7 +7,7 @@ not depend on which other rows share its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,9 @@ class ReferenceKernel:
             w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
             return ReferenceExpert(np.concatenate([w1, w3]), w2)
         return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2))
+
+    def prepare_by_parts(self, expert: Expert) -> Iterator[ReferenceExpert | None]:
+        yield self.prepare(expert)
 
     def parts(self, prepared: ReferenceExpert) -> Iterable[tuple[int, int]]:
         return ()

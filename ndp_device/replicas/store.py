@@ -10,7 +10,7 @@ What is prepared is known as one array per width, so that a plan over thousands 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ndp_device.model_shape import FULL_PRECISION_BITS, model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.replica import Expert
+
+_AHEAD = 1  # prepared but never asked for: forgotten before everything else
 
 
 class ExpertStore:
@@ -39,7 +41,7 @@ class ExpertStore:
         self._prepared: dict[tuple[int, int, int], Any] = {}
         self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
         self._held_bytes = 0
-        self._now = 0
+        self._now = _AHEAD
         if self._checkpoint is not None and digest is not None:
             self.shape, self.model_digest = self._checkpoint.shape, digest
         elif self._replicas is not None:
@@ -99,6 +101,21 @@ class ExpertStore:
         """As if get() were called for each of these [L, E], all of which are prepared."""
         self._now += 1
         self._used[bits][experts] = self._now
+
+    def prepare_ahead(self, layer: int, expert: int, bits: int) -> Iterator[None]:
+        """Prepare what nobody has asked for yet, in steps of some milliseconds. It is dropped if it does not fit."""
+        key = (layer, expert, bits)
+        for prepared in self._kernel.prepare_by_parts(self.expert(*key)):
+            if prepared is not None and key not in self._prepared:
+                self._keep(key, prepared)
+                self._used[bits][layer, expert] = _AHEAD
+                if self._held_bytes > self.resident_bytes:
+                    self._forget(key)
+            yield
+
+    def has_room(self, layer: int, expert: int, bits: int) -> bool:
+        """Whether this expert could be kept beside all that is, even if it shared nothing."""
+        return self._held_bytes + self.expert_bytes(layer, expert, bits) <= self.resident_bytes
 
     def trim(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         """Forget what was not asked for longest while there is more than `resident_bytes`; returns how many.
