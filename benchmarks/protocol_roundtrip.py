@@ -24,12 +24,12 @@ import numpy as np
 
 from ndp_device import carrier
 from ndp_device.protocol import codec
-from ndp_device.protocol.messages import SlotOffer
+from ndp_device.protocol.messages import VERSION, SlotOffer
 from ndp_device.transport import ZmqServer, ZmqTransport
 from vllm_ndp.device_client import DeviceClient, DeviceProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = b"x" * 196 + bytes(4)  # as long as the header of an Execute
+HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})  # as an Execute's
 WARM_UP = 50
 
 

@@ -21,11 +21,15 @@ from ndp_device import carrier
 from ndp_device.address import Address, make_private, require_private, take
 from ndp_device.carrier import Frames, SlotChannel
 from ndp_device.errors import ConfigError, DeviceUnavailable, RemoteProtocolError
-from ndp_device.protocol import codec
+from ndp_device.protocol import codec, pieces
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
 
 _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
-_SEND_QUEUE, _RECEIVE_QUEUE = 16, 64
+_QUEUE = 64  # of the device, per host and direction, in ZeroMQ's messages: whole ones or pieces
+_HOST_QUEUE = 16 * pieces.MAX_PIECES  # a host's largest requests and answers fit, all that may be in flight
+_MAX_JOINING = 8  # hosts that may have a half-received message in the device
+_JOIN_WITHIN_NS = 10_000_000_000
+_MAX_VERSIONS = 64  # of hosts, remembered from a request to its answer; one that was forgotten gets a whole message
 _HANDSHAKE_MS = 500
 _CONNECT_MS = 2000
 _FLUSH_MS = 500
@@ -52,6 +56,10 @@ def flush() -> None:
         context.destroy(linger=_FLUSH_MS)
 
 
+class _Unsealed(bytes):
+    """The header of an answer whose checksum is made while its pieces leave."""
+
+
 class Received(NamedTuple):
     """A request as it arrived; `covered` is the part of its body that its seal covers, CHECKED if it was checked."""
 
@@ -74,6 +82,9 @@ class ZmqServer:
         self._channels: dict[bytes, SlotChannel] = {}
         self._spinner = carrier.Spinner(carrier.DEVICE_SPIN_US)
         self._active_ns = 0
+        self._versions: dict[bytes, int] = {}
+        self._joining: dict[bytes, tuple[pieces.Joining, int]] = {}  # with the time of the first piece; oldest first
+        self._num_cut = 0
         self._lock: int | None = None
         if ipc_path is not None:
             make_private(ipc_path.parent)
@@ -81,8 +92,8 @@ class ZmqServer:
         self._socket = _context().socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.SNDHWM, _RECEIVE_QUEUE),
-            (zmq.RCVHWM, _RECEIVE_QUEUE),
+            (zmq.SNDHWM, _QUEUE),
+            (zmq.RCVHWM, _QUEUE),
             (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.ROUTER_MANDATORY, 1),
@@ -128,8 +139,11 @@ class ZmqServer:
     def seal(self, client: bytes, frames: Frames) -> Frames:
         """The frames with the checksum that belongs to the way they will take."""
         header, body = frames
-        covered = body if self._speaking(client) is None else carrier.covered(body)
-        return codec.seal(header, covered), body
+        if self._speaking(client) is not None:
+            return codec.seal(header, carrier.covered(body)), body
+        if _is_cut(body, self._versions.get(client, 0)):
+            return _Unsealed(header), body
+        return codec.seal(header, body), body
 
     def send(self, client: bytes, frames: Frames) -> None:
         """Never blocks; a client that is gone or does not read loses its answer."""
@@ -156,7 +170,12 @@ class ZmqServer:
     def _to_socket(self, client: bytes, frames: Frames) -> bool:
         """False: there is no such client any more."""
         try:
-            _send(self._socket, [client, *frames])
+            if len(frames) == 2 and _is_cut(frames[1], self._versions.get(client, 0)):
+                self._num_cut += 1
+                for piece in pieces.cut(self._num_cut, *frames, seals=isinstance(frames[0], _Unsealed)):
+                    _send(self._socket, [client, *piece])
+            else:
+                _send(self._socket, [client, *frames])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -166,18 +185,52 @@ class ZmqServer:
     def _from_socket(self, timeout_ms: int) -> Received | None:
         readable = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN  # a tenth of the price of poll(0)
         if not readable and not (timeout_ms and self._socket.poll(timeout_ms)):
+            self._forget_halves()
             return None
         client = self._socket.recv()
         frames: list[codec.Buffer] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv(copy=False)
-            if len(frames) < 2:
+            if len(frames) < 3:
                 frames.append(_content(frame))
-            elif len(frames) == 2:
+            elif len(frames) == 3:
                 frames.append(b"")
+        if pieces.is_piece(frames):
+            return self._join(client, frames)
+        self._joining.pop(client, None)
         if frames == _BELL and client in self._channels:
             return self._from_slots()
+        if len(frames) == 2:
+            self._note_version(client, frames[0])
         return Received(client, frames, frames[-1] if frames else b"")
+
+    def _join(self, client: bytes, frames: Frames) -> Received | None:
+        joining, since_ns = self._joining.pop(client, (None, 0))
+        try:
+            if joining is None or pieces.begins(frames):
+                joining, since_ns = pieces.Joining(frames), time.monotonic_ns()
+                if len(self._joining) >= _MAX_JOINING:
+                    del self._joining[next(iter(self._joining))]
+            elif (message := joining.add(frames)) is not None:
+                self._note_version(client, message[0])
+                return Received(client, message, codec.CHECKED)
+        except RemoteProtocolError as error:
+            header = joining.header if joining is not None else b""
+            return Received(client, (header, b""), codec.Broken(str(error).encode()))
+        self._joining[client] = joining, since_ns
+        return None
+
+    def _forget_halves(self) -> None:
+        """Of hosts that went away in the middle of a message: nobody tells a ROUTER."""
+        if self._joining:
+            before_ns = time.monotonic_ns() - _JOIN_WITHIN_NS
+            self._joining = {client: half for client, half in self._joining.items() if half[1] > before_ns}
+
+    def _note_version(self, client: bytes, header: codec.Buffer) -> None:
+        self._versions.pop(client, None)
+        self._versions[client] = codec.peek_version(header)
+        if len(self._versions) > _MAX_VERSIONS:
+            del self._versions[next(iter(self._versions))]
 
     def _from_slots(self) -> Received | None:
         for client, channel in self._channels.items():
@@ -245,13 +298,16 @@ class ZmqTransport:
     def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
         self._channel: SlotChannel | None = None
+        self._version = 0  # of the device, as far as it has shown
+        self._joining: pieces.Joining | None = None
+        self._num_cut = 0
         self._lost = False  # the connection broke; what had arrived before is still handed out
         self._spinner = carrier.Spinner(carrier.HOST_SPIN_US)
         self._socket = _context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.SNDHWM, _SEND_QUEUE),
-            (zmq.RCVHWM, _RECEIVE_QUEUE),
+            (zmq.SNDHWM, _HOST_QUEUE),
+            (zmq.RCVHWM, _HOST_QUEUE),
             (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
             (zmq.IMMEDIATE, 1),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
@@ -286,7 +342,10 @@ class ZmqTransport:
                 self._to_socket(_BELL)
                 return True
         header, body = frames
-        return self._to_socket((codec.seal(header, body), body))
+        if not _is_cut(body, self._version):
+            return self._to_socket((codec.seal(header, body), body))
+        self._num_cut += 1
+        return all(self._to_socket(piece) for piece in pieces.cut(self._num_cut, header, body, seals=True))
 
     def receive(self, timeout_s: float) -> Frames | None:
         channel = self._channel
@@ -338,12 +397,28 @@ class ZmqTransport:
                 raise DeviceUnavailable("the connection to the device was lost")
         if frames is None:
             return None
+        if pieces.is_piece(frames):
+            return self._join(frames)
+        if self._joining is not None and frames != _BELL:
+            raise RemoteProtocolError("the device broke off in the middle of a message")
         if len(frames) != 2:
             if frames == _BELL:
                 return None
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
         codec.check(frames[0], frames[1])
+        if not self._version:
+            self._version = codec.peek_version(frames[0])
         return frames
+
+    def _join(self, frames: Frames) -> Frames | None:
+        if self._joining is None:
+            self._joining = pieces.Joining(frames)
+            return None
+        message = self._joining.add(frames)
+        if message is not None:
+            self._joining = None
+            self._version = codec.peek_version(message[0])
+        return message
 
     def _is_disconnect(self) -> bool:
         return bool(parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED)
@@ -358,6 +433,10 @@ class ZmqTransport:
 def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
     large = len(frames[-1]) >= _ZERO_COPY_BYTES  # the codec makes a new body for each message: safe to lend
     socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
+
+
+def _is_cut(body: codec.Buffer, version: int) -> bool:
+    return len(body) >= pieces.CUT_FROM_BYTES and pieces.is_understood(version)
 
 
 def _content(frame: zmq.Frame) -> codec.Buffer:

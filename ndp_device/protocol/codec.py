@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -54,6 +54,10 @@ CHECKED: Buffer = memoryview(b"")
 """What `check` is given in place of a body by a carrier that has checked the frames while it copied them."""
 
 
+class Broken(bytes):
+    """The same of a carrier that could not put a body together: the text of the error that `check` raises."""
+
+
 class VersionMismatch(RemoteProtocolError):
     """The peer speaks another major version."""
 
@@ -88,9 +92,17 @@ def seal(header: Buffer, body: Buffer) -> bytes:
 
 def check(header: Buffer, body: Buffer) -> None:
     """Raise RemoteProtocolError unless `seal` of the same bytes made this header."""
-    if body is not CHECKED and not _is_sealed(header, body):
-        _refuse_other_major(header)
-        raise RemoteProtocolError("the checksum of a message does not fit its bytes; it was damaged on its way")
+    if body is CHECKED:
+        return
+    if isinstance(body, Broken):
+        raise RemoteProtocolError(body.decode())
+    if not _is_sealed(header, body):
+        refuse_damaged(header)
+
+
+def refuse_damaged(header: Buffer) -> NoReturn:
+    _refuse_other_major(header)
+    raise RemoteProtocolError("the checksum of a message does not fit its bytes; it was damaged on its way")
 
 
 def decode_request(header: Buffer, body: Buffer) -> tuple[Request, Tensors]:
@@ -103,13 +115,20 @@ def decode_reply(header: Buffer, body: Buffer) -> tuple[AnyReply, Tensors]:
 
 def peek_id(header: Buffer) -> int:
     """The id a refused header seems to carry, 0 when it shows none."""
-    if len(header) > MAX_HEADER_BYTES:
-        return 0
-    try:
-        seen = _ENVELOPES.decode(header).id
-    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
-        return 0
+    seen = _peek(header).id
     return seen if 0 <= seen < 1 << 63 else 0
+
+
+def peek_version(header: Buffer) -> int:
+    """The version that wrote a header, as far as one can see without checking it; 0 when it shows none."""
+    return _peek(header).ndp
+
+
+def _peek(header: Buffer) -> _Envelope:
+    if len(header) <= MAX_HEADER_BYTES:
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+            return _ENVELOPES.decode(header)
+    return _Envelope()
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], header: Buffer, body: Buffer) -> tuple[M, Tensors]:

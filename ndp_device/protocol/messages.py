@@ -23,7 +23,7 @@ import msgspec
 from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1  # 1.1: pieces
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -67,6 +67,14 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
     token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # its first bytes, so that it is not mistaken
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=64)]
     body_room: Annotated[int, msgspec.Meta(ge=1, le=MAX_BODY_BYTES)]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """Not a message but a part of one (pieces.py)."""
+
+    number: Count  # counts up per sender; the same in all pieces of one message
+    offset: Count  # where its bytes belong in frame 1
+    total: Count  # how many bytes frame 1 will have
 
 
 class _Identified(msgspec.Struct, frozen=True, tag_field="type"):

@@ -1,0 +1,343 @@
+"""Large bodies in pieces: joined to the byte, and whatever is missing, late, foreign or too much is one error."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from ndp_device import transport as transport_module
+from ndp_device.carrier import Frames
+from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec, pieces
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import ZmqServer, ZmqTransport
+
+BODY = random.Random(0).randbytes(pieces.CUT_FROM_BYTES + 12345)
+PEER = Path(__file__).resolve().parents[2] / "benchmarks" / "protocol_roundtrip.py"
+
+
+def header(number: int = 1, ndp: int = msg.VERSION) -> bytes:
+    return codec.encode(msg.Ping(number, ndp=ndp))[0]
+
+
+def cut(number: int = 1, body: bytes = BODY) -> list[list[Any]]:
+    return [[bytes(frame) for frame in frames] for frames in pieces.cut(number, header(number), body, seals=True)]
+
+
+def join(parts: list[list[Any]]) -> tuple[bytes, memoryview] | None:
+    joining = pieces.Joining(parts[0])
+    message = None
+    for frames in parts[1:]:
+        assert message is None
+        message = joining.add(frames)
+    return message
+
+
+@pytest.mark.parametrize("copy_into", ["extension", "python"])
+@pytest.mark.parametrize("size", [pieces.CUT_FROM_BYTES, len(BODY), (20 << 20) + 1, msg.MAX_BODY_BYTES])
+def test_what_was_cut_joins_to_the_same_bytes(size: int, copy_into: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if copy_into == "python":
+        monkeypatch.setattr(pieces, "_copy_into", pieces._copy_in_python)
+    body = random.Random(size).randbytes(size)
+    parts = cut(7, body)
+    assert 2 <= len(parts) <= pieces.MAX_PIECES
+    assert all(len(frames[1]) >= pieces.MIN_PIECE_BYTES for frames in parts[:-1])
+    message = join(parts)
+    assert message is not None
+    assert message[0] == codec.seal(header(7), body)
+    assert message[1] == body
+    sealed = codec.seal(header(7), body)
+    assert [[bytes(frame) for frame in frames] for frames in pieces.cut(7, sealed, body, seals=False)] == parts
+
+
+def piece(number: int, offset: int, total: int) -> bytes:
+    return msgspec.msgpack.encode(msg.Piece(number, offset, total))
+
+
+FIRST, SECOND, *REST = cut()
+SIZE = len(FIRST[1])
+LIES: dict[str, list[list[Any]]] = {
+    "one is missing": [FIRST, *REST],
+    "one comes twice": [FIRST, SECOND, SECOND],
+    "two change places": [FIRST, REST[0], SECOND],
+    "it has no beginning": [SECOND],
+    "it is of another message": [FIRST, cut(2)[1]],
+    "another message begins": [FIRST, cut(2)[0]],
+    "it ends too soon": [FIRST, [*SECOND, REST[-1][2]]],
+    "it never ends": [FIRST, SECOND, *REST[:-1], REST[-1][:2]],
+    "the checksum is too long": [FIRST, SECOND, *REST[:-1], [*REST[-1], b""]],
+    "no header": [FIRST[:2]],
+    "no bytes": [FIRST[:1]],
+    "too small": [[FIRST[0], FIRST[1][: pieces.MIN_PIECE_BYTES - 1], FIRST[2]]],
+    "empty": [[FIRST[0], b"", FIRST[2]]],
+    "more bytes than announced": [FIRST, [SECOND[0], BODY]],
+    "too large a body": [[piece(1, 0, msg.MAX_BODY_BYTES + 1), *FIRST[1:]]],
+    "a small body": [[piece(1, 0, SIZE), *FIRST[1:]]],
+    "too large a header": [[*FIRST[:2], bytes(4097)]],
+    "too small a header": [[*FIRST[:2], bytes(4)]],
+    "another total": [FIRST, [piece(1, SIZE, len(BODY) + 1), SECOND[1]]],
+    "a negative offset": [[msgspec.msgpack.encode(["piece", 1, -1, len(BODY)]), *FIRST[1:]]],
+    "not a piece": [[b"\x94\xc1\xc1\xc1", *FIRST[1:]]],
+    "a bomb": [[b"\x94" * 4000, *FIRST[1:]]],
+    "a flipped bit": [FIRST, [SECOND[0], b"\0" + SECOND[1][1:]], *REST],
+    "a flipped bit in the header": [[*FIRST[:2], FIRST[2][:-6] + b"\xff" + FIRST[2][-5:]], SECOND, *REST],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_whatever_does_not_join_is_one_error(lie: str) -> None:
+    with pytest.raises(RemoteProtocolError):
+        join(LIES[lie])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ZmqServer]:
+    server = ZmqServer(f"ipc://{tmp_path}/private/device")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def host(server: ZmqServer) -> Iterator[ZmqTransport]:
+    host = ZmqTransport(server.address)
+    yield host
+    host.close()
+
+
+class Raw:
+    """Sockets that say what they like."""
+
+    def __init__(self, kind: int, address: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.address, self.kind = address, kind
+
+    def open(self) -> zmq.Socket[bytes]:
+        socket = self.context.socket(self.kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        if self.kind == zmq.ROUTER:
+            socket.bind(self.address)
+        else:
+            socket.connect(self.address)
+        return socket
+
+
+@pytest.fixture
+def raw_host(server: ZmqServer) -> Iterator[Raw]:
+    raw = Raw(zmq.DEALER, server.address)
+    yield raw
+    raw.context.destroy(linger=0)
+
+
+def until_received(server: ZmqServer, seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (received := server.receive(50)) is not None:
+            return received
+    raise AssertionError("nothing arrived")
+
+
+def ask(server: ZmqServer, host: ZmqTransport, frames: Frames) -> Any:
+    while not host.send(frames):
+        time.sleep(0.001)
+    return until_received(server)
+
+
+def answer(host: ZmqTransport, seconds: float = 20.0) -> Frames:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (frames := host.receive(0.05)) is not None:
+            return frames
+    raise AssertionError("no answer")
+
+
+def test_pieces_are_sent_only_to_a_peer_that_has_shown_that_it_joins_them(
+    server: ZmqServer, host: ZmqTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1.0 writes 256 into its headers. Both directions, then the same with 1.1."""
+    sent = []
+    monkeypatch.setattr(
+        pieces, "cut", lambda *args, real=pieces.cut, **options: sent.append(args[0]) or real(*args, **options)
+    )
+    for ndp, cuts in ((256, 0), (2 << 8, 0), (256 + 1, 2)):
+        host._version = 0
+        frames = (header(3, ndp), BODY)
+        for _ in range(2):
+            sent.clear()
+            received = ask(server, host, frames)
+            codec.check(received.frames[0], received.covered)
+            assert bytes(received.frames[1]) == BODY
+            server.send(received.client, server.seal(received.client, frames))
+            assert bytes(answer(host)[1]) == BODY
+        assert len(sent) == cuts
+
+
+def test_small_messages_between_large_ones_arrive_in_order(server: ZmqServer, host: ZmqTransport) -> None:
+    host._version = msg.VERSION
+    for number in range(12):
+        while not host.send((header(number), BODY if number % 2 else b"")):
+            time.sleep(0.001)
+    for number in range(12):
+        received = until_received(server)
+        codec.check(received.frames[0], received.covered)
+        assert codec.peek_id(received.frames[0]) == number
+        assert len(received.frames[1]) == (len(BODY) if number % 2 else 0)
+
+
+@pytest.mark.parametrize("lie", [lie for lie in LIES if not lie.startswith(("another message", "it is of"))])
+def test_a_device_refuses_a_broken_message_with_a_sentence_and_serves_the_next(
+    server: ZmqServer, raw_host: Raw, lie: str
+) -> None:
+    socket = raw_host.open()
+    for frames in LIES[lie]:
+        socket.send_multipart(frames)
+    received = until_received(server)
+    with pytest.raises(RemoteProtocolError):
+        codec.check(received.frames[0], received.covered)
+    socket.send_multipart([codec.seal(header(99), b""), b""])
+    while codec.peek_id(received.frames[0]) != 99:
+        received = until_received(server)
+    codec.check(received.frames[0], received.covered)
+    assert server._joining == {}
+
+
+def test_a_half_received_message_is_dropped_when_its_host_begins_another(server: ZmqServer, raw_host: Raw) -> None:
+    socket = raw_host.open()
+    for frames in (*cut(1)[:-1], *cut(2)):
+        socket.send_multipart(frames)
+    received = until_received(server)
+    assert codec.peek_id(received.frames[0]) == 2
+    codec.check(received.frames[0], received.covered)
+    assert server._joining == {}
+    for frames in (*cut(3)[:-1], [codec.seal(header(4), b""), b""], cut(3)[-1]):
+        socket.send_multipart(frames)
+    assert codec.peek_id(until_received(server).frames[0]) == 4
+    received = until_received(server)
+    with pytest.raises(RemoteProtocolError, match="no message that has begun"):
+        codec.check(received.frames[0], received.covered)
+
+
+def test_a_half_received_message_is_dropped_when_its_host_has_gone(
+    server: ZmqServer, raw_host: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = raw_host.open()
+    socket.send_multipart(FIRST)
+    while not server._joining:
+        assert server.receive(50) is None
+    socket.close()
+    server.receive(20)
+    assert len(server._joining) == 1
+    monkeypatch.setattr(transport_module, "_JOIN_WITHIN_NS", 0)
+    server.receive(20)
+    assert server._joining == {}
+
+
+def test_few_hosts_may_have_a_half_received_message_and_the_oldest_one_loses(server: ZmqServer, raw_host: Raw) -> None:
+    sockets = []
+    for number in range(transport_module._MAX_JOINING + 1):
+        sockets.append(raw_host.open())
+        sockets[-1].send_multipart(cut(number)[0])
+        deadline = time.monotonic() + 20
+        while len(server._joining) <= min(number, transport_module._MAX_JOINING - 1) and time.monotonic() < deadline:
+            server.receive(20)
+    while server.receive(50) is not None:
+        pass
+    assert len(server._joining) == transport_module._MAX_JOINING
+    for number, socket in enumerate(sockets):
+        for frames in cut(number)[1:]:
+            socket.send_multipart(frames)
+        received = until_received(server)
+        if number:
+            codec.check(received.frames[0], received.covered)
+            assert bytes(received.frames[1]) == BODY
+        else:
+            with pytest.raises(RemoteProtocolError, match="no message that has begun"):
+                codec.check(received.frames[0], received.covered)
+            while server._joining and (received := server.receive(50)) is not None:
+                assert isinstance(received.covered, codec.Broken)
+    assert server._joining == {}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_host_gives_up_a_connection_that_breaks_a_message(tmp_path: Path, lie: str) -> None:
+    raw = Raw(zmq.ROUTER, f"ipc://{tmp_path}/device")
+    router = raw.open()
+    host = ZmqTransport(raw.address)
+    try:
+        while not host.send((header(), b"")):
+            time.sleep(0.001)
+        client, *_ = router.recv_multipart()
+        for frames in (*LIES[lie], [codec.seal(header(5), b""), b""]):
+            router.send_multipart([client, *frames])
+        with pytest.raises(RemoteProtocolError):
+            answer(host)
+    finally:
+        host.close()
+        raw.context.destroy(linger=0)
+
+
+def test_answers_to_a_host_that_does_not_read_never_block_and_never_arrive_in_part(
+    server: ZmqServer, host: ZmqTransport
+) -> None:
+    """40 answers of 8 pieces do not fit: some are lost, and the host sees that instead of a wrong number."""
+    received = ask(server, host, (header(), b""))
+    begin = time.monotonic()
+    for number in range(40):
+        server.send(received.client, server.seal(received.client, (header(number), BODY)))
+    assert time.monotonic() - begin < 10
+    arrived = 0
+
+    def read() -> None:
+        nonlocal arrived
+        while True:
+            frames = answer(host, seconds=2)
+            assert codec.peek_id(frames[0]) == arrived
+            assert bytes(frames[1]) == BODY
+            arrived += 1
+
+    with pytest.raises((RemoteProtocolError, AssertionError), match=r"broke off|was expected|no message|no answer"):
+        read()
+    assert arrived >= 8  # as many as a host may have in flight
+
+
+def use_until_lost(host: ZmqTransport, body: bytes) -> None:
+    """The answer may have been on its way already; then it is right."""
+    while True:
+        assert bytes(answer(host)[1]) == body
+
+
+def test_kill_9_in_the_middle_of_a_message_is_seen_at_once_and_the_next_peer_is_used(tmp_path: Path) -> None:
+    body = random.Random(1).randbytes(48 << 20)
+    rng = random.Random(2)
+    for life in range(6):
+        address = f"ipc://{tmp_path}/private{life}/device"
+        peer = subprocess.Popen([sys.executable, PEER, "--echo", address], stdout=subprocess.PIPE)
+        host = ZmqTransport(address)
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()
+            while not host.send((header(), b"")):
+                time.sleep(0.001)
+            answer(host)
+            assert host.send((header(2), body))
+            if life < 5:
+                time.sleep(rng.random() * 0.1)
+                peer.kill()
+                begin = time.monotonic()
+                with pytest.raises(DeviceUnavailable):
+                    use_until_lost(host, body)
+                assert time.monotonic() - begin < 5
+            else:
+                assert bytes(answer(host)[1]) == body
+        finally:
+            host.close()
+            peer.kill()
+            peer.communicate()
