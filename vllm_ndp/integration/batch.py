@@ -7,11 +7,11 @@ exactly what its first pass did. Knows scheduler messages and block tables; does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.planning.importance import ImportanceScore
@@ -91,27 +91,20 @@ class BatchRows:
     owner: NDArray[np.int32]  # [T], index into spans
     positions: NDArray[np.int64]  # [T]
     decode: NDArray[np.bool_]  # [T]
-    decode_rows: NDArray[np.int64] = field(init=False)
-    prefill_rows: NDArray[np.int64] = field(init=False)
-    decode_index: torch.Tensor = field(init=False)
-    prefill_index: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        for name, rows in (("decode", np.flatnonzero(self.decode)), ("prefill", np.flatnonzero(~self.decode))):
-            object.__setattr__(self, f"{name}_rows", rows)
-            object.__setattr__(self, f"{name}_index", torch.from_numpy(rows))
+    first_rows: NDArray[np.int64]  # [R], where each request's rows begin
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> BatchRows:
         lengths = [span.num_tokens for span in spans]
         owner = np.repeat(np.arange(len(spans), dtype=np.int32), lengths)
+        first_rows = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in spans]).astype(np.int64)
         prompt_lens = np.array([s.request.prompt_len for s in spans], dtype=np.int64)
-        return cls(tuple(spans), owner, positions, positions >= prompt_lens[owner])
+        return cls(tuple(spans), owner, positions, positions >= prompt_lens[owner], first_rows)
 
-    @property
+    @cached_property
     def all_decode(self) -> bool:
-        return len(self.prefill_rows) == 0
+        return bool(self.decode.all())
 
     @property
     def num_rows(self) -> int:

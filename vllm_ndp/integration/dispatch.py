@@ -24,14 +24,14 @@ from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, CpuSlotKernel, HotSlots
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController
-    from vllm_ndp.integration.step import StepContext
+    from vllm_ndp.integration.step import DeviceCall, StepContext
 
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Pairs(NamedTuple):
-    """P (row, expert) pairs of one layer, on the host."""
+    """P (row, expert) pairs of one layer, on the host, in the order of their rows."""
 
     rows: NDArray[np.int64]  # [P], row of the step
     experts: NDArray[np.int64]  # [P]
@@ -45,6 +45,9 @@ class Pairs(NamedTuple):
         """The pairs whose row is marked in `wanted` [T]."""
         keep = wanted[self.rows]
         return Pairs(self.rows[keep], self.experts[keep], self.gates[keep])
+
+
+NO_PAIRS = Pairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 @dataclass
@@ -119,16 +122,10 @@ class LayerDispatch:
         out = self.slots.run(x, weights, slots)
         if len(to_stream.rows):
             self._stream(out, x, to_stream, step.keep(self.index, to_stream))
-        timing_ps, fallen_back = 0, None
-        if call is not None:
-            try:
-                timing_ps = call.add_into(out)
-            except DeviceUnavailable:
-                fallen_back = to_device
-                step.compute_locally(self.index, out, x, to_device, self._stream)
+        device_ps = None if call is None else self._collect(step, call, out, x, to_device)
         here = slots.cpu().numpy()
         pairs_in_slot = np.bincount(here[here >= 0], minlength=1)
-        step.leave_layer(self.index, pairs_in_slot[pairs_in_slot > 0].tolist(), to_stream, fallen_back, timing_ps)
+        step.leave_layer(self.index, pairs_in_slot[pairs_in_slot > 0].tolist(), to_stream, to_device, device_ps)
         return out
 
     def _forward_few(
@@ -137,7 +134,8 @@ class LayerDispatch:
         """The same for a few decode rows on CPU: lists are faster than tensor operations on a dozen numbers."""
         experts, gates_of = ids.tolist(), weights.tolist()
         few = FewPairs.split(step.spill_few(self.index, self.slots.slot_list, experts, gates_of), experts, gates_of)
-        call = step.send(self.index, x, few.cold()) if few.cold_rows else None
+        to_device = few.cold() if few.cold_rows else NO_PAIRS
+        call = step.send(self.index, x, to_device) if few.cold_rows else None
         if not few.pairs_in_slot:
             out = torch.zeros_like(x)
         else:
@@ -146,15 +144,19 @@ class LayerDispatch:
             out = self.slots.kernel.fused(x, self.slots.w13, self.slots.w2, gates, slots)
             if few.rows_without:
                 out[few.rows_without] = 0
-        timing_ps, fallen_back = 0, None
-        if call is not None:
-            try:
-                timing_ps = call.add_into(out)
-            except DeviceUnavailable:
-                fallen_back = few.cold()
-                step.compute_locally(self.index, out, x, fallen_back, self._stream)
-        step.leave_layer(self.index, list(few.pairs_in_slot.values()), None, fallen_back, timing_ps)
+        device_ps = None if call is None else self._collect(step, call, out, x, to_device)
+        step.leave_layer(self.index, list(few.pairs_in_slot.values()), NO_PAIRS, to_device, device_ps)
         return out
+
+    def _collect(
+        self, step: StepContext, call: DeviceCall, out: torch.Tensor, x: torch.Tensor, pairs: Pairs
+    ) -> int | None:
+        """Add what the device returns, or the same pairs computed here. Simulated ps; None: there was no answer."""
+        try:
+            return call.add_into(out)
+        except DeviceUnavailable:
+            step.compute_locally(self.index, out, x, pairs, self._stream)
+            return None
 
     def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int] = NOTHING) -> None:
         """Full precision from the pool; one rounding for all streamed experts. keep: expert -> slot where it stays."""

@@ -56,7 +56,7 @@ class StepContext:
         self._spilled: dict[int, frozenset[int]] = {}  # layer -> hot experts that ran on the device
         self.streamed = np.zeros(controller.pool_shape, dtype=np.bool_)  # [L, E], by this step's prefill rows
         self._ending = [span.request for span in spans.values() if span.ends_prefill]
-        self._fallen_back: list[int] = []  # layers whose cold pairs were computed here
+        self._tally: dict[str, NDArray[np.int64]] = {}  # kind -> [T], pairs of each decode row that left the slots
         self._routing: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
 
     @property
@@ -103,7 +103,9 @@ class StepContext:
     def send(self, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
         """One message with the rows that have a cold pair; waits for nothing but a new plan, and never fails."""
         self._controller.planner.settle()
-        sent, local = np.unique(pairs.rows, return_inverse=True)
+        begins = np.ones(len(pairs.rows), dtype=np.bool_)  # pairs come row by row
+        np.not_equal(pairs.rows[1:], pairs.rows[:-1], out=begins[1:])
+        sent, local = pairs.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
         handle = self._controller.device.client.begin_execute(
@@ -111,7 +113,7 @@ class StepContext:
             self.number,
             self._controller.clock.now_ps,
             _as_numpy(x),
-            local.astype(np.int32),
+            local,
             pairs.experts.astype(np.int32),
             self._bits_of(layer, pairs),
             pairs.gates,
@@ -191,18 +193,37 @@ class StepContext:
     # -- accounts -------------------------------------------------------------------------------------------------
 
     def leave_layer(
-        self, layer: int, hot_pairs: list[int], to_stream: Pairs | None, fallen_back: Pairs | None, device_ps: int
+        self, layer: int, hot_pairs: list[int], to_stream: Pairs, to_device: Pairs, device_ps: int | None
     ) -> None:
-        """hot_pairs: pairs of each slot in use. to_stream: prefill pairs that came from the pool."""
-        streamed = [pairs for pairs in (to_stream, fallen_back) if pairs is not None and len(pairs.rows)]
-        if fallen_back is not None:
-            self._fallen_back.append(layer)
+        """hot_pairs: pairs of each slot in use. to_stream: prefill pairs that came from the pool.
+
+        device_ps: None where the device did not answer, or was not asked.
+        """
+        streamed = [to_stream] if len(to_stream.rows) else []
+        if len(to_device.rows):
+            if device_ps is None:
+                streamed.append(to_device)
+                self._count("fallback", to_device.rows)
+            else:
+                self._count_device_pairs(to_device, self._spilled.get(layer, frozenset()))
         self._controller.clock.end_layer(
             hot_pairs,
-            device_ps=device_ps,
+            device_ps=device_ps or 0,
             streamed_experts=len(set().union(*(pairs.experts.tolist() for pairs in streamed))),
             streamed_pairs=sum(len(pairs.rows) for pairs in streamed),
         )
+
+    def _count_device_pairs(self, pairs: Pairs, spilled: frozenset[int]) -> None:
+        if not spilled:
+            self._count("cold", pairs.rows)
+            return
+        moved = np.array([expert in spilled for expert in pairs.experts.tolist()])
+        self._count("spilled", pairs.rows[moved])
+        self._count("cold", pairs.rows[~moved])
+
+    def _count(self, kind: str, rows: NDArray[np.int64]) -> None:
+        counts = np.bincount(rows, minlength=self.rows.num_rows)
+        self._tally[kind] = self._tally[kind] + counts if kind in self._tally else counts
 
     def routing(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Expert ids [T, L, k] and router weights f32 [T, L, k] of this step's rows."""
@@ -213,32 +234,16 @@ class StepContext:
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:
         """How many (row, expert) pairs of each request ran where, over all layers."""
-        rows = self.rows
-        ids = self.routing()[0]
-        placement = self._controller.planner.placement
-        assert placement is not None
-        layers = np.arange(ids.shape[1])[None, :, None]
-        moved = np.zeros_like(placement.hot)
-        for layer, experts in self._spilled.items():
-            moved[layer, list(experts)] = True
-        hot, spilled = (placement.hot & ~moved)[layers, ids], moved[layers, ids]  # [T, L, k]
-        lost = np.zeros(ids.shape[1], dtype=np.bool_)
-        lost[self._fallen_back] = True
-        decode = rows.decode[:, None, None]
-        here = lost[:, None]
-        kinds = (
-            decode & hot,
-            decode & spilled & ~here,
-            decode & ~hot & ~spilled & ~here,
-            np.broadcast_to(~decode, ids.shape),
-            decode & ~hot & here,
-        )
-        per_row = [kind.sum(axis=(1, 2)) for kind in kinds]
-        counts = [np.bincount(rows.owner, weights=of_row, minlength=len(rows.spans)) for of_row in per_row]
-        return {
-            span.request.request_id: {kind: int(count[i]) for kind, count in zip(PAIR_KINDS, counts, strict=True)}
-            for i, span in enumerate(rows.spans)
-        }
+        rows, per_row = self.rows, self._controller.pool.shape.num_layers * self._controller.pool.shape.top_k
+        left = {kind: np.add.reduceat(counts, rows.first_rows).tolist() for kind, counts in self._tally.items()}
+        decode = np.add.reduceat(rows.decode, rows.first_rows, dtype=np.int64).tolist()
+        found = {}
+        for i, span in enumerate(rows.spans):
+            pairs = dict.fromkeys(PAIR_KINDS, 0) | {kind: counts[i] for kind, counts in left.items()}
+            pairs["hot"] = decode[i] * per_row - sum(counts[i] for counts in left.values())
+            pairs["prefill"] = (span.num_tokens - decode[i]) * per_row
+            found[span.request.request_id] = pairs
+        return found
 
 
 def _as_numpy(x: torch.Tensor) -> np.ndarray:
