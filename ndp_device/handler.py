@@ -13,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class Handler:
     ) -> None:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
+        self._expert_work = lru_cache(1 << 16)(self._new_expert_work)  # decoding asks for the same few again and again
         self._foresight = Foresight(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
         self.offer_slots: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
@@ -275,10 +277,12 @@ class Handler:
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             experts=tuple(
-                ExpertWork(layer, expert, width, count, self._store.expert_bytes(layer, expert, width))
-                for (expert, width), count in zip(distinct, counts, strict=True)
+                [self._expert_work(layer, *pair, count) for pair, count in zip(distinct, counts, strict=True)]
             ),
         )
+
+    def _new_expert_work(self, layer: int, expert: int, bits: int, tokens: int) -> ExpertWork:
+        return ExpertWork(layer, expert, bits, tokens, self._store.expert_bytes(layer, expert, bits))
 
     def _welcome(self, request: msg.Hello, slots: msg.SlotOffer | None) -> msg.Welcome:
         shape = self._store.shape
