@@ -2,7 +2,7 @@
 
 The device makes the segment (a memfd: it has no name, so no crash can orphan it and nobody can find it, and it is
 sealed, so it cannot shrink under us); the host opens it through /proc/<device>/fd, which the kernel allows to the same
-user only. A side that wants to sleep says so in the segment and is woken through the socket ("bell").
+user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "bell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
 Of the protocol it knows the seal. Spinning, copying and the checksum are C++ (carrier_csrc/carrier.cpp).
@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import stat
+import struct
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -38,7 +39,8 @@ DEVICE_SPIN_US = 1000  # outlasts the gap between two layers
 MAX_CHANNELS = 16
 PROBE_AFTER_S = 10.0
 MAX_SEALED_BODY_BYTES = 64 << 10
-CALM_FIRST_NS, CALM_LAST_NS = 100_000_000, 1_600_000_000
+CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000
+_BELLS, _BELLS_MARK = struct.Struct("<4sii"), b"BELL"  # after the token: file numbers of the device's and the host's
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 native: ModuleType | None = None  # not built: every message takes the socket
@@ -60,12 +62,14 @@ _PUT = tuple(Put)
 class SlotChannel:
     """One mapped segment, seen from one side."""
 
-    def __init__(self, fd: int, offer: SlotOffer, *, is_device: bool) -> None:
+    def __init__(self, fd: int, bells: tuple[int, int], offer: SlotOffer, *, is_device: bool) -> None:
+        """`bells`: the pipe that wakes this side, the one that wakes the other; -1 where there is none."""
         assert native is not None
         self.offer = offer
-        self._fd = fd
+        self.bell = bells[0]
+        self._fds = [fd, *(bell for bell in bells if bell >= 0)]
         self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
-        self.ring = native.Channel(self._mapping, fd, offer.num_slots, offer.body_room, is_device)
+        self.ring = native.Channel(self._mapping, fd, *bells, offer.num_slots, offer.body_room, is_device)
         self.has_spoken = False  # device: the host has attached and used it
         self.used_ns = time.monotonic_ns()
         self._closed = False
@@ -75,20 +79,30 @@ class SlotChannel:
         """A new segment of this process, None where that is impossible."""
         if native is None:
             return None
+        opened: list[int] = []
         try:
             fd = os.memfd_create("ndp-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:
-            return None
-        try:
+            opened.append(fd)
             token = secrets.token_bytes(16)
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, native.Channel.total_bytes(NUM_SLOTS, BODY_ROOM))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             os.posix_fallocate(fd, 0, 3 * mmap.PAGESIZE)
-            os.pwrite(fd, token, 0)
-            return cls(fd, SlotOffer(os.getpid(), fd, token, NUM_SLOTS, BODY_ROOM), is_device=True)
+            # The device's own bell is open both ways, so that it never looks as if nobody could ring any more; the
+            # host's is not, so that the host sees when the device has given it up.
+            for mode in (os.O_RDWR, os.O_WRONLY):
+                ends = os.pipe2(os.O_CLOEXEC)
+                try:
+                    opened.append(_open_again(os.getpid(), ends[0], mode))
+                finally:
+                    for end in ends:
+                        os.close(end)
+            os.pwrite(fd, token + _BELLS.pack(_BELLS_MARK, *opened[1:]), 0)
+            offer = SlotOffer(os.getpid(), fd, token, NUM_SLOTS, BODY_ROOM)
+            return cls(fd, (opened[1], opened[2]), offer, is_device=True)
         except (OSError, ValueError):
-            os.close(fd)
+            for fd in opened:
+                os.close(fd)
             return None
 
     @classmethod
@@ -100,6 +114,7 @@ class SlotChannel:
             fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
+        opened = [fd]
         try:
             status = os.fstat(fd)
             genuine = (
@@ -110,10 +125,13 @@ class SlotChannel:
                 and os.pread(fd, len(offer.token), 0) == offer.token
             )
             if genuine:
-                return cls(fd, offer, is_device=False)
+                bells = _attach_bells(offer, os.pread(fd, _BELLS.size, len(offer.token)))
+                opened.extend(bell for bell in bells if bell >= 0)
+                return cls(fd, bells, offer, is_device=False)
         except (OSError, ValueError, OverflowError):
             pass
-        os.close(fd)
+        for fd in opened:
+            os.close(fd)
         return None
 
     def put(self, frames: Frames, *, seals: bool = False) -> Put:
@@ -154,7 +172,32 @@ class SlotChannel:
         del self.ring
         with contextlib.suppress(BufferError):  # somebody still reads a body; the mapping goes with the last reader
             self._mapping.close()
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
+
+
+def _attach_bells(offer: SlotOffer, described: bytes) -> tuple[int, int]:
+    """The host's bell to read, the device's to write; -1 twice if it has none or they are not pipes of this user."""
+    mark, device_bell, host_bell = _BELLS.unpack(described)
+    if mark != _BELLS_MARK:
+        return -1, -1
+    opened: list[int] = []
+    try:
+        # read and write: ringing a device that has died must not raise SIGPIPE in somebody else's program
+        for number, mode in ((host_bell, os.O_RDONLY), (device_bell, os.O_RDWR)):
+            opened.append(_open_again(offer.pid, number, mode))
+            status = os.fstat(opened[-1])
+            if not stat.S_ISFIFO(status.st_mode) or status.st_uid != os.geteuid():
+                raise OSError("not a pipe of this user")
+    except OSError:
+        for fd in opened:
+            os.close(fd)
+        return -1, -1
+    return opened[0], opened[1]
+
+
+def _open_again(pid: int, fd: int, mode: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd}", mode | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def covered(body: Buffer) -> Buffer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -184,7 +184,7 @@ class ZmqServer:
 
     def _from_socket(self, timeout_ms: int) -> Received | None:
         readable = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN  # a tenth of the price of poll(0)
-        if not readable and not (timeout_ms and self._socket.poll(timeout_ms)):
+        if not readable and not (timeout_ms and self._wait(timeout_ms)):
             self._forget_halves()
             return None
         client = self._socket.recv()
@@ -203,6 +203,11 @@ class ZmqServer:
         if len(frames) == 2:
             self._note_version(client, frames[0])
         return Received(client, frames, frames[-1] if frames else b"")
+
+    def _wait(self, timeout_ms: int) -> bool:
+        """Sleep until a message or a bell; True if the socket can be read."""
+        bells: list[tuple[Any, int]] = [(channel.bell, zmq.POLLIN) for channel in self._channels.values()]
+        return any(item is self._socket for item, _ in zmq.zmq_poll([(self._socket, zmq.POLLIN), *bells], timeout_ms))
 
     def _join(self, client: bytes, frames: Frames) -> Received | None:
         joining, since_ns = self._joining.pop(client, (None, 0))
@@ -301,6 +306,7 @@ class ZmqTransport:
         self._version = 0  # of the device, as far as it has shown
         self._joining: pieces.Joining | None = None
         self._num_cut = 0
+        self._given_up = False
         self._lost = False  # the connection broke; what had arrived before is still handed out
         self._spinner = carrier.Spinner(carrier.HOST_SPIN_US)
         self._socket = _context().socket(zmq.DEALER)
@@ -322,7 +328,7 @@ class ZmqTransport:
         ):
             self._socket.setsockopt(option, value)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._polled = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
+        self._polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._socket.connect(address)
 
     @property
@@ -330,8 +336,10 @@ class ZmqTransport:
         return self._is_ipc and carrier.native is not None
 
     def attach(self, offer: SlotOffer) -> bool:
-        self._channel = SlotChannel.attach(offer)
-        return self._channel is not None
+        channel = self._channel = SlotChannel.attach(offer)
+        if channel is not None and channel.bell >= 0:
+            self._polled.append((channel.bell, zmq.POLLIN))
+        return channel is not None
 
     def send(self, frames: Frames) -> bool:
         if self._channel is not None:
@@ -358,7 +366,10 @@ class ZmqTransport:
             return self._from_slot(channel)
         frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
         channel.awake()
-        return frames or self._from_slot(channel)
+        frames = frames or self._from_slot(channel)
+        if frames is None and self._given_up:
+            raise DeviceUnavailable("the device has given up the shared memory")
+        return frames
 
     def close(self) -> None:
         if self._channel is not None:
@@ -390,6 +401,8 @@ class ZmqTransport:
             ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))
             if self._socket in ready:
                 frames = self._receive_now()
+            if self._channel is not None:
+                self._given_up = bool(ready.get(self._channel.bell, 0) & zmq.POLLERR)
         if frames is None and (self._lost or (self._monitor.poll(0) and self._is_disconnect())):
             self._lost = True
             frames = self._receive_now()  # what arrived before the connection broke still counts

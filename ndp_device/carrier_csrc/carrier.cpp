@@ -1,6 +1,6 @@
 // Two rings of slots in one shared mapping: messages of two frames, one ring per direction, one writer and one reader each.
 //
-//   page 0         Preamble
+//   page 0         written by the device, read by the host when it attaches (carrier.py)
 //   page 1, 2      RingHead of host -> device, device -> host
 //   then           num_slots slots of each ring: SlotHead | header, padded to 4096 | body
 //
@@ -11,9 +11,11 @@
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -36,12 +38,13 @@ constexpr uint64_t kSealedBody = 64 << 10;
 constexpr uint64_t kCopyBody = 256 << 10;  // larger bodies are lent, not copied
 constexpr int kHostToDevice = 0;
 constexpr size_t kMaxSpun = 64;
+constexpr uint32_t kSocketBell = 1, kPipeBell = 2;
 constexpr int kLooksPerYield = 128;  // 7 us: a yield takes one, during which nobody looks
 
 struct alignas(64) RingHead {
     alignas(64) std::atomic<uint64_t> written;   // messages the writer has published
     alignas(64) std::atomic<uint64_t> released;  // messages whose slot the reader has given back
-    alignas(64) std::atomic<uint32_t> sleeping;  // the reader wants a bell
+    alignas(64) std::atomic<uint32_t> sleeping;  // the reader wants a bell: 1 through the socket, 2 through its pipe
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(RingHead) <= kPage);
 
@@ -87,9 +90,10 @@ uint32_t read_crc(const char* from) {
 
 class Channel {
 public:
-    Channel(nb::handle mapping, int fd, uint32_t num_slots, uint64_t body_room, bool is_device)
-        : mapping_(mapping, PyBUF_WRITABLE), fd_(fd), num_slots_(num_slots), body_room_(body_room),
-          reserved_(num_slots, 0) {
+    Channel(nb::handle mapping, int fd, int bell_in, int bell_out, uint32_t num_slots, uint64_t body_room,
+            bool is_device)
+        : mapping_(mapping, PyBUF_WRITABLE), fd_(fd), bell_in_(bell_in), bell_out_(bell_out), num_slots_(num_slots),
+          body_room_(body_room), reserved_(num_slots, 0) {
         if (!num_slots || mapping_.size() < total_bytes(num_slots, body_room))
             throw std::invalid_argument("the mapping is smaller than its rings");
         const int sends = is_device ? 1 - kHostToDevice : kHostToDevice;
@@ -105,7 +109,8 @@ public:
         return 3 * kPage + 2 * num_slots * slot_bytes(body_room);
     }
 
-    // 0: no room, use the wire; 1: published; 2: published and the reader sleeps, ring a bell. Seals, if asked to.
+    // 0: no room, use the wire; 1: published; 2: published, and the reader sleeps until the socket rings. A reader that
+    // sleeps on its pipe is woken here. Seals, if asked to.
     int put(nb::handle header, nb::handle body, bool seals) {
         const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
         const uint64_t released = out_->released.load(std::memory_order_acquire);
@@ -138,7 +143,8 @@ public:
         }
         out_->written.store(++sent_, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // Dekker: publish, then look whether the reader sleeps
-        return out_->sleeping.load() && out_->sleeping.exchange(0) ? 2 : 1;
+        const uint32_t bell = out_->sleeping.load() ? out_->sleeping.exchange(0) : 0;
+        return !bell || (bell == kPipeBell && ring_pipe()) ? 1 : 2;
     }
 
     // None, or (header, body, intact) with a copied body, or with (offset, size) of a body to be read in place.
@@ -187,18 +193,24 @@ public:
 
     // True: the writer will ring from now on. False: something has arrived meanwhile.
     bool prepare_sleep() {
-        in_->sleeping.store(1);
+        in_->sleeping.store(bell_in_ >= 0 ? kPipeBell : kSocketBell);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (!readable()) return true;
         in_->sleeping.store(0);
         return false;
     }
 
-    void awake() { in_->sleeping.store(0); }
+    void awake() {
+        in_->sleeping.store(0);
+        if (char rung[64]; bell_in_ >= 0 && read(bell_in_, rung, sizeof rung) < 0) errno = 0;  // nobody rang: timed out
+    }
 
     uint64_t slot_stride() const { return slot_bytes(body_room_); }
 
 private:
+    bool ring_pipe() const {  // full: it has been rung before
+        return bell_out_ >= 0 && (write(bell_out_, "", 1) == 1 || errno == EAGAIN);
+    }
     static uint64_t slot_bytes(uint64_t body_room) {
         return (sizeof(SlotHead) + kHeaderRoom + body_room + kPage - 1) / kPage * kPage;
     }
@@ -216,7 +228,7 @@ private:
     }
 
     View mapping_;
-    int fd_;
+    int fd_, bell_in_, bell_out_;  // not blocking; -1: there is no pipe
     uint32_t num_slots_;
     uint64_t body_room_;
     std::vector<uint64_t> reserved_;  // bytes of each outgoing slot that are known to exist
@@ -229,7 +241,7 @@ private:
 // shared with the peer is not taken from it. Bit 1: meanwhile somebody else had our core for a while.
 int spin(nb::list rings, uint64_t timeout_ns) {
     using Clock = std::chrono::steady_clock;
-    constexpr auto kLost = std::chrono::microseconds(100);
+    constexpr auto kLost = std::chrono::microseconds(500);
     std::array<const Channel*, kMaxSpun> channels;
     const size_t count = rings.size();
     if (count > kMaxSpun) throw std::invalid_argument("too many channels to look at");
@@ -301,8 +313,9 @@ bool is_sealed(nb::handle header, nb::handle body) {
 NB_MODULE(_carrier, module) {
     nb::set_leak_warnings(false);  // a host that ends while it holds a channel is no news
     nb::class_<Channel>(module, "Channel")
-        .def(nb::init<nb::handle, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
-             nb::arg("num_slots"), nb::arg("body_room"), nb::arg("is_device"))
+        .def(nb::init<nb::handle, int, int, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
+             nb::arg("bell_in"), nb::arg("bell_out"), nb::arg("num_slots"), nb::arg("body_room"),
+             nb::arg("is_device"))
         .def_static("total_bytes", &Channel::total_bytes)
         .def("put", &Channel::put, nb::arg("header"), nb::arg("body"), nb::arg("seals"))
         .def("take", &Channel::take)

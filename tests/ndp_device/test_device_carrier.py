@@ -7,9 +7,12 @@ import json
 import mmap
 import os
 import random
+import select
+import struct
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +24,7 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device import carrier
 from ndp_device.carrier import NUM_SLOTS, Put, SlotChannel
-from ndp_device.errors import RemoteProtocolError
+from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.transport import ZmqServer, ZmqTransport
 from vllm_ndp.device_client import DeviceClient
@@ -135,17 +138,77 @@ def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[Slo
 def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
     pair: tuple[SlotChannel, SlotChannel],
 ) -> None:
+    for writer, sleeper in (pair, pair[::-1]):
+        assert sleeper.prepare_sleep()
+        assert not is_rung(sleeper)
+        assert writer.put((b"h", b"")) is Put.DONE
+        assert is_rung(sleeper)
+        sleeper.awake()
+        assert not is_rung(sleeper)
+        assert writer.put((b"h", b"")) is Put.DONE
+        assert not sleeper.prepare_sleep()
+        assert not is_rung(sleeper)
+        sleeper.take()
+        sleeper.take()
+        assert sleeper.prepare_sleep()
+        sleeper.awake()
+        sleeper.release()
+        assert writer.put((b"h", b"")) is Put.DONE
+        assert not is_rung(sleeper)
+
+
+def is_rung(sleeper: SlotChannel) -> bool:
+    return bool(select.select([sleeper.bell], [], [], 0)[0])
+
+
+def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    """A hostile reader asks to be rung and does not read its pipe of 64 KiB."""
     host, device = pair
-    assert device.prepare_sleep()
-    assert host.put((b"h", b"")) is Put.BELL
-    assert host.put((b"h", b"")) is Put.DONE
-    assert not device.prepare_sleep()
-    device.take()
-    device.take()
-    assert device.prepare_sleep()
-    device.awake()
-    device.release()
-    assert host.put((b"h", b"")) is Put.DONE
+    for _ in range(70_000):
+        assert host.prepare_sleep()
+        assert device.put((b"h", b"")) is Put.DONE
+        assert host.take() is not None
+        host.release()
+    assert is_rung(host)
+
+
+def test_a_host_that_went_away_is_left_to_the_socket(pair: tuple[SlotChannel, SlotChannel]) -> None:
+    host, device = pair
+    assert host.prepare_sleep()
+    for fd in host._fds[1:]:
+        os.close(fd)
+    del host._fds[1:]
+    assert device.put((b"h", b"")) is Put.BELL
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_peers_without_pipes_are_rung_for_through_the_socket(side: str) -> None:
+    """A device of 1.0 writes no file numbers; one whose numbers are nonsense, or no pipes, counts as one."""
+    for described in (b"", b"NONE", b"BELL" + struct.pack("<ii", 10**6, 10**6), b"BELL" + struct.pack("<ii", 0, 10**6)):
+        device = SlotChannel.create()
+        assert device is not None
+        os.pwrite(device.offer.fd, described.ljust(12, b"\0"), 16)
+        host = SlotChannel.attach(device.offer)
+        assert host is not None
+        assert host.bell == -1
+        writer, sleeper = (device, host) if side == "host" else (host, device)
+        assert sleeper.prepare_sleep()
+        assert writer.put((b"h", b"")) is Put.BELL
+        host.close()
+        device.close()
+
+
+def test_no_descriptor_outlives_a_channel() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        device = SlotChannel.create()
+        assert device is not None
+        host = SlotChannel.attach(device.offer)
+        assert host is not None
+        host.close()
+        assert SlotChannel.attach(msgspec.structs.replace(device.offer, token=bytes(16))) is None
+        device.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, SlotChannel]) -> None:
@@ -297,6 +360,26 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTranspo
     server.send(client, (header, bytes(body)[:-1] + b"Y"))
     with pytest.raises(RemoteProtocolError, match="checksum"):
         transport.receive(1.0)
+
+
+@pytest.mark.parametrize("spin_us", ["0", "20"])
+def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
+    sockets: tuple[ZmqServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged ring costs the connection: the host is told by its bell, not by its deadline."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = int(spin_us) * 1000
+    assert transport.send(FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[mmap.PAGESIZE : mmap.PAGESIZE + 8] = (10**6).to_bytes(8, "little")
+    assert server.receive(100) is None
+    assert client not in server._channels
+    begin = time.monotonic()
+    with pytest.raises(DeviceUnavailable, match="given up"):
+        transport.receive(10.0)
+    assert time.monotonic() - begin < 5
 
 
 def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
