@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
+    "prepare": ("idle", "asked"),
 }
 
 
@@ -67,6 +68,8 @@ class NdpSettings:
     pe_mode: str = "bit_scalable"
     kernel: str = "auto"
     """What the embedded device computes with."""
+    prepare: str = "idle"
+    """The embedded device converts replicas while it and the cores are `idle`, or only when a plan has `asked`."""
     pool: str = "checkpoint"
     """Where full-precision experts come from: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
     deadline_ms: float = 1000.0
@@ -107,6 +110,11 @@ class NdpSettings:
         if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
             raise ConfigError(
                 f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"
+            )
+        if self.prepare != "idle" and self.device != EMBEDDED:
+            raise ConfigError(
+                f"ndp setting 'prepare' has no effect on the running device {self.device}: "
+                f"drop it, and start that device with --prepare {self.prepare}"
             )
 
     def resolve_spill_bits(self, num_experts: int) -> int:

@@ -67,6 +67,7 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("alpha", -0.1, "0..1"),
         ("deadline_ms", 0, "positive"),
         ("spill_bits", 5, "1, 2, 3 or 4"),
+        ("prepare", "always", "idle, asked"),
         ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
         ("gain", "mean", "importance, mse"),
@@ -170,3 +171,8 @@ def test_balanced_execution_that_could_never_happen_is_refused(settings):
 def test_spill_bits_without_spilling_are_refused(settings):
     with pytest.raises(ConfigError, match="'spill_bits' has no effect"):
         NdpSettings(spill_bits=2, **settings)
+
+
+def test_a_running_device_is_not_told_when_to_prepare():
+    with pytest.raises(ConfigError, match="start that device with --prepare asked"):
+        NdpSettings(device="ipc:///run/ndp/device", prepare="asked")

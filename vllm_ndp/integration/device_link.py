@@ -106,6 +106,7 @@ class DeviceLink:
                 pe_mode=settings.pe_mode,
                 kernel=settings.kernel,
                 cores=self.cores,
+                extra_arguments=("--prepare", settings.prepare),
             )
             address = self.process.address
         self.address = address
