@@ -32,8 +32,11 @@ class _Phase(NamedTuple):
     dequant_ps: int
     vector_ps: int  # after the phase, before the next may compute
     fp16_macs: int  # useful multiply-accumulates, each weighed by the part of an fp16 multiplier it occupies
+    array_ps: int  # the unpacking unit feeds the arrays: the slower one counts
     tile_bytes: int  # of it, handed over to the arrays at a time
-    buffer_bytes: int  # of it, that may lie ahead of the arrays
+    beyond_bytes: int  # of it, that cannot lie ahead of the arrays
+    tile_ps: int  # of array_ps, for a tile
+    buffer_ps: int  # of array_ps, for what may lie ahead
 
     @classmethod
     def of(
@@ -41,16 +44,19 @@ class _Phase(NamedTuple):
     ) -> _Phase:
         tile = min(array.tile_bytes * array.units, num_bytes)
         buffer = min(array.scratchpad_bytes // 2 * array.units, num_bytes)
-        return cls(num_bytes, lines, time.compute_ps, time.dequant_ps, vector_ps, fp16_macs, tile, buffer)
-
-    @property
-    def array_ps(self) -> int:
-        """The unpacking unit feeds the arrays: the slower one counts."""
-        return max(self.compute_ps, self.dequant_ps)
-
-    def share_ps(self, whole_ps: int, num_bytes: int) -> int:
-        """The part of a duration of the whole phase that num_bytes of it take."""
-        return -(-whole_ps * num_bytes // self.num_bytes) if self.num_bytes else 0
+        return cls(
+            num_bytes,
+            lines,
+            time.compute_ps,
+            time.dequant_ps,
+            vector_ps,
+            fp16_macs,
+            time.ps,
+            tile,
+            num_bytes - buffer,
+            _share_ps(time.ps, tile, num_bytes),
+            _share_ps(time.ps, buffer, num_bytes),
+        )
 
 
 @dataclass(frozen=True)
@@ -102,29 +108,27 @@ class _Pipeline:
         """When `lines` more lines of the running stream are complete."""
         self.stream_lines += lines
         self._running = self.streams.read(self.stream_lines, self.stream_start_ps)
-        read = self._running.total_ps
-        return self.stream_start_ps + read + self.bulk.delay_ps(self.stream_start_ps, read)
+        start, read = self.stream_start_ps, self._running.total_ps
+        return start + read + (self.bulk.delay_ps(start, read) if self.bulk.until_ps > start else 0)
 
     def run(self, phase: _Phase) -> None:
-        array = self.array
         end = self.read_end_ps(phase.lines)
-        self.dram_ps += end - self.dram_free_ps
-        if not array.double_buffered:
+        dram_free, array_free = self.dram_free_ps, self.array_free_ps
+        read_ps = end - dram_free
+        self.dram_ps += read_ps
+        if not self.array.double_buffered:
             array_end = end + phase.array_ps + phase.vector_ps
             self._restart_dram(array_end)
             self.array_free_ps = array_end
             return
-        array_ps, read_ps = phase.array_ps, end - self.dram_free_ps
-        first_tile = self.dram_free_ps + phase.share_ps(read_ps, phase.tile_bytes)
+        first_tile = dram_free + _share_ps(read_ps, phase.tile_bytes, phase.num_bytes)
         # a buffer full of weights at most may lie ahead of the arrays
-        beyond = phase.share_ps(read_ps, phase.num_bytes - phase.buffer_bytes)
-        unhindered = end
-        end = max(end, self.array_free_ps + beyond)
-        array_end = max(
-            max(self.array_free_ps, first_tile) + array_ps, end + phase.share_ps(array_ps, phase.tile_bytes)
-        )
-        free = max(end, array_end - phase.share_ps(array_ps, phase.buffer_bytes))
-        if free > unhindered:
+        beyond = array_free + _share_ps(read_ps, phase.beyond_bytes, phase.num_bytes)
+        read = end if end > beyond else beyond
+        begin = array_free if array_free > first_tile else first_tile
+        array_end = max(begin + phase.array_ps, read + phase.tile_ps)
+        free = max(read, array_end - phase.buffer_ps)
+        if free > end:
             self._restart_dram(free)
         else:
             self.dram_free_ps = free
@@ -282,6 +286,11 @@ class DeviceModel:
         link_bits = 8 * (wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out))
         per_access = energy.dram_line32_fj + 2 * energy.scratchpad_access_fj
         return ceil_div(weight_bytes, 32) * per_access + link_bits * energy.link_bit_fj
+
+
+def _share_ps(whole_ps: int, num_bytes: int, of_bytes: int) -> int:
+    """The part of the duration of of_bytes that num_bytes of them take."""
+    return -(-whole_ps * num_bytes // of_bytes) if of_bytes else 0
 
 
 def _ratio(numerator: int, denominator: int) -> float:
