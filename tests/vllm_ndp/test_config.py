@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +178,10 @@ def test_spill_bits_without_spilling_are_refused(settings):
 def test_a_running_device_is_not_told_when_to_prepare():
     with pytest.raises(ConfigError, match="start that device with --prepare asked"):
         NdpSettings(device="ipc:///run/ndp/device", prepare="asked")
+
+
+def test_the_documented_settings_are_the_ones_that_exist():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    table = page.partition("| setting | default | effect |")[2].partition("\n\n")[0]
+    documented = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(documented) == sorted(NAMES)
