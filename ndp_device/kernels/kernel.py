@@ -27,6 +27,13 @@ class Kernel(Protocol):
         """prepare() in steps of some milliseconds: None after each, at last the expert."""
         ...
 
+    def masked(self, narrow: Any, wide: Any) -> Any | None:
+        """`narrow`, prepared, with nothing of its own where `wide`, the same expert at more bits, holds it as well.
+
+        It is slower, and every result is the same to the bit. None where `wide` does not hold it.
+        """
+        ...
+
     def parts(self, prepared: Any) -> Iterable[tuple[int, int]]:
         """(identity, bytes) of what it keeps in memory; an identity that several experts name is there once.
 

@@ -1,13 +1,15 @@
 """The fast kernel: experts streamed at their bit width by the C++ engine in csrc/. Knows layouts and settings.
 
 An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h), and
-replicas cut from one nested container share them: 2, 3 and 4 bits read the same top component. Activations are
-quantized per row and weight group to two int8 limbs (15 bits; far more exact than bfloat16), or to one with mode "a8".
-Full-precision experts are read where they lie, in the mapped checkpoint.
+replicas cut from one nested container share them: 2, 3 and 4 bits read the same top component. 1 and 3 bits have one
+component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
+Activations are quantized per row and weight group to two int8 limbs (15 bits; far more exact than bfloat16), or to one
+with mode "a8". Full-precision experts are read where they lie, in the mapped checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import weakref
@@ -40,10 +42,17 @@ class Component:
 
     native: _native.Component
     planes: NDArray[np.uint8]
+    group: int  # columns, as the engine groups them
 
     @property
     def nbytes(self) -> int:
         return self.native.nbytes
+
+    def places(self) -> list[tuple[int, ...]]:
+        """Where each plane lies, how, and in which groups: equal places are packed to equal bits."""
+        first, *strides = self.planes.__array_interface__["data"][0], *self.planes.strides
+        shape = self.planes.shape[1:]
+        return [(first + i * strides[0], *strides[1:], *shape, self.group) for i in range(len(self.planes))]
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class NativeExpert:
     """An expert in the engine's layout; `components` may be shared with replicas of other widths."""
 
     native: _native.PreparedExpert
-    components: tuple[Component, ...]
+    components: tuple[Component, ...]  # of w13, then as many of w2
     scale_bytes: int
 
     @property
@@ -108,6 +117,14 @@ class NativeKernel:
         w13, w2 = packed
         yield NativeExpert(_native.quantized_expert(w13, w2), tuple(components), w13.meta_nbytes + w2.meta_nbytes)
 
+    def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
+        """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""
+        matrices = [_one_bit_more(*pair) for pair in zip(_by_matrix(narrow), _by_matrix(wide), strict=True)]
+        if not all(matrices):
+            return None
+        w13, w2 = ([component.native for component in components] for components in matrices)
+        return NativeExpert(narrow.native.masked(w13, w2), tuple(itertools.chain(*matrices)), narrow.scale_bytes)
+
     def parts(self, prepared: NativeExpert) -> list[tuple[int, int]]:
         """Nothing for a full-precision expert: it lies in the mapped checkpoint."""
         parts = [(id(component), component.nbytes) for component in prepared.components]
@@ -158,9 +175,25 @@ class NativeKernel:
         key = (planes.__array_interface__["data"][0], *planes.strides, *planes.shape, halves, group)
         component = self._shared.get(key)
         if component is None:
-            component = Component(self._engine.pack(np.ascontiguousarray(planes), halves, group), planes)
+            component = Component(self._engine.pack(np.ascontiguousarray(planes), halves, group), planes, group)
             self._shared[key] = component
         return component
+
+
+def _by_matrix(expert: NativeExpert) -> tuple[Sequence[Component], Sequence[Component]]:
+    half = len(expert.components) // 2
+    return expert.components[:half], expert.components[half:]
+
+
+def _one_bit_more(narrow: Sequence[Component], wide: Sequence[Component]) -> Sequence[Component]:
+    """The first ones of `wide` if the last of them holds the last plane of `narrow` and one more, else none."""
+    wanted = [place for component in narrow for place in component.places()]
+    found: list[tuple[int, ...]] = []
+    for count, component in enumerate(wide, 1):
+        found += component.places()
+        if found[:-1] == wanted and len(component.planes) > 1:
+            return wide[:count]
+    return ()
 
 
 def _kernel_group(matrix: QuantizedMatrix) -> int:

@@ -52,6 +52,9 @@ class ReferenceKernel:
     def prepare_by_parts(self, expert: Expert) -> Iterator[ReferenceExpert | None]:
         yield self.prepare(expert)
 
+    def masked(self, narrow: ReferenceExpert, wide: ReferenceExpert) -> None:
+        return None
+
     def parts(self, prepared: ReferenceExpert) -> Iterable[tuple[int, int]]:
         return ()
 

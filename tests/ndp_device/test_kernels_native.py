@@ -23,6 +23,17 @@ from ndp_device.kernels.native import NativeKernel  # noqa: E402
 ISAS = _native.supported_isas()
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
 LIMIT = {"two_limb": 2e-4, "a8": 4e-2}
+SHAPES = [  # hidden, intermediate, group, perm
+    (128, 256, 128, False),
+    (256, 128, 64, True),
+    (40, 24, 32, True),  # nothing is a multiple of anything: padded rows, padded last group
+    (136, 344, 128, False),
+    (72, 56, 16, False),  # groups narrower than a chunk of 32 columns
+    (96, 80, 40, True),  # groups that are not a multiple of 32
+    (384, 320, 1024, False),  # one group per row
+    (512, 256, 256, True),  # one scale, two kernel groups
+    (8, 8, 8, False),
+]
 
 
 def random_matrix(
@@ -92,20 +103,7 @@ def relative_error(got: NDArray, wanted: NDArray) -> float:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mode", ["two_limb", "a8"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "group", "perm"),
-    [
-        (128, 256, 128, False),
-        (256, 128, 64, True),
-        (40, 24, 32, True),  # nothing is a multiple of anything: padded rows, padded last group
-        (136, 344, 128, False),
-        (72, 56, 16, False),  # groups narrower than a chunk of 32 columns
-        (96, 80, 40, True),  # groups that are not a multiple of 32
-        (384, 320, 1024, False),  # one group per row
-        (512, 256, 256, True),  # one scale, two kernel groups
-        (8, 8, 8, False),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "intermediate", "group", "perm"), SHAPES)
 def test_every_path_matches_fp64(
     isa: str, mode: str, bits: int, hidden: int, intermediate: int, group: int, perm: bool
 ) -> None:
@@ -204,11 +202,15 @@ def test_extreme_activations_stay_accurate_or_become_visible(isa: str) -> None:
         assert not np.isfinite(kernel.execute(x, prepared, *one)).any()
 
 
-def nested_replicas(rng: np.random.Generator, hidden: int, intermediate: int) -> dict[int, QuantizedExpert]:
-    whole = random_expert(rng, hidden, intermediate, 4, 32)
+def nested_replicas(
+    rng: np.random.Generator, hidden: int, intermediate: int, group: int = 32, *, perm: bool = False
+) -> dict[int, QuantizedExpert]:
+    """All widths of one container: planes and order are shared, scales and offsets are each width's own."""
+    whole = random_expert(rng, hidden, intermediate, 4, group, perm=perm)
 
-    def cut(matrix: QuantizedMatrix, bits: int) -> QuantizedMatrix:
-        return QuantizedMatrix(bits, matrix.planes[:bits], matrix.scale, matrix.offset, matrix.group_size)
+    def cut(m: QuantizedMatrix, bits: int) -> QuantizedMatrix:
+        scale, offset = ((values * np.float16(1 + bits / 8)) for values in (m.scale, m.offset))
+        return QuantizedMatrix(bits, m.planes[:bits], scale, offset, m.group_size, m.perm)
 
     return {bits: QuantizedExpert(bits, cut(whole.w13, bits), cut(whole.w2, bits)) for bits in (1, 2, 3, 4)}
 
@@ -226,6 +228,80 @@ def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone
     prepared.clear()
     gc.collect()
     assert len(kernel._shared) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("mode", ["two_limb", "a8"])
+@pytest.mark.parametrize(("narrow", "wide"), [(3, 4), (1, 2), (1, 3), (1, 4)])
+@pytest.mark.parametrize(("hidden", "intermediate", "group", "perm"), SHAPES)
+def test_a_masked_expert_computes_the_same_bits(
+    isa: str, mode: str, narrow: int, wide: int, hidden: int, intermediate: int, group: int, perm: bool
+) -> None:
+    """A result must not depend on how full the memory was."""
+    rng = np.random.default_rng([narrow, wide, hidden, intermediate, group])
+    replicas = nested_replicas(rng, hidden, intermediate, group, perm=perm)
+    kernel = NativeKernel(mode, isa=isa, threads=2)
+    own = kernel.prepare(replicas[narrow])
+    masked = kernel.masked(own, kernel.prepare(replicas[wide]))
+    assert masked is not None
+    for tokens in (1, 2, 3, 4, 5, 9, 17, 40):
+        for size in (1.0, 1e-37):  # scales of activations that are no normal numbers
+            x = (size * rng.standard_normal((tokens, hidden))).astype(np.float32)
+            pairs = random_pairs(rng, tokens, 1, 1)
+            np.testing.assert_array_equal(kernel.execute(x, [masked], *pairs), kernel.execute(x, [own], *pairs))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("narrow", "wide"), [(3, 4), (1, 2)])
+def test_a_masked_expert_computes_the_same_bits_with_scales_that_are_no_normal_numbers(
+    isa: str, narrow: int, wide: int
+) -> None:
+    """fp16 below 6e-5 is subnormal: halving there would lose the last bit."""
+    rng = np.random.default_rng(narrow)
+    replicas = nested_replicas(rng, 256, 128, 128)
+    for matrix in (replicas[narrow].w13, replicas[narrow].w2):
+        matrix.scale[...] = rng.integers(1, 64, matrix.scale.shape, dtype=np.uint16).view(np.float16)
+        matrix.offset[...] = -rng.integers(1, 64, matrix.scale.shape, dtype=np.uint16).view(np.float16)
+    kernel = NativeKernel(isa=isa, threads=1)
+    own = kernel.prepare(replicas[narrow])
+    masked = kernel.masked(own, kernel.prepare(replicas[wide]))
+    for tokens in (1, 3, 17):
+        x = (1e4 * rng.standard_normal((tokens, 256))).astype(np.float32)
+        pairs = random_pairs(rng, tokens, 1, 1)
+        expected = kernel.execute(x, [own], *pairs)
+        assert expected.any()
+        np.testing.assert_array_equal(kernel.execute(x, [masked], *pairs), expected)
+
+
+def test_masked_replicas_of_every_width_take_what_the_widest_and_the_scales_take() -> None:
+    replicas = nested_replicas(np.random.default_rng(10), 64, 96)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in replicas.items()}
+    for narrow, wide in ((3, 4), (1, 2)):
+        masked = kernel.masked(prepared[narrow], prepared[wide])
+        assert masked is not None
+        prepared[narrow] = masked
+    gc.collect()
+    assert len(kernel._shared) == 2 * 2
+    parts = dict(part for expert in prepared.values() for part in kernel.parts(expert))
+    assert sum(parts.values()) == prepared[4].nbytes + sum(prepared[bits].scale_bytes for bits in (1, 2, 3))
+
+
+def test_only_what_one_bit_more_of_the_same_planes_holds_can_be_masked() -> None:
+    rng = np.random.default_rng(11)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in nested_replicas(rng, 64, 96).items()}
+    others = {bits: kernel.prepare(replica) for bits, replica in nested_replicas(rng, 64, 96).items()}
+    full = kernel.prepare(full_expert(rng, 64, 96, "float32"))
+    possible = {(n, w) for n in prepared for w in prepared if kernel.masked(prepared[n], prepared[w]) is not None}
+    assert possible == {(1, 2), (1, 3), (1, 4), (3, 4)}
+    assert kernel.masked(prepared[3], others[4]) is None
+    assert kernel.masked(prepared[3], full) is None
+    assert kernel.masked(full, prepared[4]) is None
+    with pytest.raises(ValueError, match="no kernel streams these components without their 1 lowest bits"):
+        prepared[1].native.masked(*[[part.native] for part in prepared[1].components])
+    with pytest.raises(ValueError, match="another matrix's size"):
+        prepared[1].native.masked(*[[part.native] for part in reversed(prepared[2].components)])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "cpu.h"
 
@@ -37,12 +38,40 @@ QuantizedView PackedMatrix::view() const {
     v.groups = geometry.groups();
     v.padded_group = geometry.padded_group();
     v.num_components = static_cast<int>(components.size());
+    v.dropped = dropped;
     for (int c = 0; c < v.num_components; ++c) {
         v.width[c] = components[c].width;
         v.component[c] = components[c].buffer->data();
     }
     v.meta = reinterpret_cast<const uint16_t*>(meta->data());
     return v;
+}
+
+void PackedMatrix::check() const {
+    std::vector<int> widths;
+    for (const Component& component : components) widths.push_back(component.width);
+    const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
+    const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1};
+    if (!is_known || dropped < 0 || dropped > (may_drop ? 1 : 0))
+        throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
+                                    " lowest bits");
+    const size_t groups = static_cast<size_t>(geometry.units()) * geometry.groups();
+    const size_t chunks = groups * geometry.padded_group() / kChunkCols;
+    for (const Component& component : components)
+        if (component.buffer->bytes() != chunks * chunk_bytes(component.width))
+            throw std::invalid_argument("a component has " + std::to_string(component.buffer->bytes()) +
+                                        " bytes, which is another matrix's size");
+}
+
+PreparedExpert PreparedExpert::masked(std::vector<Component> w13_components,
+                                      std::vector<Component> w2_components) const {
+    PreparedExpert expert = *this;
+    expert.w13.components = std::move(w13_components);
+    expert.w2.components = std::move(w2_components);
+    expert.w13.dropped = expert.w2.dropped = 1;
+    expert.w13.check();
+    expert.w2.check();
+    return expert;
 }
 
 double PreparedExpert::unit_bytes(int cols) const {

@@ -25,7 +25,9 @@ struct PackedMatrix {
     std::vector<Component> components;
     std::shared_ptr<Buffer> meta;
     std::vector<int32_t> perm;  // empty: identity
+    int dropped = 0;            // lowest bits of the components that are not this matrix's
 
+    void check() const;  // throws std::invalid_argument for components that no kernel streams
     QuantizedView view() const;
 };
 
@@ -39,6 +41,9 @@ struct PreparedExpert {
     std::shared_ptr<void> owner;
 
     double unit_bytes(int cols) const;  // what 32 rows of this many columns stream
+
+    // The same codes, scales and offsets out of components that hold one more bit, which does not count.
+    PreparedExpert masked(std::vector<Component> w13_components, std::vector<Component> w2_components) const;
 };
 
 struct Pairs {

@@ -1,5 +1,6 @@
-// Every path of the kernels against float64, run under the sanitizers (CMake option NDP_SANITIZE): shapes that are no
-// multiple of anything, so that a read or write past a buffer is one that the address sanitizer sees.
+// Every path of the kernels against float64, and masked experts against whole ones, run under the sanitizers (CMake
+// option NDP_SANITIZE): shapes that are no multiple of anything, so that a read or write past a buffer is one that the
+// address sanitizer sees.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -30,10 +31,27 @@ struct Matrix {
     std::vector<int32_t> perm;
     std::vector<double> values;  // [rows][cols], columns in the order of the input
     PackedMatrix packed;
+    std::vector<Component> wider;  // with one bit more, where bits is odd
 };
 
+std::vector<Component> pack_planes(Engine& engine, const Matrix& m, int bits) {
+    std::vector<Component> components;
+    const ptrdiff_t plane = static_cast<ptrdiff_t>(m.rows) * m.cols / 8;
+    engine.with_pool([&](ThreadPool& pool) {
+        for (int first = 0; first < bits; first += components.back().width) {
+            const int width = bits - first < 2 ? 1 : 2;
+            const uint8_t* planes = m.planes.data() + first * plane;
+            components.push_back(
+                {pack_component(engine.kernels(), pool, m.packed.geometry, planes, plane, width), width});
+        }
+        return 0;
+    });
+    return components;
+}
+
 Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, int bits, int group_size, int halves) {
-    Matrix m{rows, cols, std::vector<uint8_t>(static_cast<size_t>(bits) * rows * cols / 8), {}, {}, {}};
+    const int held = bits + bits % 2;  // the lowest plane counts for nothing where bits is odd
+    Matrix m{rows, cols, std::vector<uint8_t>(static_cast<size_t>(held) * rows * cols / 8), {}, {}, {}, {}};
     for (uint8_t& byte : m.planes) byte = static_cast<uint8_t>(random());
     for (int c = 0; c < cols; ++c) m.perm.push_back(cols - 1 - c);
     const int stored = (cols + group_size - 1) / group_size;
@@ -49,17 +67,12 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     }
     m.packed.geometry = {rows, cols, halves, kernel_group(group_size, cols)};
     m.packed.perm = m.perm;
-    const ptrdiff_t plane = static_cast<ptrdiff_t>(rows) * cols / 8;
-    engine.with_pool([&](ThreadPool& pool) {
-        for (int first = 0; first < bits;) {
-            const int width = bits - first < 2 ? 1 : 2;
-            m.packed.components.push_back(
-                {pack_component(engine.kernels(), pool, m.packed.geometry, m.planes.data() + first * plane, plane, width), width});
-            first += width;
-        }
-        m.packed.meta = pack_meta(pool, m.packed.geometry, scale.data(), offset.data(), group_size);
-        return 0;
+    m.packed.components = pack_planes(engine, m, bits);
+    m.packed.meta = engine.with_pool([&](ThreadPool& pool) {
+        return pack_meta(pool, m.packed.geometry, scale.data(), offset.data(), group_size);
     });
+    m.wider = pack_planes(engine, m, held);
+    m.packed.check();
     return m;
 }
 
@@ -92,6 +105,11 @@ double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     engine.execute(x.data(), c.tokens, c.hidden, {&expert}, pairs, y.data());
     rival.join();
     if (y != other) return INFINITY;
+    if (bits % 2) {
+        const PreparedExpert masked = expert.masked(w13.wider, w2.wider);
+        engine.execute(x.data(), c.tokens, c.hidden, {&masked}, pairs, other.data());
+        if (y != other) return INFINITY;
+    }
 
     double wrong = 0, all = 0;
     for (int t = 0; t < c.tokens; ++t) {

@@ -19,7 +19,8 @@ constexpr int kMaxComponents = 2;
 constexpr int kMaxComponentWidth = 2;
 constexpr int kRowSlack = 16;  // rows past the last one that a tile load may read (and whose results are dropped)
 
-// One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first.
+// One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first, without
+// the `dropped` lowest ones: where the components are those of a replica one bit wider.
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
 //                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
@@ -28,6 +29,7 @@ struct QuantizedView {
     int groups;
     int padded_group;  // columns per group, a multiple of 32
     int num_components;
+    int dropped;  // 0 or 1
     int width[kMaxComponents];
     const uint8_t* component[kMaxComponents];
     const uint16_t* meta;

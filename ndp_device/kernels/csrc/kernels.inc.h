@@ -27,10 +27,12 @@ constexpr int kMetaLead = 512;
 
 // A chunk of a block as four vectors that hold two codes per byte: a low field and a high one, garbage between.
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
-// what two passes of products do.
-template <int W0, int W1>
+// what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
+// multiples, are shifted down, so that nothing after them differs from components that never had these bits.
+template <int W0, int W1, int DROPPED = 0>
 struct Codes {
-    static constexpr uint8_t kMask = (1 << (W0 + W1)) - 1;
+    static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
+    static constexpr uint8_t kMask = ((1 << (W0 + W1)) - 1) >> DROPPED << DROPPED;  // of the low field
     static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field
 
     // Which of the chunk's 8 steps a field of vector q belongs to.
@@ -64,21 +66,22 @@ struct Codes {
 };
 
 // The codes of one group of a unit as bytes: out [2 blocks][steps][16 rows][4 columns].
-template <int W0, int W1>
+template <class Code>
 NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, uint8_t* out) {
-    using Code = Codes<W0, W1>;
+    constexpr int kCode = Code::kMask >> Code::kDropped;
     const int steps = chunks * 8;
     for (int chunk = 0; chunk < chunks; ++chunk) {
         for (int block = 0; block < kUnitBlocks; ++block) {
-            const uint8_t* b0 = c0 + chunk * chunk_bytes(W0) + block * 64;
-            const uint8_t* b1 = c1 + chunk * chunk_bytes(W1) + block * 64;
+            const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + block * 64;
+            const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
             for (size_t part = 0; part < 64; part += sizeof(Words)) {
                 NDP_UNROLL(4)
                 for (int q = 0; q < 4; ++q) {
                     const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
-                    store(to + Code::step(q, 0) * 64 + part, v & repeat<Words>(Code::kMask));
-                    store(to + Code::step(q, 1) * 64 + part, (v >> Code::kHigh) & repeat<Words>(Code::kMask));
+                    const Words low = v >> Code::kDropped, high = v >> (Code::kHigh + Code::kDropped);
+                    store(to + Code::step(q, 0) * 64 + part, low & repeat<Words>(kCode));
+                    store(to + Code::step(q, 1) * 64 + part, high & repeat<Words>(kCode));
                 }
             }
         }
@@ -89,10 +92,9 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
 
 // total[block][limb] = the dot product of one group, for the BLOCKS / 2 units that lie `stride0` and `stride1` apart:
 // two units are two streams, which the memory system likes better than one.
-template <int W0, int W1, int LIMBS, int BLOCKS, int CHUNKS>
+template <class Code, int LIMBS, int BLOCKS, int CHUNKS>
 NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const int8_t* x,
                           int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
-    using Code = Codes<W0, W1>;
     i32x16 sum[2][BLOCKS][LIMBS] = {};  // the high fields stay in place: their sum is shifted down at the end
     const int chunks = CHUNKS ? CHUNKS : chunks_now;
     NDP_UNROLL(4)
@@ -103,8 +105,8 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
             NDP_UNROLL(4)
             for (int block = 0; block < BLOCKS; ++block) {
                 const int unit = block / kUnitBlocks, within = block % kUnitBlocks * 64;
-                const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(W0) + within;
-                const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(W1) + within;
+                const uint8_t* b0 = c0 + unit * stride0 + chunk * chunk_bytes(Code::kWidth0) + within;
+                const uint8_t* b1 = c1 + unit * stride1 + chunk * chunk_bytes(Code::kWidth1) + within;
                 Code::prefetch(b0, b1, q, kGemvLead);
                 v[block] = (u8x64)Code::template vector<u16x32>(b0, b1, q);
             }
@@ -130,27 +132,27 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
     for (int block = 0; block < BLOCKS; ++block) {
         NDP_UNROLL(2)
         for (int limb = 0; limb < LIMBS; ++limb)
-            total[block][limb] = sum[0][block][limb] + (sum[1][block][limb] >> Code::kHigh);
+            total[block][limb] = (sum[0][block][limb] + (sum[1][block][limb] >> Code::kHigh)) >> Code::kDropped;
     }
 }
 
-template <int W0, int W1, int LIMBS, int UNITS, int CHUNKS>
+template <class Code, int LIMBS, int UNITS, int CHUNKS>
 void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y) {
     constexpr int kBlocks = UNITS * kUnitBlocks;
     const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols;
     const int padded = chunks * kChunkCols;
     const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(W0);
-    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(W1);
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * chunks * chunk_bytes(Code::kWidth1);
     const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
-    const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(W0);
-    const uint8_t* c1 = W1 ? w.component[1] + group0 * chunks * chunk_bytes(W1) : nullptr;
+    const uint8_t* c0 = w.component[0] + group0 * chunks * chunk_bytes(Code::kWidth0);
+    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * chunks * chunk_bytes(Code::kWidth1) : nullptr;
     const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
     const int8_t* x = a.codes;
     f32x16 out[kBlocks] = {};
     for (int g = 0; g < w.groups; ++g) {
         i32x16 total[kBlocks][LIMBS];
-        dot_group<W0, W1, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, chunks, padded, total);
+        dot_group<Code, LIMBS, kBlocks, CHUNKS>(c0, stride0, c1, stride1, x, chunks, padded, total);
         NDP_UNROLL(4)
         for (int block = 0; block < kBlocks; ++block) {
             const uint16_t* halves = meta + block / kUnitBlocks * meta_stride + block % kUnitBlocks * 32;
@@ -160,8 +162,8 @@ void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y
             out[block] += dot * a.scale[g] * half_to_float(halves);
             out[block] += half_to_float(halves + 16) * a.sum[g];
         }
-        c0 += chunks * chunk_bytes(W0);
-        if constexpr (W1 > 0) c1 += chunks * chunk_bytes(W1);
+        c0 += chunks * chunk_bytes(Code::kWidth0);
+        if constexpr (Code::kWidth1 > 0) c1 += chunks * chunk_bytes(Code::kWidth1);
         meta += 2 * kUnitRows;
         x += LIMBS * padded;
     }
@@ -169,13 +171,13 @@ void gemv_units(const QuantizedView& w, const Activations& a, int unit, float* y
     for (int block = 0; block < kBlocks; ++block) store(y + block * kBlockRows, out[block]);
 }
 
-template <int W0, int W1, int LIMBS, int CHUNKS>
+template <class Code, int LIMBS, int CHUNKS>
 void gemv(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
-    constexpr int kUnits = W1 ? 1 : 2;  // two streams of codes either way
+    constexpr int kUnits = Code::kWidth1 ? 1 : 2;  // two streams of codes either way
     int unit = first;
     for (; unit + kUnits <= last; unit += kUnits)
-        gemv_units<W0, W1, LIMBS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
-    for (; unit < last; ++unit) gemv_units<W0, W1, LIMBS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
+        gemv_units<Code, LIMBS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
+    for (; unit < last; ++unit) gemv_units<Code, LIMBS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows);
 }
 
 // ---- a few tokens: codes stay in registers here too ------------------------------------------------------------------
@@ -183,16 +185,15 @@ void gemv(const QuantizedView& w, const Activations& a, int first, int last, flo
 // For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log.md), so up to kFewRows
 // rows meet each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
 // would not fit into the registers. Same sums in the same order as on every other way.
-template <int W0, int W1, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
+template <class Code, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
 void few_units(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t y_stride) {
-    using Code = Codes<W0, W1>;
     constexpr int kBlocks = UNITS * kUnitBlocks, kRows = TOKENS * LIMBS, kPadded = CHUNKS * kChunkCols;
     const ptrdiff_t group0 = static_cast<ptrdiff_t>(unit) * w.groups;
-    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(W0);
-    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(W1);
+    const ptrdiff_t stride0 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth0);
+    const ptrdiff_t stride1 = static_cast<ptrdiff_t>(w.groups) * CHUNKS * chunk_bytes(Code::kWidth1);
     const ptrdiff_t meta_stride = static_cast<ptrdiff_t>(w.groups) * 2 * kUnitRows;
-    const uint8_t* c0 = w.component[0] + group0 * CHUNKS * chunk_bytes(W0);
-    const uint8_t* c1 = W1 ? w.component[1] + group0 * CHUNKS * chunk_bytes(W1) : nullptr;
+    const uint8_t* c0 = w.component[0] + group0 * CHUNKS * chunk_bytes(Code::kWidth0);
+    const uint8_t* c1 = Code::kWidth1 ? w.component[1] + group0 * CHUNKS * chunk_bytes(Code::kWidth1) : nullptr;
     const uint16_t* meta = w.meta + group0 * 2 * kUnitRows;
     const int8_t* x = a.codes;
     f32x16 out[TOKENS][kBlocks] = {};
@@ -205,8 +206,8 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                 NDP_UNROLL(4)
                 for (int block = 0; block < kBlocks; ++block) {
                     const int of = block / kUnitBlocks, within = block % kUnitBlocks * 64;
-                    const uint8_t* b0 = c0 + of * stride0 + chunk * chunk_bytes(W0) + within;
-                    const uint8_t* b1 = c1 + of * stride1 + chunk * chunk_bytes(W1) + within;
+                    const uint8_t* b0 = c0 + of * stride0 + chunk * chunk_bytes(Code::kWidth0) + within;
+                    const uint8_t* b1 = c1 + of * stride1 + chunk * chunk_bytes(Code::kWidth1) + within;
                     Code::prefetch(b0, b1, q, kGemvLead);
                     v[block] = Code::template vector<u16x32>(b0, b1, q);
                 }
@@ -235,14 +236,15 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
             const f32x16 scale = half_to_float(halves), offset = half_to_float(halves + 16);
             NDP_UNROLL(4)
             for (int t = 0; t < TOKENS; ++t) {
-                f32x16 dot = to_float(dots[t * LIMBS][block]);
-                if constexpr (LIMBS == 2) dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block]);
+                f32x16 dot = to_float(dots[t * LIMBS][block] >> Code::kDropped);
+                if constexpr (LIMBS == 2)
+                    dot = dot * 128.0f + to_float(dots[t * LIMBS + 1][block] >> Code::kDropped);
                 out[t][block] += dot * a.scale[g * TOKENS + t] * scale;
                 out[t][block] += offset * a.sum[g * TOKENS + t];
             }
         }
-        c0 += CHUNKS * chunk_bytes(W0);
-        if constexpr (W1 > 0) c1 += CHUNKS * chunk_bytes(W1);
+        c0 += CHUNKS * chunk_bytes(Code::kWidth0);
+        if constexpr (Code::kWidth1 > 0) c1 += CHUNKS * chunk_bytes(Code::kWidth1);
         meta += 2 * kUnitRows;
         x += kRows * kPadded;
     }
@@ -253,18 +255,19 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
-template <int W0, int W1, int LIMBS, int TOKENS, int CHUNKS>
+template <class Code, int LIMBS, int TOKENS, int CHUNKS>
 void few_tokens(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride) {
     if (a.tokens != TOKENS) {
-        if constexpr (TOKENS > 2) few_tokens<W0, W1, LIMBS, TOKENS - 1, CHUNKS>(w, a, first, last, y, stride);
+        if constexpr (TOKENS > 2) few_tokens<Code, LIMBS, TOKENS - 1, CHUNKS>(w, a, first, last, y, stride);
         return;
     }
-    constexpr int kUnits = W1 == 0 && TOKENS * LIMBS <= 4 ? 2 : 1;  // two streams of codes where registers allow it
+    constexpr bool kTwo = Code::kWidth1 == 0 && TOKENS * LIMBS <= 4;  // streams of codes where registers allow it
+    constexpr int kUnits = kTwo ? 2 : 1;
     int unit = first;
     for (; unit + kUnits <= last; unit += kUnits)
-        few_units<W0, W1, LIMBS, TOKENS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
+        few_units<Code, LIMBS, TOKENS, kUnits, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
     for (; unit < last; ++unit)
-        few_units<W0, W1, LIMBS, TOKENS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
+        few_units<Code, LIMBS, TOKENS, 1, CHUNKS>(w, a, unit, y + (unit - first) * kUnitRows, stride);
 }
 
 // ---- several tokens: codes are unpacked once per panel ---------------------------------------------------------------
@@ -349,26 +352,26 @@ void multiply_panel(const Panel& panel, const Activations& a, int first_group, f
     }
 }
 
-template <int W0, int W1, int LIMBS>
+template <class Code, int LIMBS>
 void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y, ptrdiff_t stride, void* scratch) {
     const int chunks = w.padded_group / kChunkCols, steps = chunks * 8;
     const int most = kPanelCols > w.padded_group ? kPanelCols / w.padded_group : 1;
-    const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(W0), chunks * chunk_bytes(W1)};
+    const ptrdiff_t group_bytes[] = {chunks * chunk_bytes(Code::kWidth0), chunks * chunk_bytes(Code::kWidth1)};
     f32x16* meta = static_cast<f32x16*>(scratch);
     uint8_t* codes = reinterpret_cast<uint8_t*>(meta + kPanelCols / kChunkCols * 2 * kUnitBlocks);
     for (int t = 0; t < a.tokens; ++t) std::memset(y + t * stride, 0, sizeof(float) * kUnitRows);
     for (int first = 0; first < w.groups; first += most) {
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
         const uint8_t* c0 = w.component[0] + at * group_bytes[0];
-        const uint8_t* c1 = W1 ? w.component[1] + at * group_bytes[1] : c0;
+        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * group_bytes[1] : c0;
         Panel panel{most < w.groups - first ? most : w.groups - first, steps, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
-        panel.ahead_bytes[0] = chunk_bytes(W0) / 8;
-        panel.ahead_bytes[1] = chunk_bytes(W1) / 8;
+        panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
+        panel.ahead_bytes[1] = chunk_bytes(Code::kWidth1) / 8;
         for (int g = 0; g < panel.groups; ++g) {
-            unpack_group<W0, W1>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
-                                 codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
+            unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
+                               codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
             const uint16_t* halves = w.meta + (at + g) * 2 * kUnitRows;
             for (int i = 0; i < 2 * kUnitBlocks; ++i) meta[g * 2 * kUnitBlocks + i] = half_to_float(halves + 16 * i);
         }
@@ -376,35 +379,42 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
-template <int W0, int W1, int LIMBS>
+template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
     if constexpr (kInPlaceFields) {
         if (a.tokens == 1) {
-            if (w.padded_group == 128) return gemv<W0, W1, LIMBS, 4>(w, a, first, last, y);
-            return gemv<W0, W1, LIMBS, 0>(w, a, first, last, y);
+            if (w.padded_group == 128) return gemv<Code, LIMBS, 4>(w, a, first, last, y);
+            return gemv<Code, LIMBS, 0>(w, a, first, last, y);
         }
         constexpr int kFewTokens = kFewRows / LIMBS < 4 ? kFewRows / LIMBS : 4;
         if constexpr (kFewTokens > 1) {
             if (a.tokens <= kFewTokens && w.padded_group == 128)
-                return few_tokens<W0, W1, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
+                return few_tokens<Code, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
         }
     }
     for (int unit = first; unit < last; ++unit)
-        gemm_unit<W0, W1, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
+        gemm_unit<Code, LIMBS>(w, a, unit, y + (unit - first) * kUnitRows, stride, scratch);
+}
+
+template <int W0, int W1, int DROPPED = 0>
+void multiply_codes(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
+                    void* scratch) {
+    using Code = Codes<W0, W1, DROPPED>;
+    (a.limbs == 2 ? multiply_width<Code, 2> : multiply_width<Code, 1>)(w, a, first, last, y, stride, scratch);
 }
 
 void multiply(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
               void* scratch) {
     const int second = w.num_components == 2 ? w.width[1] : 0;
-    const bool two = a.limbs == 2;
-    switch (w.width[0] * 10 + second) {
-        case 10: return (two ? multiply_width<1, 0, 2> : multiply_width<1, 0, 1>)(w, a, first, last, y, stride, scratch);
-        case 20: return (two ? multiply_width<2, 0, 2> : multiply_width<2, 0, 1>)(w, a, first, last, y, stride, scratch);
-        case 21: return (two ? multiply_width<2, 1, 2> : multiply_width<2, 1, 1>)(w, a, first, last, y, stride, scratch);
-        case 22: return (two ? multiply_width<2, 2, 2> : multiply_width<2, 2, 1>)(w, a, first, last, y, stride, scratch);
-        case 40: return (two ? multiply_width<4, 0, 2> : multiply_width<4, 0, 1>)(w, a, first, last, y, stride, scratch);
-        default: __builtin_trap();  // the packer makes no other widths
+    switch (w.width[0] * 100 + second * 10 + w.dropped) {
+        case 100: return multiply_codes<1, 0>(w, a, first, last, y, stride, scratch);
+        case 200: return multiply_codes<2, 0>(w, a, first, last, y, stride, scratch);
+        case 201: return multiply_codes<2, 0, 1>(w, a, first, last, y, stride, scratch);
+        case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride, scratch);
+        case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride, scratch);
+        case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
+        default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
 }
 

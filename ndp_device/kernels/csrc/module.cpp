@@ -32,12 +32,20 @@ std::shared_ptr<Component> pack(Engine& engine, Planes planes, int halves, int g
     });
 }
 
-PackedMatrix assemble(Engine& engine, const std::vector<std::shared_ptr<Component>>& components, int rows, int cols,
-                      int halves, int group, Matrix<uint16_t> scale, Matrix<uint16_t> offset, int group_size,
-                      Vector<int32_t> perm) {
+using Components = std::vector<std::shared_ptr<Component>>;
+
+std::vector<Component> copied(const Components& components) {
+    std::vector<Component> copies;
+    for (const auto& component : components) copies.push_back(*component);
+    return copies;
+}
+
+PackedMatrix assemble(Engine& engine, const Components& components, int rows, int cols, int halves, int group,
+                      Matrix<uint16_t> scale, Matrix<uint16_t> offset, int group_size, Vector<int32_t> perm) {
     PackedMatrix matrix;
     matrix.geometry = {rows, cols, halves, group};
-    for (const auto& component : components) matrix.components.push_back(*component);
+    matrix.components = copied(components);
+    matrix.check();
     matrix.perm.assign(perm.data(), perm.data() + perm.size());
     nb::gil_scoped_release release;
     matrix.meta = engine.with_pool([&](ThreadPool& pool) {
@@ -95,7 +103,10 @@ NB_MODULE(_native, m) {
         .def("tobytes", [](const Component& c) { return nb::bytes(c.buffer->data(), c.buffer->bytes()); });
     nb::class_<PackedMatrix>(m, "PackedMatrix")
         .def_prop_ro("meta_nbytes", [](const PackedMatrix& w) { return w.meta->bytes(); });
-    nb::class_<PreparedExpert>(m, "PreparedExpert");
+    nb::class_<PreparedExpert>(m, "PreparedExpert")
+        .def("masked", [](const PreparedExpert& narrow, const Components& w13, const Components& w2) {
+            return std::make_shared<PreparedExpert>(narrow.masked(copied(w13), copied(w2)));
+        });
     m.def("quantized_expert", quantized_expert);
     m.def("full_expert", full_expert);
 
