@@ -35,6 +35,9 @@ from ndp_device.timing.work import ExpertWork, Work
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
 
+_TRIM_ABOVE = 1.02
+"""Of the packed replicas, while a plan is prepared: often enough to stay small, too seldom to take long."""
+
 _FLAG = {bits: np.uint8(1 << flag) for flag, bits in enumerate(msg.PLAN_BITS)}
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
 _log = logging.getLogger(__name__)
@@ -186,6 +189,11 @@ class Handler:
 
         What no client's plan uses may be forgotten.
         """
+        in_use = replicas.copy()
+        for client in self._clients.values():
+            for plan in client.session.plans:
+                in_use |= plan.flags
+        used = {bits: (in_use & _FLAG[bits]) != 0 for bits in self._store.widths}
         if self._foresight is not None:
             for bits in self._store.widths:
                 self._foresight.note(bits, (replicas & _FLAG[bits]) != 0)
@@ -200,12 +208,10 @@ class Handler:
             except ReplicaError as error:
                 reasons.append(str(error))
                 missing[layer, expert] |= _FLAG[bits]
+            if self._store.held_bytes > _TRIM_ABOVE * self._store.resident_bytes:
+                self._store.trim(used)
         self._ahead = None  # as far as it got it served this plan, if that needs it
-        in_use = replicas.copy()
-        for client in self._clients.values():
-            for plan in client.session.plans:
-                in_use |= plan.flags
-        self._store.trim({bits: (in_use & _FLAG[bits]) != 0 for bits in self._store.widths})
+        self._store.trim(used)
         if reasons:
             count = int(np.unpackbits(missing).sum())
             _log.warning("%d replicas of a plan cannot be served, the first because: %s", count, reasons[0])

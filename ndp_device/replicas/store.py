@@ -2,7 +2,12 @@
 
 Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. An expert is prepared the
 first time it is asked for and kept, as long as all of them together take no more than the packed replicas: an expert
-shares its top bits between widths, but not all of them, so all widths of all experts would take a third more.
+shares its top bits between widths, but not all of them, so all widths of all experts would take two fifths more.
+
+Where that is too much, widths that no plan names are forgotten first, and then experts prepared at two widths give up
+what only the narrow one reads, 3 bits before 1: that width is masked from then on, which is computed from the wide one,
+slower, to the same bits. A masked width is forgotten as soon as no plan names it, so that the next plan that does may
+find room for all of it.
 
 What is prepared is known as one array per width, so that a plan over thousands of experts is compared with it at once.
 """
@@ -10,7 +15,7 @@ What is prepared is known as one array per width, so that a plan over thousands 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.replica import Expert
 
 _AHEAD = 1  # prepared but never asked for: forgotten before everything else
+_MASKS = ((3, (4,)), (1, (2, 3, 4)))
+"""What can be masked, in this order, and what holds its bits. Every expert then takes at most its packed size."""
 
 
 class ExpertStore:
@@ -51,6 +58,7 @@ class ExpertStore:
         )
         everywhere = (self.shape.num_layers, self.shape.num_experts)
         self._used = {bits: np.zeros(everywhere, np.int64) for bits in self._bits}  # when last asked for; 0: not here
+        self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self._bits}
 
     @property
     def replica_source(self) -> str:
@@ -86,6 +94,10 @@ class ExpertStore:
         """[L, E]: which experts are ready at this width."""
         return self._used[bits] > 0
 
+    def masked(self, bits: int) -> NDArray[np.bool_]:
+        """[L, E]: which experts are ready at this width, but slower than they could be."""
+        return self._masked[bits].copy()
+
     def get(self, layer: int, expert: int, bits: int) -> Any:
         """The expert as the kernel's prepare() made it."""
         key = (layer, expert, bits)
@@ -120,8 +132,20 @@ class ExpertStore:
     def trim(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         """Forget what was not asked for longest while there is more than `resident_bytes`; returns how many.
 
-        in_use: by width [L, E] what may be asked for at any moment and stays, whatever it takes.
+        in_use: by width [L, E] what may be asked for at any moment and stays, masked where there is no room otherwise.
         """
+        count = 0
+        for bits, masked in self._masked.items():
+            no_longer = masked & ~in_use[bits] if bits in in_use else masked.copy()
+            for layer, expert in zip(*no_longer.nonzero(), strict=True):
+                self._forget((int(layer), int(expert), bits))
+                count += 1
+        count += self._forget_idle(in_use)
+        for bits, wide in _MASKS:
+            self._mask(bits, [width for width in wide if width in self._bits])
+        return count
+
+    def _forget_idle(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         if self._held_bytes <= self.resident_bytes:
             return 0
         idle: list[tuple[int, tuple[int, int, int]]] = []
@@ -135,23 +159,49 @@ class ExpertStore:
             self._forget(key)
         return len(idle)
 
+    def _mask(self, bits: int, wide: Sequence[int]) -> None:
+        """Experts at this width, those asked for longest ago first, as long as there is too much."""
+        if self._held_bytes <= self.resident_bytes or bits not in self._bits:
+            return
+        used = self._used[bits]
+        whole = (used > 0) & ~self._masked[bits]
+        experts = [(int(layer), int(expert)) for layer, expert in zip(*whole.nonzero(), strict=True)]
+        for at in sorted(experts, key=lambda at: (used[at], at)):
+            if self._held_bytes <= self.resident_bytes:
+                return
+            own = self._prepared[*at, bits]
+            others = [self._prepared[*at, width] for width in wide if self._used[width][at]]
+            masked = self._kernel.masked(own, others[0]) if others else None
+            if masked is not None:
+                self._prepared[*at, bits] = masked
+                self._masked[bits][at] = True
+                self._hold(masked)
+                self._drop(own)
+
     def _keep(self, key: tuple[int, int, int], prepared: Any) -> None:
         self._prepared[key] = prepared
-        for part, num_bytes in self._kernel.parts(prepared):
-            self._held_bytes += 0 if self._holders[part] else num_bytes
-            self._holders[part] += 1
+        self._hold(prepared)
         layer, _, bits = key
         if self._replicas is not None and bits != FULL_PRECISION_BITS:
             self._replicas.release(layer)
 
     def _forget(self, key: tuple[int, int, int]) -> None:
         layer, expert, bits = key
-        for part, num_bytes in self._kernel.parts(self._prepared.pop(key)):
+        self._drop(self._prepared.pop(key))
+        self._used[bits][layer, expert] = 0
+        self._masked[bits][layer, expert] = False
+
+    def _hold(self, prepared: Any) -> None:
+        for part, num_bytes in self._kernel.parts(prepared):
+            self._held_bytes += 0 if self._holders[part] else num_bytes
+            self._holders[part] += 1
+
+    def _drop(self, prepared: Any) -> None:
+        for part, num_bytes in self._kernel.parts(prepared):
             self._holders[part] -= 1
             if not self._holders[part]:
                 del self._holders[part]
                 self._held_bytes -= num_bytes
-        self._used[bits][layer, expert] = 0
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
         """The expert as it lies on disk."""

@@ -14,7 +14,15 @@ LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 3, 16, 24
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def write_small_checkpoint(directory: Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+def write_small_checkpoint(
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    **config: Any,
+) -> Path:
     """Random experts and norms; `config` replaces entries of config.json."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(
@@ -24,8 +32,8 @@ def write_small_checkpoint(directory: Path, *, dtype: str = "float32", seed: int
                 "num_hidden_layers": LAYERS,
                 "num_local_experts": EXPERTS,
                 "num_experts_per_tok": 2,
-                "hidden_size": HIDDEN,
-                "intermediate_size": INTERMEDIATE,
+                "hidden_size": hidden,
+                "intermediate_size": intermediate,
                 "dtype": dtype,
             }
             | config
@@ -35,12 +43,12 @@ def write_small_checkpoint(directory: Path, *, dtype: str = "float32", seed: int
     tensors: dict[str, NDArray[Any]] = {}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = rng.uniform(0.5, 1.5, HIDDEN)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = rng.uniform(0.5, 1.5, hidden)
         for expert in range(EXPERTS):
             for name, shape in (
-                ("w1", (INTERMEDIATE, HIDDEN)),
-                ("w3", (INTERMEDIATE, HIDDEN)),
-                ("w2", (HIDDEN, INTERMEDIATE)),
+                ("w1", (intermediate, hidden)),
+                ("w3", (intermediate, hidden)),
+                ("w2", (hidden, intermediate)),
             ):
                 tensors[f"{prefix}.block_sparse_moe.experts.{expert}.{name}.weight"] = rng.normal(size=shape)
     write_safetensors(directory / "model.safetensors", tensors, dtype)

@@ -45,6 +45,9 @@ class SteppingKernel:
         yield None
         yield self.prepare(expert)
 
+    def masked(self, narrow: Expert, wide: Expert) -> None:
+        return None
+
     def parts(self, prepared: Expert) -> list[tuple[int, int]]:
         return [(id(prepared), prepared.nbytes)]
 
