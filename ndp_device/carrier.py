@@ -209,7 +209,7 @@ class Spinner:
     """Looks at memory for a bounded time before its owner goes to sleep, as long as the core is its own.
 
     Whoever spins on a core that others wait for pays with a whole time slice when a message does come. So a spin during
-    which the core was lost is the last one for 0.1 s, and for twice as long each time, up to 1.6 s.
+    which the core was lost for 0.5 ms is the last one for 0.4 s, and for twice as long each time, up to 6.4 s.
     """
 
     def __init__(self, default_us: int) -> None:

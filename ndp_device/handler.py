@@ -25,7 +25,7 @@ from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.protocol.session import ServedPlan, Session
+from ndp_device.protocol.session import FLAG_OF_BITS, ServedPlan, Session, listed
 from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
@@ -38,7 +38,6 @@ MAX_SESSIONS = 64
 _TRIM_ABOVE = 1.02
 """Of the packed replicas, while a plan is prepared: often enough to stay small, too seldom to take long."""
 
-_FLAG = {bits: np.uint8(1 << flag) for flag, bits in enumerate(msg.PLAN_BITS)}
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
 _log = logging.getLogger(__name__)
 
@@ -193,25 +192,27 @@ class Handler:
         for client in self._clients.values():
             for plan in client.session.plans:
                 in_use |= plan.flags
-        used = {bits: (in_use & _FLAG[bits]) != 0 for bits in self._store.widths}
+        used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in self._store.widths}
         if self._foresight is not None:
             for bits in self._store.widths:
-                self._foresight.note(bits, (replicas & _FLAG[bits]) != 0)
+                self._foresight.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
         prepared = self._flags(self._store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
-        reasons = [f"expert {at[1]} of layer {at[0]} is not here at {bits} bits" for at, bits in _pairs(missing)[:1]]
+        reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
         for bits in self._store.widths:
-            self._store.ask_again(bits, (replicas & prepared & _FLAG[bits]) != 0)
-        for (layer, expert), bits in _pairs(replicas & ~prepared & ~missing):
+            self._store.ask_again(bits, (replicas & prepared & FLAG_OF_BITS[bits]) != 0)
+        for layer, expert, bits in listed(replicas & ~prepared & ~missing):
             try:
                 self._store.get(layer, expert, bits)
             except ReplicaError as error:
                 reasons.append(str(error))
-                missing[layer, expert] |= _FLAG[bits]
+                missing[layer, expert] |= FLAG_OF_BITS[bits]
             if self._store.held_bytes > _TRIM_ABOVE * self._store.resident_bytes:
                 self._store.trim(used)
         self._ahead = None  # as far as it got it served this plan, if that needs it
         self._store.trim(used)
+        if masked := sum(int(self._store.masked(bits).sum()) for bits in self._store.widths):
+            _log.info("%d replicas are masked for want of memory: slower, with the same results", masked)
         if reasons:
             count = int(np.unpackbits(missing).sum())
             _log.warning("%d replicas of a plan cannot be served, the first because: %s", count, reasons[0])
@@ -247,7 +248,7 @@ class Handler:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""
         flags = np.zeros((self._store.shape.num_layers, self._store.shape.num_experts), np.uint8)
         for bits in self._store.widths:
-            flags |= np.where(served(bits), _FLAG[bits], np.uint8(0))
+            flags |= np.where(served(bits), FLAG_OF_BITS[bits], np.uint8(0))
         return flags
 
     def _execute(
@@ -329,16 +330,6 @@ class Handler:
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
         )
-
-
-def _pairs(flags: NDArray[np.uint8]) -> list[tuple[tuple[int, int], int]]:
-    """((layer, expert), bits) of every flag that is set, layer by layer."""
-    return [
-        ((int(layer), int(expert)), bits)
-        for layer, expert in zip(*flags.nonzero(), strict=True)
-        for bits, flag in _FLAG.items()
-        if flags[layer, expert] & flag
-    ]
 
 
 def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:

@@ -26,9 +26,9 @@ class Look(NamedTuple):
 
 
 def look_at_cores() -> Look:
-    """Nothing is busy where /proc/stat does not tell: then every core counts as busy all the time."""
+    """Where /proc/stat does not tell, every core counts as busy all the time."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    at, ticks = time.monotonic(), 0
+    at = time.monotonic()
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         mine = [list(map(int, words[1:9])) for words in lines if words and words[0] in cores]

@@ -71,15 +71,6 @@ def is_finite(x: NDArray[Any]) -> bool:
     return bool(np.isfinite(x).all())
 
 
-def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-    return [
-        (int(layer), int(expert), bits)
-        for layer, expert in np.argwhere(flags)
-        for flag, bits in enumerate(msg.PLAN_BITS)
-        if flags[layer, expert] >> flag & 1
-    ]
-
-
 def named(reply: msg.AnyReply) -> str:
     shapes = "".join(f" {spec.name}{list(spec.shape)}" for spec in reply.tensors)
     return f"{type(reply).__name__}{shapes} under epoch {getattr(reply, 'epoch', '?')}"

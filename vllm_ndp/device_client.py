@@ -25,6 +25,7 @@ from ndp_device.client_transport import ClientTransport
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.protocol.session import listed
 from ndp_device.transport import ZmqTransport
 from vllm_ndp.device_calls import (
     AnnouncedPlan,
@@ -33,7 +34,6 @@ from vllm_ndp.device_calls import (
     ExecuteHandle,
     ExecuteResult,
     is_finite,
-    listed,
     named,
 )
 from vllm_ndp.device_process import DeviceProcess

@@ -21,8 +21,9 @@ from ndp_device.protocol.messages import (
     InstallPlan,
 )
 
-_FLAG_OF_BITS = np.zeros(256, np.uint8)
-_FLAG_OF_BITS[list(PLAN_BITS)] = 1 << np.arange(len(PLAN_BITS))
+FLAG_OF_BITS = np.zeros(256, np.uint8)
+"""The flag that stands for a width in a plan; 0 for what is none."""
+FLAG_OF_BITS[list(PLAN_BITS)] = 1 << np.arange(len(PLAN_BITS))
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,23 @@ class Session:
         for expert, bits in set(pairs):
             if not 0 <= expert < self.num_experts:
                 raise DeviceError("bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {expert}")
-            if not self.active.flags[request.layer, expert] & _FLAG_OF_BITS[bits]:
+            if not self.active.flags[request.layer, expert] & FLAG_OF_BITS[bits]:
                 raise DeviceError(
                     "not_loaded",
                     f"expert {expert} of layer {request.layer} at {bits} bits "
                     f"is not in the plan of epoch {request.epoch}",
                 )
         return pairs
+
+
+def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
+    """(layer, expert, bits) of every flag that is set in flags [L, E], layer by layer."""
+    return [
+        (int(layer), int(expert), bits)
+        for layer, expert in np.argwhere(flags)
+        for bits in PLAN_BITS
+        if flags[layer, expert] & FLAG_OF_BITS[bits]
+    ]
 
 
 def _version(version: int) -> str:

@@ -75,10 +75,10 @@ class Streams:
         if profile is None:
             num_bytes = lines * dram.line_bytes * dram.channels
             return Stream(ceil_div(num_bytes * PS_PER_S, dram.ideal_bytes_per_s), 0, 0)
-        undisturbed, tck = self._undisturbed(lines), dram.tck_fs
-        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // tck)
-        rows = dram.channels * (-(-lines // dram.lines_per_row) + met * profile.rows_reopened)
-        return Stream(-(-cycles * tck // FS_PER_PS), -((undisturbed - cycles) * tck // FS_PER_PS), rows)
+        undisturbed = self._undisturbed(lines)
+        cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // dram.tck_fs)
+        rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
+        return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(cycles - undisturbed), rows)
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:
