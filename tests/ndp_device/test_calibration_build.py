@@ -32,7 +32,7 @@ SEQUENCES, LENGTH = 16, 64
 pytestmark = pytest.mark.slow
 needs_auto_gptq = pytest.mark.skipif(
     importlib.util.find_spec("auto_gptq") is None,
-    reason="auto-gptq is not installed (optional; docs/replica-format.md says how)",
+    reason="needs auto-gptq, which `make setup` installs (docs/replica-format.md)",
 )
 
 
