@@ -37,9 +37,9 @@ from vllm_ndp.integration.step import StepContext
 from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer, Streamer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.replay.balance import Balancer
-from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
+from vllm_ndp.simulation.balance import Balancer
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,7 +22,7 @@ from vllm_ndp.traces.recorder import TraceWriter
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController
     from vllm_ndp.integration.step import StepContext
-    from vllm_ndp.replay.host_timing import StepTime
+    from vllm_ndp.simulation.gpu_timing import StepTime
 
 
 class RunRecorder:

@@ -19,7 +19,7 @@ from vllm_ndp.device_calls import ExecuteHandle
 from vllm_ndp.integration.batch import BatchRows, Span
 from vllm_ndp.integration.dispatch import NOTHING, Pairs
 from vllm_ndp.integration.report import PAIR_KINDS
-from vllm_ndp.replay.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
 
 if TYPE_CHECKING:
     from vllm_ndp.integration.controller import NdpController

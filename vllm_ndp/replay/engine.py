@@ -22,9 +22,9 @@ from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
 from vllm_ndp.planning.plan import Budget, Placement, keep_streamed
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.replay.balance import Balancer, LayerLoad
-from vllm_ndp.replay.costs import Costs
-from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock, StepTime
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock, StepTime
 from vllm_ndp.traces.format import CACHED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 

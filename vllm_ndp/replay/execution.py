@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.simulation.costs import Costs
 
 NOWHERE = 255
 

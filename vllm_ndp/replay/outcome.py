@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
+from vllm_ndp.simulation.costs import Costs
 
 PS_PER_S = 1e12
 

@@ -43,7 +43,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     overrides: dict[str, str | int | bool]
     host_dims: dict[str, int]
-    """Fields of replay.host_timing.HostDims."""
+    """Fields of simulation.gpu_timing.HostDims."""
     hot_experts: int
     expert_bytes: dict[int, int]
     """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
@@ -51,7 +51,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int
     """Bytes of one activation element on the wire."""
     spill_bits: int = 0
-    """Bits of hot experts that run on the device (replay/balance.py); 0 = none does, as in the paper."""
+    """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
     migration: str = "difference"
     """kept: experts that the end of a prefill streamed did not move again."""
     bits_for: str = "request"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.replay.compare import CompareSettings, compare
-from vllm_ndp.replay.host_timing import HostDims, HostModel
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
+from vllm_ndp.simulation.gpu_timing import HostDims, HostModel
 from vllm_ndp.traces.trace import Trace
 
 MS_PS = 1e9

@@ -1,6 +1,6 @@
 """Ours: the paper's placement, but a hot expert's rows may run on the device when that shortens the layer.
 
-The rule is Balancer's (replay/balance.py), here over a whole trace at once; the plugin's default. The copies are there
+The rule is Balancer's (simulation/balance.py), here over a whole trace at once; the plugin's default. The copies exist
 already: the device keeps replicas of every expert. Costs precision, which `loss` shows; the hot set, the bits of cold
 experts and migration stay the policy's.
 """
@@ -14,11 +14,11 @@ from vllm_ndp.config import DEFAULT_SPILL_BITS
 from vllm_ndp.planning.plan import WIDTHS
 from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_pairs
 from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.simulation.costs import Costs
 
 
 def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.costs import Costs
+from vllm_ndp.simulation.costs import Costs
 
 PS_PER_S = 1e12
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import without_device
 from vllm_ndp.replay.loads import add_up
 from vllm_ndp.replay.outcome import Outcome, time_before
 from vllm_ndp.replay.systems.cache import lcp, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.simulation.costs import Costs
 
 RHO, OMEGA = 0.25, 128.0  # published
 PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head and tail"

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ndp_device.model_shape import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.execution import run_prompts
 from vllm_ndp.replay.outcome import Outcome, layer_factor
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.simulation.costs import Costs
 
 ROUNDINGS = ("floor", "round", "ceil", "cost")
 

@@ -15,8 +15,8 @@ from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs
 from vllm_ndp.replay.outcome import Outcome
+from vllm_ndp.simulation.costs import Costs
 
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
 """free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.plan import WIDTHS
-from vllm_ndp.replay.costs import Costs
+from vllm_ndp.simulation.costs import Costs
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import pytest
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.replay.balance import Balancer, LayerLoad
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.costs import Costs, dims_of
 from vllm_ndp.replay.systems.balanced import spill
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ndp_device.errors import ConfigError
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.replay.host_timing import HostDims, HostModel, StepClock
+from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock
 
 H100 = load_hardware("h100-ndp512")
 MIXTRAL = HostDims.of_shape(public_shape("mixtral-8x7b"))

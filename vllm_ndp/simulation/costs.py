@@ -28,7 +28,7 @@ from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work
-from vllm_ndp.replay.host_timing import HostDims, HostModel
+from vllm_ndp.simulation.gpu_timing import HostDims, HostModel
 
 WIDTH_CLASSES = (1, 2, 3, 4, FULL_PRECISION_BITS)
 _REFRESH_PHASES = 16
