@@ -21,11 +21,24 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("vllm_ndp/", ("torch",), ("vllm_ndp/integration/",)),
     (
         "vllm_ndp/planning/",
-        ("vllm_ndp.integration", "vllm_ndp.replay", "vllm_ndp.traces", "ndp_device.protocol"),
+        (
+            "vllm_ndp.integration",
+            "vllm_ndp.simulation",
+            "vllm_ndp.replay",
+            "vllm_ndp.traces",
+            "vllm_ndp.config",
+            "ndp_device.protocol",
+        ),
         (),
     ),
     ("vllm_ndp/planning/", ("os", "time", "socket", "random", "datetime"), ()),
-    ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device_client"), ()),
+    (
+        "vllm_ndp/simulation/",
+        ("vllm_ndp.integration", "vllm_ndp.replay", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"),
+        (),
+    ),
+    ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
+    ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device", "vllm_ndp.device_client"), ()),
     ("ndp_device/timing/", ("os", "time", "socket", "random", "datetime", "numpy"), ()),
     ("ndp_device/timing/", ("ndp_device.protocol", "ndp_device.replicas", "ndp_device.kernels"), ()),
     (

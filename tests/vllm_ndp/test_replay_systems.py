@@ -202,7 +202,7 @@ def test_a_summary_adds_layers_attention_and_head():
     outcome = run()
     outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
     summary = summarise(outcome, batches, COSTS)
-    rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.host.head_ps(1)
+    rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.gpu.head_ps(1)
     assert summary.tpot_p50_ms == pytest.approx(32 + rest / 1e9, rel=0.01)
     assert summary.decode_tokens_per_s == pytest.approx(1e3 / summary.tpot_p50_ms, rel=0.01)
 

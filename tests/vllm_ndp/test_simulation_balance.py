@@ -1,4 +1,4 @@
-"""The spill rule against every other choice, and its three readers against each other."""
+"""The offload rule against every other choice, and its three readers against each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.systems.balanced import spill
+from vllm_ndp.replay.systems.balanced import offload
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import Provenance
@@ -48,13 +48,13 @@ def test_the_spilled_experts_are_the_lightest_ones_and_no_other_number_of_them_i
     for _ in range(40):
         hot, ids, gates, plan = random_layer(rng, rows)
         load = LayerLoad.of_arrays(hot, ids, gates, plan)
-        spilled = rule.spilled(load)
+        offloaded = rule.offloaded(load)
         lightest = sorted(load.hot, key=lambda expert: load.hot[expert][1])
-        assert spilled == set(lightest[: len(spilled)])
+        assert offloaded == set(lightest[: len(offloaded)])
         times = [layer_ps(load, frozenset(lightest[:n]), bits) for n in range(len(lightest) + 1)]
-        assert layer_ps(load, spilled, bits) == pytest.approx(min(times), rel=1e-12)
-        assert all(time > times[len(spilled)] * (1 - 1e-12) for time in times[: len(spilled)])  # as few as possible
-        moved_any |= bool(spilled)
+        assert layer_ps(load, offloaded, bits) == pytest.approx(min(times), rel=1e-12)
+        assert all(time > times[len(offloaded)] * (1 - 1e-12) for time in times[: len(offloaded)])  # as few as possible
+        moved_any |= bool(offloaded)
     assert moved_any or rows == 40  # there the cold experts keep the device busy longer than the GPU
 
 
@@ -85,7 +85,7 @@ def test_a_whole_trace_at_once_spills_what_the_rule_spills_layer_by_layer(reques
     plan = np.where(rng.random((1, layers, EXPERTS)) < 0.6, 0, rng.integers(1, 5, (requests, layers, EXPERTS)))
     plan = plan.astype(np.uint8)  # [B, L, E], the same experts hot for every request
     widths = np.take_along_axis(plan[None, :, None], batches.ids, axis=4)
-    after = spill(batches, widths, COSTS, bits)
+    after = offload(batches, widths, COSTS, bits)
     rule, moved = Balancer(COSTS, bits), 0
     for step, layer in itertools.product(range(batches.shape[2]), range(layers)):
         here = batches.pairs[0, :, step, 0, 0]
@@ -95,21 +95,21 @@ def test_a_whole_trace_at_once_spills_what_the_rule_spills_layer_by_layer(reques
             batches.weights[0, here, step, layer],
             plan[here, layer],
         )
-        spilled = rule.spilled(load)
+        offloaded = rule.offloaded(load)
         ids, before = batches.ids[0, here, step, layer], widths[0, here, step, layer]
-        wanted = np.where(np.isin(ids, sorted(spilled)), bits, before)
+        wanted = np.where(np.isin(ids, sorted(offloaded)), bits, before)
         assert np.array_equal(after[0, here, step, layer], wanted)
-        moved += len(spilled)
+        moved += len(offloaded)
     assert moved > 10
 
 
 def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_where_it_is_faster():
-    assert Balancer(COSTS, 2).spilled(LayerLoad({}, {(1, 3): 1}, (1, 1))) == frozenset()
+    assert Balancer(COSTS, 2).offloaded(LayerLoad({}, {(1, 3): 1}, (1, 1))) == frozenset()
     alone = LayerLoad({4: (1, 1.0)}, {}, (0, 0))
-    assert Balancer(COSTS, 1).spilled(alone) == {4}
-    assert Balancer(COSTS, 4).spilled(alone) == frozenset()
+    assert Balancer(COSTS, 1).offloaded(alone) == {4}
+    assert Balancer(COSTS, 4).offloaded(alone) == frozenset()
 
 
 def test_an_impossible_width_is_refused():
-    with pytest.raises(ConfigError, match="spill_bits must be one of"):
+    with pytest.raises(ConfigError, match="offload_bits must be one of"):
         Balancer(COSTS, 5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ndp_device.errors import ConfigError
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock
+from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
 
 H100 = load_hardware("h100-ndp512")
 MIXTRAL = HostDims.of_shape(public_shape("mixtral-8x7b"))
@@ -29,14 +29,14 @@ SMALL = HostDims(
 
 def test_attention_of_the_published_models_takes_what_their_weights_take() -> None:
     """8x7B: 4096 x (2 x 4096 + 2 x 1024) weights x 2 B / 3.35 TB/s = 25.0 us a layer; 8x22B 52.6 us."""
-    assert HostModel(H100, MIXTRAL).attention_ps(1, 0) == pytest.approx(25.04e6, rel=0.001)
+    assert GpuModel(H100, MIXTRAL).attention_ps(1, 0) == pytest.approx(25.04e6, rel=0.001)
     large = HostDims.of_shape(public_shape("mixtral-8x22b"))
-    assert HostModel(H100, large).attention_ps(1, 0) == pytest.approx(52.6e6, rel=0.001)
+    assert GpuModel(H100, large).attention_ps(1, 0) == pytest.approx(52.6e6, rel=0.001)
 
 
 def test_hot_experts_are_read_once_each_until_compute_outgrows_the_read() -> None:
     """352 MB at 3.35 TB/s: 0.105 ms; 0.352 GFLOP a row at 989.4 TFLOP/s: 0.356 us a row, so they meet at 295 rows."""
-    model = HostModel(H100, MIXTRAL)
+    model = GpuModel(H100, MIXTRAL)
     one = model.hot_experts_ps([1])
     assert one == pytest.approx(0.1052e9, rel=0.001)
     assert model.hot_experts_ps([295]) == model.hot_experts_ps([1, 0, 0]) == one
@@ -47,8 +47,8 @@ def test_hot_experts_are_read_once_each_until_compute_outgrows_the_read() -> Non
 
 def test_hbm_efficiency_and_layer_overhead_are_assumptions_to_set() -> None:
     slow = load_hardware("h100-ndp512", hbm_efficiency_percent=70, layer_overhead_ps=30_000_000)
-    assert HostModel(slow, MIXTRAL).hot_experts_ps([1]) == pytest.approx(0.1052e9 / 0.7, rel=0.001)
-    clock = StepClock(HostModel(slow, MIXTRAL))
+    assert GpuModel(slow, MIXTRAL).hot_experts_ps([1]) == pytest.approx(0.1052e9 / 0.7, rel=0.001)
+    clock = StepClock(GpuModel(slow, MIXTRAL))
     clock.begin_step(1, 0)
     clock.begin_layer()
     assert clock.end_layer([1]).overhead_ps == 30_000_000
@@ -57,7 +57,7 @@ def test_hbm_efficiency_and_layer_overhead_are_assumptions_to_set() -> None:
 def test_cached_tokens_are_read_and_attended() -> None:
     """2 x 1 head x 4 x 2 B = 16 B a cached token; 4 x 2 x 4 = 32 flops a pair."""
     cheap_reads = load_hardware("h100-ndp512", hbm_bytes_per_s=10**18)
-    reads, flops = HostModel(H100, SMALL), HostModel(cheap_reads, SMALL)
+    reads, flops = GpuModel(H100, SMALL), GpuModel(cheap_reads, SMALL)
     weights = SMALL.attention_weights
     assert weights == 8 * (2 * 8 + 2 * 4 + 4)
     assert reads.attention_ps(1, 10_000) == -(-(weights * 2 + 160_000) * 10**12 // 3_350_000_000_000)
@@ -68,7 +68,7 @@ def test_cached_tokens_are_read_and_attended() -> None:
 
 def test_streamed_experts_take_the_link_until_compute_outgrows_it() -> None:
     """352.3 MB at 25.6 GB/s: 13.76 ms and 6.5 us to start; 38 670 rows of compute take as long."""
-    model = HostModel(H100, MIXTRAL)
+    model = GpuModel(H100, MIXTRAL)
     assert model.prefill_stream_ps(1, 1) == pytest.approx(13.77e9, rel=0.001)
     assert model.prefill_stream_ps(1, 38_000) == model.prefill_stream_ps(1, 1)
     assert model.prefill_stream_ps(1, 39_000) > model.prefill_stream_ps(1, 1)
@@ -77,21 +77,21 @@ def test_streamed_experts_take_the_link_until_compute_outgrows_it() -> None:
 
 def test_a_full_migration_takes_what_the_paper_s_sizes_give() -> None:
     """Four of eight experts in 32 layers: 45.1 GB at 25.6 GB/s = 1.76 s; 8x22B, two of eight in 56: 67.6 GB, 2.64 s."""
-    assert HostModel(H100, MIXTRAL).migration_ps(4 * 32) == pytest.approx(1.76e12, rel=0.005)
+    assert GpuModel(H100, MIXTRAL).migration_ps(4 * 32) == pytest.approx(1.76e12, rel=0.005)
     large = HostDims.of_shape(public_shape("mixtral-8x22b"))
-    assert HostModel(H100, large).migration_ps(2 * 56) == pytest.approx(2.64e12, rel=0.005)
-    assert HostModel(H100, MIXTRAL).migration_ps(0) == 0
+    assert GpuModel(H100, large).migration_ps(2 * 56) == pytest.approx(2.64e12, rel=0.005)
+    assert GpuModel(H100, MIXTRAL).migration_ps(0) == 0
 
 
 def test_a_migration_is_never_faster_than_the_dram_or_the_link() -> None:
     for preset in ("h100-ndp512", "h200-gen5", "seed002-cxl-ndp"):
-        move = HostModel(load_hardware(preset), MIXTRAL).migration(3)
+        move = GpuModel(load_hardware(preset), MIXTRAL).migration(3)
         assert move.num_bytes == 3 * MIXTRAL.expert_bytes
         assert move.total_ps >= max(move.dram_ps, move.link_ps)
 
 
 def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:
-    model = HostModel(H100, SMALL)
+    model = GpuModel(H100, SMALL)
     attention, hot, streamed = model.attention_ps(2, 7), model.hot_experts_ps([1, 1]), model.prefill_stream_ps(1, 2)
     for device_ps, expected in ((0, streamed), (streamed + 1, streamed + 1)):
         clock = StepClock(model, now_ps=1000)
@@ -111,7 +111,7 @@ def test_a_step_is_the_sum_of_its_layers_and_the_head(steps: list[tuple[int, int
     """And two clocks fed the same steps agree to the picosecond."""
     ends = []
     for _ in range(2):
-        clock = StepClock(HostModel(H100, SMALL))
+        clock = StepClock(GpuModel(H100, SMALL))
         for rows, kv_tokens, device_ps in steps:
             clock.begin_step(rows, kv_tokens)
             layers = []
@@ -129,13 +129,13 @@ def test_a_step_is_the_sum_of_its_layers_and_the_head(steps: list[tuple[int, int
 
 def test_the_head_reads_its_weights_once() -> None:
     """100 x 8 weights x 2 B and 16 B of embedding a row; none without rows."""
-    model = HostModel(H100, SMALL)
+    model = GpuModel(H100, SMALL)
     assert model.head_ps(1) == -(-(1600 + 16) * 10**12 // 3_350_000_000_000)
     assert model.head_ps(0) == 0
 
 
 def test_a_clock_used_out_of_order_says_what_was_expected() -> None:
-    clock = StepClock(HostModel(H100, SMALL))
+    clock = StepClock(GpuModel(H100, SMALL))
     with pytest.raises(RuntimeError, match="begin_layer must come first"):
         clock.end_layer()
     with pytest.raises(RuntimeError, match="between begin_step and end_step"):

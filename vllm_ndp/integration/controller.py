@@ -39,7 +39,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock
+from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +86,7 @@ class NdpController:
         self.tracker = RequestTracker()
         self.hardware = compat.hardware_of(settings)
         self.dims = _host_dims(vllm_config, self.pool)
-        self.clock = StepClock(HostModel(self.hardware, self.dims))
+        self.clock = StepClock(GpuModel(self.hardware, self.dims))
         self.balancer = self._make_balancer()
         self.migrator = Migrator(compat.engine_cores())
         self.streamer: Streamer
@@ -314,7 +314,7 @@ class NdpController:
 
     def _execution(self) -> str:
         if self.balancer is not None:
-            return f"balanced: hot experts also on the device, at {self.balancer.spill_bits} bits, where faster"
+            return f"balanced: hot experts also on the device, at {self.balancer.offload_bits} bits, where faster"
         return "paper: hot experts on the GPU only" if self.planner.budget.num_hot else "every expert on the device"
 
     def totals_dict(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Planner:
         plans = [request.bits for request in running if request.bits is not None]
         widths = union_of_widths(plans, self._controller.pool_shape)
         if self._controller.balancer is not None:
-            widths[placement.hot] |= mask_of_bits(self._controller.balancer.spill_bits)
+            widths[placement.hot] |= mask_of_bits(self._controller.balancer.offload_bits)
         self._is_settled = False
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
             self._controller.device.client.begin_install_plan(self.epoch, widths)

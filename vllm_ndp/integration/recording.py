@@ -102,6 +102,6 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
             activation_bytes=controller.activation_bytes,
             migration=settings.migration,
             bits_for=settings.bits_for,
-            spill_bits=0 if controller.balancer is None else controller.balancer.spill_bits,
+            spill_bits=0 if controller.balancer is None else controller.balancer.offload_bits,
         ),
     )

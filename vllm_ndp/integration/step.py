@@ -132,7 +132,7 @@ class StepContext:
     def _bits_of(self, layer: int, pairs: Pairs) -> NDArray[np.uint8]:
         bits: NDArray[np.uint8] = self.bits[self.rows.owner[pairs.rows], layer, pairs.experts]
         if self._spilled.get(layer) and self.balancer is not None:
-            bits[bits == 0] = self.balancer.spill_bits
+            bits[bits == 0] = self.balancer.offload_bits
         return bits
 
     @cached_property
@@ -146,7 +146,7 @@ class StepContext:
         if self.balancer is None:
             return slot_of
         load = LayerLoad.of_lists([slot >= 0 for slot in slot_of], ids, gates, self._bits_by_row(layer))
-        spilled = self._spilled[layer] = self.balancer.spilled(load)
+        spilled = self._spilled[layer] = self.balancer.offloaded(load)
         return [-1 if expert in spilled else slot for expert, slot in enumerate(slot_of)] if spilled else slot_of
 
     def spill(self, layer: int, slot_of: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ class StepContext:
             return slot_of
         is_hot, gates = (slot_of >= 0).cpu().numpy(), weights.float().cpu().numpy()
         load = LayerLoad.of_arrays(is_hot, ids.cpu().numpy().astype(np.int64), gates, self._bits_by_row(layer))
-        spilled = self._spilled[layer] = self.balancer.spilled(load)
+        spilled = self._spilled[layer] = self.balancer.offloaded(load)
         return slot_of.index_fill(0, torch.tensor(sorted(spilled), device=slot_of.device), -1) if spilled else slot_of
 
     def keep(self, layer: int, pairs: Pairs) -> Mapping[int, int]:

@@ -24,7 +24,7 @@ from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.gpu_timing import HostDims, HostModel, StepClock, StepTime
+from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock, StepTime
 from vllm_ndp.traces.format import CACHED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -57,7 +57,7 @@ class Engine:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.policy, self.loss, self.budget = trace, setup, policy, loss, budget
         dims = HostDims(**setup.host_dims)
-        self.clock = StepClock(HostModel(hardware, dims))
+        self.clock = StepClock(GpuModel(hardware, dims))
         self.device = DeviceModel(hardware)
         self.balancer = Balancer(Costs(hardware, dims), setup.spill_bits) if setup.spill_bits else None
         self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
@@ -136,7 +136,7 @@ class Engine:
                 bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
                 load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits)
                 here = here.copy()
-                here[list(self.balancer.spilled(load))] = False
+                here[list(self.balancer.offloaded(load))] = False
             self._run_layer(layer, ids, here, owner, decode)
         yielding = 0
         for r, end in ends.items():
@@ -181,7 +181,7 @@ class Engine:
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
     ) -> Timing:
         planned = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
-        bits = [width or self.setup.spill_bits for width in planned]  # 0: a hot expert that was spilled
+        bits = [width or self.setup.spill_bits for width in planned]  # 0: a hot expert that was offloaded
         tokens: dict[tuple[int, int], int] = {}
         for expert, width in zip(experts.tolist(), map(int, bits), strict=True):
             tokens[expert, width] = tokens.get((expert, width), 0) + 1

@@ -124,6 +124,6 @@ def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> 
                 for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
             )
             attended = rows * (rows + 1) // 2
-            attention = costs.host.attention_ps(rows, rows, attended) + costs.overhead_ps
-            out[group, request] = factor * layer_ps + costs.dims.num_layers * attention + costs.host.head_ps(1)
+            attention = costs.gpu.attention_ps(rows, rows, attended) + costs.overhead_ps
+            out[group, request] = factor * layer_ps + costs.dims.num_layers * attention + costs.gpu.head_ps(1)
     return out

@@ -129,7 +129,7 @@ def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.f
     for count in np.unique(rows[rows > 0]).tolist():
         here = rows == count
         attention[here] = costs.attention_ps(count, batches.kv_tokens[here])
-        head[here] = costs.host.head_ps(count)
+        head[here] = costs.gpu.head_ps(count)
     layers = costs.dims.num_layers * (attention + costs.overhead_ps)
     total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
     return np.where(rows > 0, total, np.nan)

@@ -1,10 +1,10 @@
 """Which hot experts of a decode layer run on the device instead, because that shortens the layer.
 
 Two full-precision experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device,
-which is idle in just those layers. The hot experts of least gate weight go to the device at `spill_bits`, as many as
+which is idle in just those layers. The hot experts of least gate weight go to the device at `offload_bits`, as many as
 make max(GPU, device) smallest:
 
-    device = cold experts + message + spilled experts          GPU = hot experts that stay
+    device = cold experts + message + offloaded experts          GPU = hot experts that stay
 
 A pure function of sizes and gates, so the live plugin and replay decide alike. Knows simulated costs of experts.
 Does not know clocks, requests or tensors.
@@ -74,13 +74,13 @@ class Balancer:
     """The rule for one model on one hardware."""
 
     costs: Costs
-    spill_bits: int
+    offload_bits: int
 
     def __post_init__(self) -> None:
-        if self.spill_bits not in WIDTHS:
-            raise ConfigError(f"spill_bits must be one of {list(WIDTHS)}, got {self.spill_bits}")
+        if self.offload_bits not in WIDTHS:
+            raise ConfigError(f"offload_bits must be one of {list(WIDTHS)}, got {self.offload_bits}")
 
-    def spilled(self, load: LayerLoad) -> frozenset[int]:
+    def offloaded(self, load: LayerLoad) -> frozenset[int]:
         """The hot experts that run on the device in this layer; empty where nothing is gained."""
         if not load.hot:
             return frozenset()
@@ -95,7 +95,7 @@ class Balancer:
         best, best_ps, moved = 0, max(gpu_ps[-1], device_ps), 0.0
         opening = 0.0 if load.cold else known.message(1, 1)
         for count, expert in enumerate(order, start=1):
-            moved += known.device(self.spill_bits, load.hot[expert][0])
+            moved += known.device(self.offload_bits, load.hot[expert][0])
             layer_ps = max(gpu_ps[-1 - count], device_ps + moved + opening)
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps

@@ -2,7 +2,7 @@
 
     layer = attention + max( GPU experts , device ) + overhead          device = link + fill + sum over its experts
 
-Every number comes out of ndp_device.timing and host_timing; this file only asks them, once per distinct case, and
+Every number comes out of ndp_device.timing and gpu_timing; this file only asks them, once per distinct case, and
 averages over 16 moments of the refresh interval. The sum over experts is exact up to how the refresh falls
 (a test holds it within 2 % of DeviceModel). Knows sizes. Does not know traces, policies or systems.
 """
@@ -28,7 +28,7 @@ from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work
-from vllm_ndp.simulation.gpu_timing import HostDims, HostModel
+from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims
 
 WIDTH_CLASSES = (1, 2, 3, 4, FULL_PRECISION_BITS)
 _REFRESH_PHASES = 16
@@ -84,8 +84,8 @@ class Costs:
         return default_group_size(ModelShape("replay", d.num_layers, d.num_experts, d.top_k, d.hidden, d.intermediate))
 
     @cached_property
-    def host(self) -> HostModel:
-        return HostModel(self.hardware, self.dims)
+    def gpu(self) -> GpuModel:
+        return GpuModel(self.hardware, self.dims)
 
     def replica_bytes(self, bits: int) -> int:
         """What one read of an expert moves in the device's DRAM."""
@@ -151,13 +151,13 @@ class Costs:
         return int(
             self._once(
                 ("resident", touched, pairs),
-                lambda: self.host.roofline_ps(touched * dims.expert_bytes, 2 * dims.expert_weights * pairs),
+                lambda: self.gpu.roofline_ps(touched * dims.expert_bytes, 2 * dims.expert_weights * pairs),
             )
         )
 
     def streamed_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts that come over the link to be computed at once."""
-        return int(self._once(("streamed", touched, pairs), lambda: self.host.prefill_stream_ps(touched, pairs)))
+        return int(self._once(("streamed", touched, pairs), lambda: self.gpu.prefill_stream_ps(touched, pairs)))
 
     def fetch_ps(self, num_bytes: int | None = None) -> int:
         """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
@@ -166,7 +166,7 @@ class Costs:
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """One layer of a decode step with `rows` rows, for each total context in kv_tokens."""
         values, inverse = np.unique(kv_tokens, return_inverse=True)
-        times = np.array([self.host.attention_ps(rows, int(tokens)) for tokens in values], np.float64)
+        times = np.array([self.gpu.attention_ps(rows, int(tokens)) for tokens in values], np.float64)
         return times[inverse].reshape(kv_tokens.shape)
 
     @property

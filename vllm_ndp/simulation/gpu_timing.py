@@ -70,7 +70,7 @@ class HostDims:
 
 
 @dataclass(frozen=True)
-class HostModel:
+class GpuModel:
     """Stateless: sizes in, picoseconds out."""
 
     hardware: Hardware
@@ -159,7 +159,7 @@ class StepTime:
 class StepClock:
     """Simulated time of one engine. Per step: begin_step, then begin_layer and end_layer per layer, then end_step."""
 
-    model: HostModel
+    model: GpuModel
     now_ps: int = 0
     _step_start_ps: int | None = None
     _attention_ps: int = 0
@@ -167,7 +167,7 @@ class StepClock:
     _layers: list[LayerTime] = field(default_factory=list)
 
     def begin_step(self, rows: int, kv_tokens: int, attended: int | None = None) -> None:
-        """rows and kv_tokens as for HostModel.attention_ps; they hold for every layer of the step."""
+        """rows and kv_tokens as for GpuModel.attention_ps; they hold for every layer of the step."""
         if self._step_start_ps is not None:
             raise RuntimeError("begin_step: the step before has not ended; call end_step first")
         self._step_start_ps = self.now_ps

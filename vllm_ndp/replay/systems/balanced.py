@@ -21,7 +21,7 @@ from vllm_ndp.replay.systems.system import Placing, System
 from vllm_ndp.simulation.costs import Costs
 
 
-def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:
+def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) -> NDArray[np.uint8]:
     """widths [G, B, D, L, k] with some of the zeros (GPU) turned into `bits`: Balancer's rule, for a whole trace."""
     b = batches.shape[1]
     device, gpu, links = costs.device_experts_ps(b)[bits], costs.gpu_experts_ps(b), costs.links_ps(b)
@@ -31,20 +31,20 @@ def spill(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int) 
     hot = (widths == 0) & batches.pairs
     loads = batches.loads
     rows, gates = loads.count(hot), loads.total(batches.weights, hot)
-    spilled = np.zeros(rows.shape, np.bool_)
-    _lanes.spill(rows, gates, np.ascontiguousarray(already), np.ascontiguousarray(device), gpu, opening, spilled)
+    offloaded = np.zeros(rows.shape, np.bool_)
+    _lanes.spill(rows, gates, np.ascontiguousarray(already), np.ascontiguousarray(device), gpu, opening, offloaded)
     # [G, D, L, S] looked up by [G, B, D, L, k]
-    return np.where(hot & spilled.ravel()[loads.places], bits, widths).astype(np.uint8)
+    return np.where(hot & offloaded.ravel()[loads.places], bits, widths).astype(np.uint8)
 
 
 def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     bits = placing.whole("spill_bits", DEFAULT_SPILL_BITS, WIDTHS[0], WIDTHS[-1])
     hot, before, planned = plan_groups(batches, placing)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
-    spilled = spill(batches, widths, costs, bits)
-    outcome = finish("balanced", batches, costs, placing, spilled, hot, before)
+    offloaded = offload(batches, widths, costs, bits)
+    outcome = finish("balanced", batches, costs, placing, offloaded, hot, before)
     outcome.policy += f", spill {bits}"
-    outcome.notes["spilled_pairs"] = int(((spilled != widths) & batches.pairs).sum())
+    outcome.notes["spilled_pairs"] = int(((offloaded != widths) & batches.pairs).sum())
     return outcome
 
 
@@ -52,7 +52,7 @@ BALANCED = System(
     "balanced",
     (
         "the device holds replicas of hot experts too; the choice is made per layer from the router's output alone",
-        "hot experts of least gate weight are spilled first, at 3 bits unless told otherwise",
+        "hot experts of least gate weight go first, at 3 bits unless told otherwise",
     ),
     True,
     replay,

@@ -110,7 +110,7 @@ def finish(
         device_ps=split.device_ps,
         gpu_ps=split.gpu_ps,
         prefill_ps=run_prompts(batches, before, costs),
-        migration_ps=np.array([costs.host.migration_ps(round(count)) for count in moved], np.float64),
+        migration_ps=np.array([costs.gpu.migration_ps(round(count)) for count in moved], np.float64),
         migrated_bytes=(float(moved.sum()) + copied_experts) * costs.dims.expert_bytes,
         hot_pairs=int((executed & (widths == 0)).sum()),
         total_pairs=int(executed.sum()),
