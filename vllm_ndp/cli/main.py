@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from ndp_device.errors import NdpError
-from vllm_ndp.lab_cli import lab_commands
-from vllm_ndp.quantize_cli import quantize
+from vllm_ndp.cli.quantize import quantize
+from vllm_ndp.cli.replay_cli import lab_commands
 
 app = typer.Typer(
     help="Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",

@@ -1,6 +1,6 @@
 """The lab's commands: import or synthesise traces, replay them, compare systems, reproduce figures, analyse, report.
 
-Mounted into `vllm-ndp` by cli.py. Every command prints one JSON object as its last line. Knows options and tables.
+Mounted into `vllm-ndp` by main.py. Every command prints one JSON object as its last line. Knows options and tables.
 Does not know how anything is computed, and needs no vLLM.
 """
 
