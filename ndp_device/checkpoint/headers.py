@@ -1,0 +1,90 @@
+"""What a checkpoint directory holds, from its safetensors headers: names, dtypes, shapes, and the file of each tensor.
+
+Knows files and the index that lists them. Does not know what a tensor means (names.py), and reads no weight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ndp_device.errors import ReplicaError
+from ndp_device.model_shape import checkpoint_files, safetensors_header
+
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: dtype as safetensors spells it (F32, BF16, F8_E4M3, ...), shape and file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
+    """Every tensor by name. Raises ReplicaError when a shard is missing or two files hold the same tensor."""
+    tensors: dict[str, TensorInfo] = {}
+    for path in weight_files(model_dir):
+        header, _ = safetensors_header(path)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if name in tensors:
+                raise ReplicaError(
+                    f"{model_dir.name}: {name} is in {tensors[name].file.name} and in {path.name}: delete the one "
+                    "that does not belong to this checkpoint"
+                )
+            tensors[name] = TensorInfo(*_described(path, name, entry), path)
+    return tensors
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The files that make the checkpoint: those its index names, or every .safetensors where there is no index."""
+    index = model_dir / INDEX
+    if index.is_file():
+        named = sorted(set(_weight_map(index).values()))
+        if missing := [name for name in named if not (model_dir / name).is_file()]:
+            raise ReplicaError(
+                f"{model_dir.name} lacks {len(missing)} of the {len(named)} files that {INDEX} names, {missing[0]} "
+                "first: download the checkpoint again"
+            )
+        return [model_dir / name for name in named]
+    files = checkpoint_files(model_dir)
+    _refuse_gaps(model_dir, files)
+    return files
+
+
+def _refuse_gaps(model_dir: Path, files: list[Path]) -> None:
+    """Shards say how many they are, so a missing one is known without an index."""
+    present = {path.name for path in files}
+    for path in files:
+        if shard := _SHARD.fullmatch(path.name):
+            stem, _, count = shard.groups()
+            for number in range(1, int(count) + 1):
+                if (wanted := f"{stem}-{number:05d}-of-{count}.safetensors") not in present:
+                    raise ReplicaError(f"{model_dir.name} lacks {wanted}: download the checkpoint again")
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("weight_map must map tensor names to file names")
+        if outside := [name for name in weight_map.values() if Path(name).name != name]:
+            raise ValueError(f"{outside[0]!r} is not a file of this directory")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ReplicaError(f"{index} cannot be read as an index of safetensors files: {error}") from None
+    return weight_map
+
+
+def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+    try:
+        return str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+    except (KeyError, TypeError, ValueError):
+        raise ReplicaError(f"{path.name}: its header does not describe {name} as a tensor") from None

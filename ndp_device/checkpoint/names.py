@@ -1,0 +1,457 @@
+"""Which tensors are the experts of which layer, and how they lie in them: from names and shapes, not a list of models.
+
+    experts.7.gate_proj.weight  up_proj  down_proj     one tensor per expert and matrix; Mixtral says w1, w3, w2
+    experts.gate_proj [E, I, H] ...                    one tensor for all experts
+    experts.gate_up_proj [E, 2I, H]  down_proj         gate and up in one, halves; Granite: input_linear, output_linear
+    experts.gate_up_proj [E, H, 2I]  down_proj         the same transposed (Llama-4); interleaved too (gpt-oss)
+
+Pure: takes names, shapes and config.json, and returns where each matrix lies. A family whose tensors lie in one of
+these ways needs no code. What the tensors say wins; config.json has the number of experts per token, and where it
+contradicts the tensors the checkpoint is refused. Does not know files (headers.py) or values (replicas/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.errors import ConfigError, ReplicaError
+
+Activation = Literal["silu", "swigluoai"]
+"""silu: silu(gate) * up. swigluoai: gpt-oss's clamped one, (clamp(up, +-7) + 1) * gate * sigmoid(1.702 * gate)."""
+
+Part = Literal["gate", "up", "down"]
+
+DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes of experts that we read, as safetensors and as we spell them."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_BESIDE = {"mtp", "visual", "vision_model", "vision_tower", "audio_tower", "nextn"}
+"""Parts of a name that mark tensors beside the language model: extra prediction layers and other modalities."""
+
+_OWN = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)")
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:[._](\w+))?")
+_LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.(weight)")
+_ROLES: Mapping[str, str] = {
+    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down",
+    "output_linear": "down", "gate_up_proj": "gate_up", "input_linear": "gate_up",
+}  # fmt: skip
+_ROUTER = re.compile(r"\.(?:gate|router|gate\.wg|router\.layer)\.weight$")
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
+_INTERLEAVED = {"gpt_oss"}
+"""Model types whose fused gate and up alternate row by row, which no shape shows. They also clamp."""
+_ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
+"""Model types that multiply by 1 + the norm's weight, which no shape shows either."""
+
+
+class Rows(NamedTuple):
+    """Which rows of a fused tensor: the arguments of a slice."""
+
+    start: int | None = None
+    stop: int | None = None
+    step: int | None = None
+
+
+ALL_ROWS = Rows()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One matrix [rows, columns] or bias [rows] of one expert inside a tensor: `values[index].T[rows]`."""
+
+    tensor: str
+    index: int | None = None
+    transposed: bool = False
+    rows: Rows = ALL_ROWS
+
+    def of(self, values: Any) -> Any:
+        """A view of the matrix, given the whole tensor as an array."""
+        if self.index is not None:
+            values = values[self.index]
+        if self.transposed:
+            values = values.T
+        return values[slice(*self.rows)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one matrix or bias of all experts of a layer lies. `name` holds {} where each expert has its own tensor."""
+
+    name: str
+    transposed: bool = False
+    rows: Rows = ALL_ROWS
+
+    def place(self, expert: int) -> Place:
+        if "{}" in self.name:
+            return Place(self.name.format(expert), None, self.transposed, self.rows)
+        return Place(self.name, expert, self.transposed, self.rows)
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """The experts of one decoder layer. `biases` is empty, or has gate, up and down."""
+
+    decoder_layer: int
+    weights: Mapping[Part, Source]
+    biases: Mapping[Part, Source]
+    norm: str | None
+    """The norm whose output the experts read; None where the residual reaches them as it is."""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The Mixture-of-Experts part of a checkpoint. `layers` has its MoE layers only: dense ones are not counted."""
+
+    num_experts: int  # E
+    top_k: int
+    hidden_size: int  # H
+    intermediate_size: int  # I
+    dtype: str
+    activation: Activation
+    layers: tuple[MoELayer, ...]  # L, rising by decoder layer
+    norm_offset: float = 0.0
+
+    @cached_property
+    def moe_index(self) -> Mapping[int, int]:
+        """Decoder layer -> MoE layer, which is what arrays, plans, messages and replicas count."""
+        return {layer.decoder_layer: index for index, layer in enumerate(self.layers)}
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self.layers[0].biases)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of config.json: multimodal models wrap it."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
+
+
+def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, name: str) -> ExpertLayout:
+    """Find the experts. `name` is the checkpoint's, for messages.
+
+    Raises ConfigError for a model that we cannot serve, ReplicaError for a checkpoint that is incomplete.
+    """
+    config = text_config(config)
+    num_layers = _num_layers(config, name)
+    found = _find(tensors, num_layers)
+    if not found:
+        raise ConfigError(
+            f"{name} is a dense model (no experts in its config.json or tensors); "
+            "vllm-ndp serves Mixture-of-Experts models only"
+        )
+    interleaved = config.get("model_type") in _INTERLEAVED
+    counted = max((value for key in _NUM_EXPERTS if isinstance(value := config.get(key), int)), default=0)
+    layers, sizes = [], Counter[tuple[int, int, int]]()
+    for decoder_layer, blocks in sorted(found.items()):
+        block = _only_block(blocks, decoder_layer, name)
+        resolved = _Layer(name, decoder_layer, block, tensors, interleaved=interleaved, counted=counted)
+        sizes[resolved.size] += 1
+        norm = _norm(tensors, resolved.prefix, resolved.size[1])
+        layers.append(MoELayer(decoder_layer, resolved.weights, resolved.biases, norm))
+    if len(sizes) > 1:
+        raise ConfigError(f"{name}: its MoE layers have experts of {len(sizes)} shapes; we serve one shape per model")
+    (num_experts, hidden, intermediate) = next(iter(sizes))
+    if len({bool(layer.biases) for layer in layers}) > 1:
+        raise ReplicaError(f"{name} has expert biases in some layers only: it is incomplete")
+    _refuse_incomplete(tensors, num_layers, {layer.decoder_layer for layer in layers}, (num_experts, hidden), name)
+    _refuse_contradictions(config, num_experts, hidden, intermediate, name)
+    return ExpertLayout(
+        num_experts,
+        _top_k(config, num_experts, name),
+        hidden,
+        intermediate,
+        _dtype(tensors, layers, num_experts, name),
+        _activation(config, name),
+        tuple(layers),
+        1.0 if config.get("model_type") in _ONE_PLUS_NORM else 0.0,
+    )
+
+
+Block = dict[tuple[str, bool], dict[int | None, str]]
+"""(role, is a bias) -> expert, or None for one tensor of all experts -> tensor name."""
+
+
+def _find(tensors: Mapping[str, TensorInfo], num_layers: int) -> dict[int, dict[str, Block]]:
+    """Decoder layer -> prefix of the experts -> what is there."""
+    found: dict[int, dict[str, Block]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for name, info in tensors.items():
+        at = _LAYER.search(name)
+        if at is None or int(at[1]) >= num_layers or not _BESIDE.isdisjoint(name.split(".")):
+            continue
+        expert: int | None = None
+        if match := _OWN.fullmatch(name):
+            prefix, number, role, kind = match.groups()
+            expert = int(number)
+        elif match := _STACKED.fullmatch(name):
+            prefix, role, kind = match[1], match[2], match[3] or "weight"
+        elif (match := _LINEAR.fullmatch(name)) and len(info.shape) == 3:
+            prefix, role, kind = match[1], match[2], match[3]
+        else:
+            continue
+        if kind not in ("weight", "bias"):  # scales, blocks, packed weights: some quantized format
+            kind = f"weight:{kind}"
+        found[int(at[1])][prefix][_ROLES[role] + kind.removeprefix("weight").removeprefix("bias"), kind == "bias"][
+            expert
+        ] = name
+    return found
+
+
+def _only_block(blocks: dict[str, Block], layer: int, name: str) -> Block:
+    if len(blocks) > 1:
+        raise ReplicaError(
+            f"{name} has two sets of experts for layer {layer}, {' and '.join(sorted(blocks))}: "
+            "keep the files of one checkpoint only"
+        )
+    return next(iter(blocks.values()))
+
+
+class _Layer:
+    """One layer's experts, checked: every expert has every matrix, in shapes that fit each other."""
+
+    def __init__(
+        self,
+        model: str,
+        layer: int,
+        block: Block,
+        tensors: Mapping[str, TensorInfo],
+        *,
+        interleaved: bool,
+        counted: int,  # experts that config.json counts; 0 where it does not
+    ) -> None:
+        self._where = f"{model}: layer {layer}"
+        self._tensors = tensors
+        self._block = block
+        self._counted = counted
+        if quantized := sorted(role for role, _ in block if ":" in role):
+            example = next(iter(block[quantized[0], False].values()))
+            raise ConfigError(
+                f"{model}: its experts are stored in a quantized format ({example}), which is not read yet: "
+                "give the checkpoint in bfloat16, float16 or float32"
+            )
+        roles = {role for role, is_bias in block if not is_bias}
+        if "down" not in roles or not (roles >= {"gate", "up"} or "gate_up" in roles):
+            raise self._lacking(roles)
+        some = next(iter(block["down", False].values()))
+        self.prefix = some[: _LAYER.search(some).end()]  # type: ignore[union-attr]
+        fused = "gate_up" in roles
+        self.weights: dict[Part, Source] = {}
+        self.biases: dict[Part, Source] = {}
+        self.size = self._fused(interleaved) if fused else self._separate()
+        if any(is_bias for _, is_bias in block):
+            self._find_biases(interleaved, fused)
+
+    def _fused(self, interleaved: bool) -> tuple[int, int, int]:
+        """Orientation is in the shapes: 2I is twice I in exactly one of the two ways."""
+        gate_up, down = self._one("gate_up"), self._one("down")
+        (experts, a, b), (also, c, d) = self._shape(gate_up, 3), self._shape(down, 3)
+        if experts != also or (a, b) not in ((2 * d, c), (d, 2 * c)):
+            raise ReplicaError(
+                f"{self._where}: {gate_up} {[experts, a, b]} and {down} {[also, c, d]} must be [E, 2I, H] and "
+                "[E, H, I], or both transposed"
+            )
+        transposed = (a, b) != (2 * d, c)
+        hidden, intermediate = (d, c) if transposed else (c, d)
+        for part, rows in _rows(intermediate, interleaved).items():
+            self.weights[part] = Source(gate_up, transposed, rows)
+        self.weights["down"] = Source(down, transposed)
+        return experts, hidden, intermediate
+
+    def _separate(self) -> tuple[int, int, int]:
+        sources: dict[Part, Source] = {part: self._source(part) for part in ("gate", "up", "down")}
+        shapes = {part: self._matrix_shape(source) for part, source in sources.items()}
+        intermediate, hidden = shapes["gate"]
+        if shapes["up"] != (intermediate, hidden) or shapes["down"] != (hidden, intermediate):
+            raise ReplicaError(
+                f"{self._where}: gate, up and down of an expert must be [I, H], [I, H] and [H, I], "
+                f"got {', '.join(str(list(shape)) for shape in shapes.values())}"
+            )
+        self.weights.update(sources)
+        return self._num_experts, hidden, intermediate
+
+    def _find_biases(self, interleaved: bool, fused: bool) -> None:
+        _, hidden, intermediate = self.size
+        if fused:
+            name = self._one("gate_up", is_bias=True)
+            for part, rows in _rows(intermediate, interleaved).items():
+                self.biases[part] = Source(name, rows=rows)
+            wanted = {name: 2 * intermediate}
+        else:
+            self.biases["gate"], self.biases["up"] = self._source("gate", True), self._source("up", True)
+            wanted = {self.biases[part].name: intermediate for part in ("gate", "up")}
+        self.biases["down"] = Source(self._one("down", True)) if fused else self._source("down", True)
+        wanted[self.biases["down"].name] = hidden
+        for name, size in wanted.items():
+            shape = self._tensors[name.format(0)].shape
+            if shape[-1:] != (size,):
+                raise ReplicaError(f"{self._where}: the bias {name.format(0)} must be {size} long, got {list(shape)}")
+
+    @property
+    def _num_experts(self) -> int:
+        down = self._block["down", False]
+        if None in down:
+            return self._tensors[down[None]].shape[0]
+        return max(self._counted, *(expert + 1 for expert in down if expert is not None))
+
+    def _source(self, part: Part, is_bias: bool = False) -> Source:
+        """One tensor per expert, all of them there and of one shape, or one tensor for all."""
+        names = self._block.get((part, is_bias), {})
+        if None in names:
+            return Source(names[None])
+        missing = [expert for expert in range(self._num_experts) if expert not in names]
+        if missing:
+            known = next(iter(names.values()), None)
+            raise ReplicaError(
+                f"{self._where} lacks the {part} {'bias' if is_bias else 'projection'} of expert {missing[0]}"
+                + (f" ({_renumbered(known, missing[0])})" if known else "")
+                + ": the checkpoint is incomplete"
+            )
+        template = _renumbered(names[0], "{}")
+        shapes = Counter(self._tensors[name].shape for name in names.values())
+        if len(shapes) > 1:
+            (usual, _), *_, (odd, _) = shapes.most_common()
+            name = next(name for name in names.values() if self._tensors[name].shape == odd)
+            raise ReplicaError(f"{self._where}: {name} is {list(odd)}, the other experts' are {list(usual)}")
+        return Source(template)
+
+    def _matrix_shape(self, source: Source) -> tuple[int, int]:
+        place = source.place(0)
+        shape = self._shape(place.tensor, 2 if place.index is None else 3)
+        return shape[-2], shape[-1]
+
+    def _one(self, role: str, is_bias: bool = False) -> str:
+        names = self._block.get((role, is_bias), {})
+        if None not in names:
+            raise ReplicaError(f"{self._where} lacks {'the bias of ' if is_bias else ''}{role} of all its experts")
+        return names[None]
+
+    def _shape(self, name: str, dimensions: int) -> tuple[int, ...]:
+        shape = self._tensors[name].shape
+        if len(shape) != dimensions:
+            raise ReplicaError(f"{self._where}: {name} must have {dimensions} dimensions, got {list(shape)}")
+        return shape
+
+    def _lacking(self, roles: Iterable[str]) -> Exception:
+        if set(roles) == {"up", "down"}:
+            return ConfigError(
+                f"{self._where}: its experts have no gate projection (up and down only); our kernels need one"
+            )
+        return ReplicaError(
+            f"{self._where} lacks a projection: experts need gate, up and down, there are {', '.join(sorted(roles))}"
+        )
+
+
+def _rows(intermediate: int, interleaved: bool) -> dict[Part, Rows]:
+    if interleaved:
+        return {"gate": Rows(0, None, 2), "up": Rows(1, None, 2)}
+    return {"gate": Rows(0, intermediate), "up": Rows(intermediate)}
+
+
+def _renumbered(name: str, expert: int | str) -> str:
+    """The name of the same tensor of another expert."""
+    return re.sub(r"\bexperts\.\d+\.", f"experts.{expert}.", name)
+
+
+def _num_layers(config: Mapping[str, Any], name: str) -> int:
+    value = config.get("num_hidden_layers")
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: config.json must give num_hidden_layers, a whole number, got {value!r}")
+    return value
+
+
+def _norm(tensors: Mapping[str, TensorInfo], prefix: str, hidden: int) -> str | None:
+    def is_there(norm: str) -> bool:
+        info = tensors.get(f"{prefix}{norm}.weight")
+        return info is not None and info.shape == (hidden,)
+
+    if is_there("post_feedforward_layernorm") and not is_there("pre_feedforward_layernorm"):
+        return None  # norms after attention and experts only
+    for norm in ("pre_feedforward_layernorm", "pre_ff_layernorm", "post_attention_layernorm", "norm"):
+        if is_there(norm):
+            return f"{prefix}{norm}.weight"
+    return None
+
+
+def _refuse_incomplete(
+    tensors: Mapping[str, TensorInfo], num_layers: int, resolved: set[int], router: tuple[int, int], name: str
+) -> None:
+    """A layer with a router and no experts, or with nothing at all, means that files are missing."""
+    present = set()
+    for tensor, info in tensors.items():
+        at = _LAYER.search(tensor)
+        if at is None or int(at[1]) >= num_layers or not _BESIDE.isdisjoint(tensor.split(".")):
+            continue
+        layer = int(at[1])
+        present.add(layer)
+        if layer not in resolved and info.shape == router and _ROUTER.search(tensor):
+            raise ReplicaError(f"{name} has a router for layer {layer} ({tensor}) but no experts: it is incomplete")
+    if missing := sorted(set(range(num_layers)) - present):
+        raise ReplicaError(
+            f"{name} has no tensor of layer {missing[0]}, and config.json counts {num_layers} layers: it is incomplete"
+        )
+
+
+def _refuse_contradictions(
+    config: Mapping[str, Any], num_experts: int, hidden: int, intermediate: int, name: str
+) -> None:
+    inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    wanted = [*((key, num_experts) for key in _NUM_EXPERTS), ("hidden_size", hidden), (inner, intermediate)]
+    for key, size in wanted:
+        value = config.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if any(given != size for given in values):
+            raise ConfigError(
+                f"{name}: config.json says {key} {value}, the tensors say {size}: they are of two models, "
+                "take both from one"
+            )
+
+
+def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
+    given = {key: config[key] for key in _TOP_K if config.get(key) is not None} or {
+        key: config[key] for key in ("top_k",) if config.get(key) is not None
+    }
+    values = {value for entry in given.values() for value in (entry if isinstance(entry, list) else [entry])}
+    if len(values) != 1 or not all(isinstance(value, int) and 1 <= value <= num_experts for value in values):
+        raise ConfigError(
+            f"{name}: config.json must give one number of experts per token, from 1 to {num_experts}, "
+            f"as {_TOP_K[0]}, got {given or 'none'}"
+        )
+    return int(values.pop())
+
+
+def _activation(config: Mapping[str, Any], name: str) -> Activation:
+    if config.get("model_type") in _INTERLEAVED:
+        return "swigluoai"
+    value = next(
+        (config[key] for key in ("hidden_act", "hidden_activation", "mlp_hidden_act") if config.get(key)), "silu"
+    )
+    if value not in ("silu", "swish", "swiglu"):
+        raise ConfigError(f"{name}: its experts compute {value}; our kernels know silu and gpt-oss's clamped SwiGLU")
+    if config.get("swiglu_limit") is not None:
+        raise ConfigError(f"{name}: its experts clamp their activations (swiglu_limit), which our kernels do not")
+    return "silu"
+
+
+def _dtype(tensors: Mapping[str, TensorInfo], layers: list[MoELayer], num_experts: int, name: str) -> str:
+    dtypes = {
+        tensors[tensor].dtype: tensor
+        for layer in layers
+        for source in (*layer.weights.values(), *layer.biases.values())
+        for tensor in {source.place(expert).tensor for expert in range(num_experts)}
+    }
+    if len(dtypes) > 1:
+        raise ReplicaError(f"{name}: its experts must be of one dtype, got {' and '.join(sorted(dtypes))}")
+    (dtype, example) = next(iter(dtypes.items()))
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"{name}: its experts are stored as {dtype} ({example}), which is not read yet: "
+            "give the checkpoint in bfloat16, float16 or float32"
+        )
+    return DTYPES[dtype]

@@ -1,0 +1,278 @@
+"""Experts are found by names and shapes, in every layout we know; a checkpoint that does not add up is one sentence."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ndp_device.checkpoint.headers import TensorInfo, read_headers
+from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
+from ndp_device.errors import ConfigError, NdpError, ReplicaError
+
+E, K, H, I = 4, 2, 8, 6  # noqa: E741
+CONFIG = {"num_hidden_layers": 3, "num_experts": E, "num_experts_per_tok": K, "hidden_size": H}
+Shapes = dict[str, tuple[int, ...]]
+
+
+def separate(layer: int, *, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+    experts: Shapes = {}
+    for expert in range(E):
+        for name, shape in zip(names, ((I, H), (I, H), (H, I)), strict=True):
+            experts[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = shape
+    return experts
+
+
+def of_layers(experts: Callable[[int], Shapes], layers: tuple[int, ...] = (0, 1, 2)) -> Shapes:
+    """All three layers have attention; those given have experts too."""
+    shapes: Shapes = {}
+    for layer in range(3):
+        shapes[f"model.layers.{layer}.self_attn.q_proj.weight"] = (H, H)
+        shapes[f"model.layers.{layer}.post_attention_layernorm.weight"] = (H,)
+        if layer in layers:
+            shapes |= {f"model.layers.{layer}.mlp.gate.weight": (E, H)} | experts(layer)
+    return shapes
+
+
+def resolved(shapes: Shapes, *, dtype: str = "BF16", **changes: Any) -> ExpertLayout:
+    tensors = {name: TensorInfo(dtype, shape, Path("model.safetensors")) for name, shape in shapes.items()}
+    return resolve(tensors, CONFIG | changes, name="m")
+
+
+def stacked(layer: int) -> Shapes:
+    return {
+        f"model.layers.{layer}.mlp.experts.gate_proj.weight": (E, I, H),
+        f"model.layers.{layer}.mlp.experts.up_proj.weight": (E, I, H),
+        f"model.layers.{layer}.mlp.experts.down_proj.weight": (E, H, I),
+    }
+
+
+def fused(layer: int) -> Shapes:
+    prefix = f"model.layers.{layer}.mlp.experts"
+    return {f"{prefix}.gate_up_proj": (E, 2 * I, H), f"{prefix}.down_proj": (E, H, I)}
+
+
+def transposed(layer: int) -> Shapes:
+    prefix = f"language_model.model.layers.{layer}.feed_forward.experts"
+    return {f"{prefix}.gate_up_proj": (E, H, 2 * I), f"{prefix}.down_proj": (E, I, H)}
+
+
+def granite(layer: int) -> Shapes:
+    prefix = f"model.layers.{layer}.block_sparse_moe"
+    shared = f"model.layers.{layer}.shared_mlp"
+    return {
+        f"{prefix}.input_linear.weight": (E, 2 * I, H),
+        f"{prefix}.output_linear.weight": (E, H, I),
+        f"{shared}.input_linear.weight": (2 * I, H),  # the shared expert: two dimensions, so not ours
+        f"{shared}.output_linear.weight": (H, I),
+    }
+
+
+def biased(layer: int) -> Shapes:
+    prefix = f"model.layers.{layer}.mlp.experts"
+    return transposed_as(prefix) | {f"{prefix}.gate_up_proj_bias": (E, 2 * I), f"{prefix}.down_proj_bias": (E, H)}
+
+
+def transposed_as(prefix: str) -> Shapes:
+    return {f"{prefix}.gate_up_proj": (E, H, 2 * I), f"{prefix}.down_proj": (E, I, H)}
+
+
+def mixtral(layer: int) -> Shapes:
+    return separate(layer, names=("w1", "w3", "w2"))
+
+
+@pytest.mark.parametrize("layout", [separate, mixtral, stacked, fused, transposed, granite, biased])
+def test_every_layout_gives_the_same_matrices(layout: Callable[[int], Shapes]) -> None:
+    """Values that say which expert, matrix, row and column they are, laid out as the checkpoint would, come back."""
+    model_type = "gpt_oss" if layout is biased else "any"
+    found = resolved(of_layers(layout), model_type=model_type)
+    assert (found.num_experts, found.top_k, found.hidden_size, found.intermediate_size) == (E, K, H, I)
+    assert found.has_bias == (layout is biased)
+    names = layout(1)
+    is_transposed, is_interleaved = layout in (transposed, biased), layout is biased
+
+    def stored(place: Place) -> np.ndarray:
+        """The tensor that holds it, built from what each part should be."""
+        is_bias = place.tensor.endswith("bias")
+
+        def part(name: str, expert: int) -> np.ndarray:
+            return bias(name, expert) if is_bias else matrix(name, expert)
+
+        def one(expert: int) -> np.ndarray:
+            last = place.tensor.removesuffix(".weight").removesuffix("_bias").rsplit(".", 1)[-1]
+            if last in ("gate_up_proj", "input_linear"):
+                gate, up = part("gate", expert), part("up", expert)
+                both = np.stack([gate, up], 1).reshape(2 * I, -1) if is_interleaved else np.concatenate([gate, up])
+                both = both.reshape(2 * I) if is_bias else both
+            else:
+                roles = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
+                both = part(roles.get(last, "down"), expert)
+            return both.T if is_transposed else both
+
+        values = one(place_expert) if place.index is None else np.stack([one(expert) for expert in range(E)])
+        assert values.shape == names[place.tensor]
+        return values
+
+    for place_expert in range(E):
+        for name, source in found.layers[1].weights.items():
+            place = source.place(place_expert)
+            np.testing.assert_array_equal(place.of(stored(place)), matrix(name, place_expert))
+        for name, source in found.layers[1].biases.items():
+            place = source.place(place_expert)
+            np.testing.assert_array_equal(place.of(stored(place)), bias(name, place_expert))
+
+
+def matrix(name: str, expert: int) -> np.ndarray:
+    shape = (H, I) if name == "down" else (I, H)
+    return 1000 * expert + 10_000 * len(name) + np.arange(I * H).reshape(shape)
+
+
+def bias(name: str, expert: int) -> np.ndarray:
+    return -(1000 * expert + 10_000 * len(name) + np.arange(H if name == "down" else I))
+
+
+def test_dense_layers_are_skipped_and_the_rest_counted_without_gaps() -> None:
+    found = resolved(of_layers(separate, (1, 2)))
+    assert [layer.decoder_layer for layer in found.layers] == [1, 2]
+    assert found.moe_index == {1: 0, 2: 1}
+
+
+def test_layers_past_the_last_one_and_beside_the_model_are_not_experts_of_ours() -> None:
+    """DeepSeek keeps its prediction layer as layer 61 of 61, Qwen3-Next as mtp.layers.0."""
+    beside = {name.replace("model.layers", "mtp.layers"): shape for name, shape in separate(0).items()}
+    assert len(resolved(of_layers(separate) | separate(3) | beside).layers) == 3
+
+
+def test_the_norm_before_the_experts_is_found_and_a_norm_after_them_is_not() -> None:
+    assert resolved(of_layers(separate)).layers[0].norm == "model.layers.0.post_attention_layernorm.weight"
+    after = {"model.layers.0.post_feedforward_layernorm.weight": (H,)}
+    assert resolved(of_layers(separate) | after).layers[0].norm is None
+    assert resolved(of_layers(separate), model_type="qwen3_next").norm_offset == 1.0
+
+
+def test_sizes_are_read_from_a_multimodal_wrapper_too() -> None:
+    tensors = {n: TensorInfo("BF16", s, Path("f")) for n, s in of_layers(transposed).items()}
+    assert resolve(tensors, {"text_config": CONFIG}, name="m").top_k == K
+
+
+def without(name: str) -> Shapes:
+    shapes = of_layers(separate)
+    del shapes[name]
+    return shapes
+
+
+REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
+    "dense": (of_layers(separate, ()), {}, ConfigError, "m is a dense model"),
+    "no expert": (
+        without("model.layers.1.mlp.experts.2.up_proj.weight"),
+        {},
+        ReplicaError,
+        r"layer 1 lacks the up projection of expert 2 \(.*experts\.2\.up_proj\.weight\)",
+    ),
+    "no last expert": (of_layers(separate), {"num_experts": 5}, ReplicaError, r"experts\.4\.gate_proj"),
+    "too many": (of_layers(separate), {"num_experts": 3}, ConfigError, "num_experts 3, the tensors say 4"),
+    "two prefixes": (
+        of_layers(separate) | {f"language_model.{n}": s for n, s in separate(1).items()},
+        {},
+        ReplicaError,
+        "two sets of experts for layer 1",
+    ),
+    "hidden size": (of_layers(fused), {"hidden_size": 16}, ConfigError, "hidden_size 16, the tensors say 8"),
+    "inner size": (of_layers(fused), {"moe_intermediate_size": 7}, ConfigError, "intermediate_size 7"),
+    "top k": (of_layers(fused), {"num_experts_per_tok": 5}, ConfigError, "from 1 to 4"),
+    "two top k": (of_layers(fused), {"moe_topk": [2, 1]}, ConfigError, "one number of experts per token"),
+    "router alone": (
+        of_layers(separate, (0, 2)) | {"model.layers.1.mlp.gate.weight": (E, H)},
+        {},
+        ReplicaError,
+        "a router for layer 1",
+    ),
+    "no layer": (of_layers(separate), {"num_hidden_layers": 5}, ReplicaError, "no tensor of layer 3"),
+    "odd shape": (
+        of_layers(separate) | {"model.layers.1.mlp.experts.2.up_proj.weight": (I, H + 1)},
+        {},
+        ReplicaError,
+        "experts.2.up_proj.weight is",
+    ),
+    "odd fused": (
+        of_layers(fused) | {"model.layers.1.mlp.experts.down_proj": (E, H, I + 1)},
+        {},
+        ReplicaError,
+        "or both transposed",
+    ),
+    "no gate": (
+        {n: s for n, s in of_layers(separate).items() if "gate_proj" not in n},
+        {},
+        ConfigError,
+        "no gate projection",
+    ),
+    "gelu": (of_layers(fused), {"hidden_act": "gelu"}, ConfigError, "compute gelu"),
+    "fp8 scales": (
+        of_layers(separate) | {"model.layers.1.mlp.experts.0.up_proj.weight_scale_inv": (1, 1)},
+        {},
+        ConfigError,
+        "quantized format",
+    ),
+    "mxfp4": (
+        {"model.layers.0.mlp.experts.gate_up_proj_blocks": (E, 2 * I, 1, 16), "model.layers.1.x": (1,)},
+        {},
+        ConfigError,
+        r"gate_up_proj_blocks\), which is not read yet",
+    ),
+    "bias missing": (
+        {n: s for n, s in of_layers(biased).items() if n != "model.layers.2.mlp.experts.down_proj_bias"},
+        {"model_type": "gpt_oss"},
+        ReplicaError,
+        "layer 2 lacks the bias of down",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_add_up_is_refused_in_one_sentence(case: str) -> None:
+    shapes, changes, error, sentence = REFUSED[case]
+    with pytest.raises(error, match=sentence) as raised:
+        resolved(shapes, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_dtype_that_is_not_read_is_named() -> None:
+    with pytest.raises(ConfigError, match="stored as F8_E4M3"):
+        resolved(of_layers(fused), dtype="F8_E4M3")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, *names: str) -> None:
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in names}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+
+
+def test_a_missing_shard_is_named_with_an_index_and_without(tmp_path: Path) -> None:
+    write(tmp_path / "model-00001-of-00002.safetensors", "a")
+    with pytest.raises(ReplicaError, match="lacks model-00002-of-00002"):
+        read_headers(tmp_path)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ReplicaError, match=r"lacks 1 of the 2 files.*model-00002-of-00002"):
+        read_headers(tmp_path)
+    write(tmp_path / "model-00002-of-00002.safetensors", "b")
+    write(tmp_path / "consolidated.safetensors", "a")  # not in the index: vLLM does not read it either
+    assert {name: info.file.name for name, info in read_headers(tmp_path).items()} == index["weight_map"]
+
+
+def test_a_tensor_in_two_files_and_an_index_that_leaves_the_directory_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", "x")
+    write(tmp_path / "b.safetensors", "x")
+    with pytest.raises(ReplicaError, match=r"x is in a\.safetensors and in b\.safetensors"):
+        read_headers(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../a.safetensors"}}')
+    with pytest.raises(ReplicaError, match="not a file of this directory"):
+        read_headers(tmp_path)
