@@ -50,7 +50,8 @@ def serve(arguments: argparse.Namespace) -> None:
     from ndp_device.config import DeviceConfig
     from ndp_device.handler import Handler
     from ndp_device.server import Server
-    from ndp_device.transport import ZmqServer, flush
+    from ndp_device.transport.sockets import flush
+    from ndp_device.transport.zmq_server import ZmqServer
 
     spans: Spans = []
     config = DeviceConfig(address=arguments.serve, model_dir=arguments.model, replicas_dir=arguments.replicas)

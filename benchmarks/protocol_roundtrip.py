@@ -22,11 +22,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ndp_device import carrier
 from ndp_device.protocol import codec
 from ndp_device.protocol.messages import VERSION, SlotOffer
-from ndp_device.transport import ZmqServer, ZmqTransport
-from vllm_ndp.device_client import DeviceClient, DeviceProcess
+from ndp_device.transport import shm
+from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport.zmq_server import ZmqServer
+from vllm_ndp.device.client import DeviceClient, DeviceProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})  # as an Execute's
@@ -43,7 +44,7 @@ def echo(address: str) -> None:
             continue
         if bytes(received.frames[0]).startswith(b"slots"):
             offer = msgspec.msgpack.encode(server.offer_slots(received.client)) + bytes(4)
-            reply: carrier.Frames = (offer, b"")
+            reply: shm.Frames = (offer, b"")
         else:
             codec.check(received.frames[0], received.covered)
             reply = received.frames
@@ -51,7 +52,7 @@ def echo(address: str) -> None:
         received.release()
 
 
-def wait_for(transport: ZmqTransport) -> carrier.Frames:
+def wait_for(transport: ZmqTransport) -> shm.Frames:
     while True:
         frames = transport.receive(1.0)
         if frames is not None:

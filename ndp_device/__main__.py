@@ -25,7 +25,8 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.server import Server
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.timing_cli import app as time_app
-from ndp_device.transport import ZmqServer, flush
+from ndp_device.transport.sockets import flush
+from ndp_device.transport.zmq_server import ZmqServer
 
 MAX_LOG_RECORDS = 10_000
 

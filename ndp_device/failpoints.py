@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ndp_device.carrier import Frames
 from ndp_device.errors import ConfigError
+from ndp_device.transport.shm import Frames
 
 KINDS = (
     "drop",

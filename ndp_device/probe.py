@@ -1,6 +1,6 @@
 """Ask a running device one thing at a time and wait for the answer: for people, scripts and start-up checks.
 
-The serving host uses vllm_ndp/device_client.py instead, which never waits longer than its deadline and reconnects.
+The serving host uses vllm_ndp/device/client.py instead, which never waits longer than its deadline and reconnects.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from types import TracebackType
 
 import numpy as np
 
-from ndp_device.carrier import Frames
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import ZmqTransport
+from ndp_device.transport.shm import Frames
+from ndp_device.transport.zmq_client import ZmqTransport
 
 
 class Probe:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-from ndp_device.carrier import Frames
 from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
 from ndp_device.quiet_cores import QuietCores
-from ndp_device.transport import Received, ZmqServer
+from ndp_device.transport.shm import Frames
+from ndp_device.transport.zmq_server import Received, ZmqServer
 
 MAX_QUEUE = 64
 """Requests that may wait while one is computed; the next one is told `busy`."""

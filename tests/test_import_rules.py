@@ -15,7 +15,7 @@ FILES = sorted(p for package in ("ndp_device", "vllm_ndp") for p in (ROOT / pack
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/", ("vllm_ndp", "vllm"), ()),
     ("ndp_device/", ("torch", "transformers"), ("ndp_device/calibration/",)),
-    ("ndp_device/", ("zmq",), ("ndp_device/transport.py",)),
+    ("ndp_device/", ("zmq",), ("ndp_device/transport/",)),
     ("vllm_ndp/", ("zmq",), ()),
     ("vllm_ndp/", ("vllm",), ("vllm_ndp/integration/",)),
     ("vllm_ndp/", ("torch",), ("vllm_ndp/integration/",)),
@@ -38,12 +38,12 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
-    ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device", "vllm_ndp.device_client"), ()),
+    ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
     ("ndp_device/timing/", ("os", "time", "socket", "random", "datetime", "numpy"), ()),
     ("ndp_device/timing/", ("ndp_device.protocol", "ndp_device.replicas", "ndp_device.kernels"), ()),
     (
         "ndp_device/protocol/",
-        ("ndp_device.replicas", "ndp_device.kernels", "ndp_device.handler", "socket", "time"),
+        ("ndp_device.replicas", "ndp_device.kernels", "ndp_device.handler", "ndp_device.transport", "socket", "time"),
         (),
     ),
     ("ndp_device/kernels/", ("ndp_device.protocol", "ndp_device.timing"), ()),

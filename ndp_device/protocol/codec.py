@@ -174,7 +174,7 @@ def _checksum(sealed: Buffer, body: Buffer) -> bytes:
 _seal: Callable[[Buffer, Buffer], bytes] = _seal_in_python
 _is_sealed: Callable[[Buffer, Buffer], bool] = _is_sealed_in_python
 with contextlib.suppress(ImportError):  # not built: the same values, slower
-    _native = importlib.import_module("ndp_device._carrier")
+    _native = importlib.import_module("ndp_device.transport._shm")
     _seal, _is_sealed = _native.seal, _native.is_sealed
 
 

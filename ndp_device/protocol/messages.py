@@ -60,7 +60,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
-    """A shared-memory segment the device made for one host (carrier.py)."""
+    """A shared-memory segment the device made for one host (transport/shm.py)."""
 
     pid: Count
     fd: Count
@@ -70,7 +70,7 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Not a message but a part of one (pieces.py)."""
+    """Not a message but a part of one (transport/fragments.py)."""
 
     number: Count  # counts up per sender; the same in all pieces of one message
     offset: Count  # where its bytes belong in frame 1

@@ -20,7 +20,7 @@ from engines import BIN, MODEL, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, 
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from vllm_ndp.device_process import DeviceProcess
+from vllm_ndp.device.process import DeviceProcess
 
 pytestmark = pytest.mark.vllm
 

@@ -20,13 +20,14 @@ import psutil
 import pytest
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
-from ndp_device.address import Address
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import ZmqServer, ZmqTransport
+from ndp_device.transport.address import Address
+from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport.zmq_server import ZmqServer
 
 PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
 
-from ndp_device.client_transport import InProcessTransport
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.model_shape import model_digest
 from ndp_device.protocol.codec import VersionMismatch
-from vllm_ndp.device_client import MAX_IN_FLIGHT, DeviceClient
+from ndp_device.transport.base import InProcessTransport
+from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient
 
 CALLS = make_calls()
 
@@ -185,7 +185,7 @@ def test_a_device_that_is_down_costs_each_call_nothing_and_one_log_line(
     assert client.counters.unavailable == 201
     device.reachable, device.fault = True, honest
     until_up(client)
-    states = [record.getMessage() for record in caplog.records if record.name == "vllm_ndp.device_client"]
+    states = [record.getMessage() for record in caplog.records if record.name == "vllm_ndp.device.client"]
     assert len(states) == 2
     assert "is down: no answer within 50 ms" in states[0]
     assert "is up" in states[1]

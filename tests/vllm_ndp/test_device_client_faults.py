@@ -18,11 +18,11 @@ import psutil
 import pytest
 from device_cases import MODEL, full_plan, make_calls
 
-from ndp_device.carrier import MAX_CHANNELS
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.model_shape import model_digest
-from vllm_ndp import device_process
-from vllm_ndp.device_client import DeviceClient, DeviceProcess
+from ndp_device.transport.shm import MAX_CHANNELS
+from vllm_ndp.device import process as device_process
+from vllm_ndp.device.client import DeviceClient, DeviceProcess
 
 CALLS = make_calls()
 DEADLINE_MS = 250.0
@@ -311,7 +311,7 @@ def test_the_next_host_removes_what_a_killed_one_left_and_nothing_that_is_in_use
 ) -> None:
     """Killed with its device at once, as `vllm serve` does on SIGTERM, a host cannot remove its directory."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    program = "import sys, time; from vllm_ndp import device_process as d; print(d._private_directory()[0]); "
+    program = "import sys, time; from vllm_ndp.device import process as d; print(d._private_directory()[0]); "
     hosts = [
         subprocess.Popen(
             [sys.executable, "-c", program + "sys.stdout.flush(); time.sleep(60)"], stdout=subprocess.PIPE, text=True

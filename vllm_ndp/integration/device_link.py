@@ -16,7 +16,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
-from vllm_ndp.device_client import DeviceClient, DeviceProcess
+from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import WIDTHS

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.forward_context import get_forward_context
 
-from vllm_ndp.device_calls import ExecuteHandle
+from vllm_ndp.device.calls import ExecuteHandle
 from vllm_ndp.integration.batch import BatchRows, Span
 from vllm_ndp.integration.dispatch import NOTHING, Pairs
 from vllm_ndp.integration.report import PAIR_KINDS

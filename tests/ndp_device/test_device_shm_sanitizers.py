@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("test_device_carrier.py", "test_device_codec.py", "test_device_pieces.py")
+TESTS = ("test_device_shm.py", "test_device_codec.py", "test_device_fragments.py")
 RUN = """
 import importlib.util, sys
 import pytest
-spec = importlib.util.spec_from_file_location("ndp_device._carrier", sys.argv[1])
-sys.modules["ndp_device._carrier"] = module = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("ndp_device.transport._shm", sys.argv[1])
+sys.modules["ndp_device.transport._shm"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
@@ -41,13 +41,13 @@ def test_whatever_the_other_side_writes_no_byte_outside_a_buffer_is_touched(tmp_
         check=True,
         capture_output=True,
     )
-    subprocess.run(["cmake", "--build", str(tmp_path), "--target", "_carrier"], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", str(tmp_path), "--target", "_shm"], check=True, capture_output=True)
     environment = os.environ | {
         "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so", "libstdc++.so.6"))),
         "ASAN_OPTIONS": f"detect_leaks=0:log_path={tmp_path}/found",  # Python itself leaks
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={tmp_path}/found",
     }
-    (module,) = tmp_path.glob("_carrier.*.so")
+    (module,) = tmp_path.glob("_shm.*.so")
     tests = [str(ROOT / "tests" / "ndp_device" / name) for name in TESTS]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(module), *tests], cwd=ROOT, env=environment, capture_output=True, text=True

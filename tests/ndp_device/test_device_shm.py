@@ -22,16 +22,15 @@ import numpy as np
 import pytest
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
-from ndp_device import carrier
-from ndp_device.carrier import NUM_SLOTS, Put, SlotChannel
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
-from ndp_device.transport import ZmqServer, ZmqTransport
-from vllm_ndp.device_client import DeviceClient
+from ndp_device.transport import shm
+from ndp_device.transport.shm import NUM_SLOTS, Put, SlotChannel
+from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport.zmq_server import ZmqServer
+from vllm_ndp.device.client import DeviceClient
 
-pytestmark = pytest.mark.skipif(
-    carrier.native is None, reason="the extension is not built: everything takes the socket"
-)
+pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ LENGTHS = (*range(200), 255, 256, 257, 1023, 4096, 8191, 65536, 65537, 300_001)
 
 @pytest.mark.parametrize("name", ["crc32", "crc32_by_tables"])
 def test_the_checksum_is_zlibs_for_any_length_alignment_and_beginning(name: str) -> None:
-    crc32 = getattr(carrier.native, name)
+    crc32 = getattr(shm.native, name)
     data = random.Random(5).randbytes(LENGTHS[-1] + 16)
     for length in LENGTHS:
         for offset in range(16 if length < 300 else 3):
@@ -70,7 +69,7 @@ def test_sealing_while_copying_writes_the_codecs_bytes(pair: tuple[SlotChannel, 
         assert host.put((header, body), seals=True) is Put.DONE
         taken = device.take()
         assert taken is not None
-        assert taken[0] == codec.seal(header, carrier.covered(body))
+        assert taken[0] == codec.seal(header, shm.covered(body))
         assert bytes(taken[1]) == body
         assert taken[2]
         device.release()
@@ -124,7 +123,7 @@ def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[Sl
 
 def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[SlotChannel, SlotChannel]) -> None:
     host, device = pair
-    assert host.put((b"h", bytes(carrier.BODY_ROOM + 1))) is Put.REFUSED
+    assert host.put((b"h", bytes(shm.BODY_ROOM + 1))) is Put.REFUSED
     assert host.put((bytes(4097), b"")) is Put.REFUSED
     for _ in range(NUM_SLOTS):
         assert host.put((b"h", b"")) is Put.DONE
@@ -213,10 +212,10 @@ def test_no_descriptor_outlives_a_channel() -> None:
 
 def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, SlotChannel]) -> None:
     host, device = pair
-    assert not carrier.Spinner(100).spin([device])
+    assert not shm.Spinner(100).spin([device])
     timer = threading.Timer(0.05, lambda: host.put((b"h", b"")))
     timer.start()
-    assert carrier.Spinner(60_000_000).spin([device])
+    assert shm.Spinner(60_000_000).spin([device])
     timer.join()
 
 
@@ -227,7 +226,7 @@ def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tupl
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     try:
-        spinner = carrier.Spinner(20_000)
+        spinner = shm.Spinner(20_000)
         for _ in range(500):
             spinner.spin([pair[1]])
             if spinner.is_calm:
@@ -277,7 +276,7 @@ def test_only_the_very_segment_is_attached(pair: tuple[SlotChannel, SlotChannel]
     for change in (
         {"token": bytes(16)},
         {"num_slots": NUM_SLOTS + 1},
-        {"body_room": carrier.BODY_ROOM - (1 << 20)},
+        {"body_room": shm.BODY_ROOM - (1 << 20)},
         {"fd": plain.fileno()},
         {"fd": other.offer.fd},
         {"fd": 10**6},
@@ -335,7 +334,7 @@ def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: t
 def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
     server, transport = sockets
     client = attach(server, transport)
-    large = (FRAMES[0], random.Random(1).randbytes(carrier.BODY_ROOM + 1))
+    large = (FRAMES[0], random.Random(1).randbytes(shm.BODY_ROOM + 1))
     for frames in (FRAMES, large, FRAMES):
         assert transport.send(frames)
         received = server.receive(5000)
@@ -386,12 +385,12 @@ def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[ZmqServer, Z
     server, transport = sockets
     client = attach(server, transport)
     channel = server._channels[client]
-    channel.used_ns -= round((carrier.PROBE_AFTER_S + 1) * 1e9)
+    channel.used_ns -= round((shm.PROBE_AFTER_S + 1) * 1e9)
     assert server.receive(100) is None
     assert client in server._channels  # it is there, only silent
     transport.close()
     for _ in range(50):
-        channel.used_ns -= round((carrier.PROBE_AFTER_S + 1) * 1e9)
+        channel.used_ns -= round((shm.PROBE_AFTER_S + 1) * 1e9)
         server.receive(20)
     assert server._channels == {}
     transport.close = lambda: None  # type: ignore[method-assign]

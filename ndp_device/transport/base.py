@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from ndp_device.carrier import Frames
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.messages import SlotOffer
+from ndp_device.transport.shm import Frames
 
 _MAX_REPLIES = 64
 

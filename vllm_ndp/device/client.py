@@ -20,14 +20,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.carrier import Frames
-from ndp_device.client_transport import ClientTransport
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
-from ndp_device.transport import ZmqTransport
-from vllm_ndp.device_calls import (
+from ndp_device.transport.base import ClientTransport
+from ndp_device.transport.shm import Frames
+from ndp_device.transport.zmq_client import ZmqTransport
+from vllm_ndp.device.calls import (
     AnnouncedPlan,
     ControlCall,
     Counters,
@@ -36,7 +36,7 @@ from vllm_ndp.device_calls import (
     is_finite,
     named,
 )
-from vllm_ndp.device_process import DeviceProcess
+from vllm_ndp.device.process import DeviceProcess
 
 __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]
 

@@ -5,7 +5,7 @@ sealed, so it cannot shrink under us); the host opens it through /proc/<device>/
 user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "bell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-Of the protocol it knows the seal. Spinning, copying and the checksum are C++ (carrier_csrc/carrier.cpp).
+Of the protocol it knows the seal. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 native: ModuleType | None = None  # not built: every message takes the socket
 with contextlib.suppress(ImportError):
-    native = importlib.import_module("ndp_device._carrier")
+    native = importlib.import_module("ndp_device.transport._shm")
 
 
 class Put(enum.Enum):

@@ -135,5 +135,5 @@ def _copy_in_python(target: memoryview, offset: int, part: Buffer, crc: int) -> 
 _crc32: Callable[[Buffer, int], int] = crc32
 _copy_into: Callable[[memoryview, int, Buffer, int], int] = _copy_in_python
 with contextlib.suppress(ImportError):  # not built: two passes instead of one
-    _native = importlib.import_module("ndp_device._carrier")
+    _native = importlib.import_module("ndp_device.transport._shm")
     _crc32, _copy_into = _native.crc32, _native.copy_into

@@ -1,6 +1,6 @@
 // Two rings of slots in one shared mapping: messages of two frames, one ring per direction, one writer and one reader each.
 //
-//   page 0         written by the device, read by the host when it attaches (carrier.py)
+//   page 0         written by the device, read by the host when it attaches (transport/shm.py)
 //   page 1, 2      RingHead of host -> device, device -> host
 //   then           num_slots slots of each ring: SlotHead | header, padded to 4096 | body
 //
@@ -310,7 +310,7 @@ bool is_sealed(nb::handle header, nb::handle body) {
 
 }  // namespace
 
-NB_MODULE(_carrier, module) {
+NB_MODULE(_shm, module) {
     nb::set_leak_warnings(false);  // a host that ends while it holds a channel is no news
     nb::class_<Channel>(module, "Channel")
         .def(nb::init<nb::handle, int, int, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),

@@ -14,14 +14,16 @@ import msgspec
 import pytest
 import zmq
 
-from ndp_device import transport as transport_module
-from ndp_device.carrier import Frames
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
-from ndp_device.protocol import codec, pieces
+from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import ZmqServer, ZmqTransport
+from ndp_device.transport import fragments
+from ndp_device.transport import zmq_server as transport_module
+from ndp_device.transport.shm import Frames
+from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport.zmq_server import ZmqServer
 
-BODY = random.Random(0).randbytes(pieces.CUT_FROM_BYTES + 12345)
+BODY = random.Random(0).randbytes(fragments.CUT_FROM_BYTES + 12345)
 PEER = Path(__file__).resolve().parents[2] / "benchmarks" / "protocol_roundtrip.py"
 
 
@@ -30,11 +32,11 @@ def header(number: int = 1, ndp: int = msg.VERSION) -> bytes:
 
 
 def cut(number: int = 1, body: bytes = BODY) -> list[list[Any]]:
-    return [[bytes(frame) for frame in frames] for frames in pieces.cut(number, header(number), body, seals=True)]
+    return [[bytes(frame) for frame in frames] for frames in fragments.cut(number, header(number), body, seals=True)]
 
 
 def join(parts: list[list[Any]]) -> tuple[bytes, memoryview] | None:
-    joining = pieces.Joining(parts[0])
+    joining = fragments.Joining(parts[0])
     message = None
     for frames in parts[1:]:
         assert message is None
@@ -43,20 +45,20 @@ def join(parts: list[list[Any]]) -> tuple[bytes, memoryview] | None:
 
 
 @pytest.mark.parametrize("copy_into", ["extension", "python"])
-@pytest.mark.parametrize("size", [pieces.CUT_FROM_BYTES, len(BODY), (20 << 20) + 1, msg.MAX_BODY_BYTES])
+@pytest.mark.parametrize("size", [fragments.CUT_FROM_BYTES, len(BODY), (20 << 20) + 1, msg.MAX_BODY_BYTES])
 def test_what_was_cut_joins_to_the_same_bytes(size: int, copy_into: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if copy_into == "python":
-        monkeypatch.setattr(pieces, "_copy_into", pieces._copy_in_python)
+        monkeypatch.setattr(fragments, "_copy_into", fragments._copy_in_python)
     body = random.Random(size).randbytes(size)
     parts = cut(7, body)
-    assert 2 <= len(parts) <= pieces.MAX_PIECES
-    assert all(len(frames[1]) >= pieces.MIN_PIECE_BYTES for frames in parts[:-1])
+    assert 2 <= len(parts) <= fragments.MAX_PIECES
+    assert all(len(frames[1]) >= fragments.MIN_PIECE_BYTES for frames in parts[:-1])
     message = join(parts)
     assert message is not None
     assert message[0] == codec.seal(header(7), body)
     assert message[1] == body
     sealed = codec.seal(header(7), body)
-    assert [[bytes(frame) for frame in frames] for frames in pieces.cut(7, sealed, body, seals=False)] == parts
+    assert [[bytes(frame) for frame in frames] for frames in fragments.cut(7, sealed, body, seals=False)] == parts
 
 
 def piece(number: int, offset: int, total: int) -> bytes:
@@ -77,7 +79,7 @@ LIES: dict[str, list[list[Any]]] = {
     "the checksum is too long": [FIRST, SECOND, *REST[:-1], [*REST[-1], b""]],
     "no header": [FIRST[:2]],
     "no bytes": [FIRST[:1]],
-    "too small": [[FIRST[0], FIRST[1][: pieces.MIN_PIECE_BYTES - 1], FIRST[2]]],
+    "too small": [[FIRST[0], FIRST[1][: fragments.MIN_PIECE_BYTES - 1], FIRST[2]]],
     "empty": [[FIRST[0], b"", FIRST[2]]],
     "more bytes than announced": [FIRST, [SECOND[0], BODY]],
     "too large a body": [[piece(1, 0, msg.MAX_BODY_BYTES + 1), *FIRST[1:]]],
@@ -165,7 +167,7 @@ def test_pieces_are_sent_only_to_a_peer_that_has_shown_that_it_joins_them(
     """1.0 writes 256 into its headers. Both directions, then the same with 1.1."""
     sent = []
     monkeypatch.setattr(
-        pieces, "cut", lambda *args, real=pieces.cut, **options: sent.append(args[0]) or real(*args, **options)
+        fragments, "cut", lambda *args, real=fragments.cut, **options: sent.append(args[0]) or real(*args, **options)
     )
     for ndp, cuts in ((256, 0), (2 << 8, 0), (256 + 1, 2)):
         host._version = 0

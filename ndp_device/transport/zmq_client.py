@@ -1,0 +1,171 @@
+"""The host's end of a ZeroMQ connection: DEALER with a socket monitor; a ClientTransport (base.py).
+
+Between processes of one machine the frames may lie in shared memory instead (shm.py); then the socket carries the
+bell that wakes a sleeper, and every message the memory cannot take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
+from ndp_device.transport import fragments, shm, sockets
+from ndp_device.transport.address import Address
+from ndp_device.transport.shm import Frames, SlotChannel
+
+_HOST_QUEUE = 16 * fragments.MAX_PIECES  # a host's largest requests and answers fit, all that may be in flight
+_CONNECT_MS = 2000
+_RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_BELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a bell
+
+
+class ZmqTransport:
+    """A DEALER whose monitor tells within milliseconds that the device died; libzmq's heartbeat tells that it froze."""
+
+    def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
+        self._is_ipc = Address.parse(address).ipc_path is not None
+        self._channel: SlotChannel | None = None
+        self._version = 0  # of the device, as far as it has shown
+        self._joining: fragments.Joining | None = None
+        self._num_cut = 0
+        self._given_up = False
+        self._lost = False  # the connection broke; what had arrived before is still handed out
+        self._spinner = shm.Spinner(shm.HOST_SPIN_US)
+        self._socket = sockets.context().socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, _HOST_QUEUE),
+            (zmq.RCVHWM, _HOST_QUEUE),
+            (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
+            (zmq.IMMEDIATE, 1),
+            (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
+            (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
+            (zmq.RECONNECT_IVL, _RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
+            (zmq.HEARTBEAT_IVL, heartbeat_ms),
+            (zmq.HEARTBEAT_TIMEOUT, 5 * heartbeat_ms),
+            (zmq.HEARTBEAT_TTL, 5 * heartbeat_ms),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.IPV6, int("[" in address)),
+        ):
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
+        self._socket.connect(address)
+
+    @property
+    def wants_slots(self) -> bool:
+        return self._is_ipc and shm.native is not None
+
+    def attach(self, offer: SlotOffer) -> bool:
+        channel = self._channel = SlotChannel.attach(offer)
+        if channel is not None and channel.bell >= 0:
+            self._polled.append((channel.bell, zmq.POLLIN))
+        return channel is not None
+
+    def send(self, frames: Frames) -> bool:
+        if self._channel is not None:
+            sent = self._channel.put(frames, seals=True)
+            if sent is shm.Put.DONE:
+                return True
+            if sent is shm.Put.BELL:
+                self._to_socket(sockets.BELL)
+                return True
+        header, body = frames
+        if not sockets.is_cut(body, self._version):
+            return self._to_socket((codec.seal(header, body), body))
+        self._num_cut += 1
+        return all(self._to_socket(piece) for piece in fragments.cut(self._num_cut, header, body, seals=True))
+
+    def receive(self, timeout_s: float) -> Frames | None:
+        channel = self._channel
+        if channel is None:
+            return self._from_socket(timeout_s)
+        channel.release()
+        if timeout_s <= 0:
+            return self._from_slot(channel) or self._from_socket(0.0)
+        if self._spinner.spin((channel,)) or not channel.prepare_sleep():
+            return self._from_slot(channel)
+        frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
+        channel.awake()
+        frames = frames or self._from_slot(channel)
+        if frames is None and self._given_up:
+            raise DeviceUnavailable("the device has given up the shared memory")
+        return frames
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _to_socket(self, frames: Frames) -> bool:
+        try:
+            sockets.send(self._socket, frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def _from_slot(self, channel: SlotChannel) -> Frames | None:
+        taken = channel.take()
+        if taken is None:
+            return None
+        header, body, intact = taken
+        if not intact:
+            codec.check(header, shm.covered(body))
+        return header, body
+
+    def _from_socket(self, timeout_s: float) -> Frames | None:
+        frames = self._receive_now()
+        if frames is None and timeout_s > 0:
+            ready = dict(zmq.zmq_poll(self._polled, max(round(timeout_s * 1e3), 1)))
+            if self._socket in ready:
+                frames = self._receive_now()
+            if self._channel is not None:
+                self._given_up = bool(ready.get(self._channel.bell, 0) & zmq.POLLERR)
+        if frames is None and (self._lost or (self._monitor.poll(0) and self._is_disconnect())):
+            self._lost = True
+            frames = self._receive_now()  # what arrived before the connection broke still counts
+            if frames is None:
+                raise DeviceUnavailable("the connection to the device was lost")
+        if frames is None:
+            return None
+        if fragments.is_piece(frames):
+            return self._join(frames)
+        if self._joining is not None and frames != sockets.BELL:
+            raise RemoteProtocolError("the device broke off in the middle of a message")
+        if len(frames) != 2:
+            if frames == sockets.BELL:
+                return None
+            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
+        codec.check(frames[0], frames[1])
+        if not self._version:
+            self._version = codec.peek_version(frames[0])
+        return frames
+
+    def _join(self, frames: Frames) -> Frames | None:
+        if self._joining is None:
+            self._joining = fragments.Joining(frames)
+            return None
+        message = self._joining.add(frames)
+        if message is not None:
+            self._joining = None
+            self._version = codec.peek_version(message[0])
+        return message
+
+    def _is_disconnect(self) -> bool:
+        return bool(parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED)
+
+    def _receive_now(self) -> Frames | None:
+        try:
+            return [sockets.content(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
