@@ -30,7 +30,7 @@ Mode = Literal["two_limb", "a8"]
 _LIMBS = {"two_limb": 2, "a8": 1}
 
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}
-"""How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log.md."""
+"""How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
 _IDENTITY = np.empty(0, np.int32)

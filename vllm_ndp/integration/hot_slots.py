@@ -17,7 +17,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertWeights
 
 ALIAS_PAIRS = 32
-"""Up to this many pairs, aliasing beats gathering (docs/log.md); it is also bit-equal to the stock kernel."""
+"""Up to this many pairs, aliasing beats gathering (docs/log/kernels.md); it is also bit-equal to the stock kernel."""
 _INT32_ELEMENTS = 2**31
 """The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
 

@@ -57,7 +57,7 @@ class PolicySettings:
     seed: int = 0
     prior: ImportanceScore | None = field(default=None, repr=False)
     prior_tokens: float = 16.0
-    """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log.md, "prior"."""
+    """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log/planning.md, "prior"."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0:

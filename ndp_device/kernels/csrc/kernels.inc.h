@@ -18,7 +18,7 @@
 
 namespace {
 
-// Bytes of software prefetch, measured (docs/log.md).
+// Bytes of software prefetch, measured (docs/log/kernels.md).
 constexpr int kGemvLead = 2048;
 constexpr int kMetaLead = 512;
 
@@ -182,7 +182,7 @@ void gemv(const QuantizedView& w, const Activations& a, int first, int last, flo
 
 // ---- a few tokens: codes stay in registers here too ------------------------------------------------------------------
 
-// For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log.md), so up to kFewRows
+// For so few rows unpacking into a panel and reading it back costs more than it saves (docs/log/kernels.md), so up to kFewRows
 // rows meet each vector of codes as it is unpacked. High fields are shifted down at once: sums of their own, as for one token,
 // would not fit into the registers. Same sums in the same order as on every other way.
 template <class Code, int LIMBS, int TOKENS, int UNITS, int CHUNKS>
