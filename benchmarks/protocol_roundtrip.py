@@ -1,8 +1,8 @@
 """How long does a message take to the device and back: through shared memory, through the socket, and at the least?
 
 The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
-limit); slot and wire = ZmqTransport and ZmqServer, each message sealed and checked; execute = the whole DeviceClient
-and ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops
+limit); slot and wire = ZmqTransport and ZmqServer, checksums written and checked; execute = the whole DeviceClient and
+ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops
 per core beside it.
 """
 
@@ -22,9 +22,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ndp_device.protocol import codec
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import VERSION, SlotOffer
-from ndp_device.transport import shm
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
@@ -43,16 +42,16 @@ def echo(address: str) -> None:
         if received is None:
             continue
         if bytes(received.frames[0]).startswith(b"slots"):
-            offer = msgspec.msgpack.encode(server.offer_slots(received.client)) + bytes(4)
-            reply: shm.Frames = (offer, b"")
+            offer = msgspec.msgpack.encode(server.offer_memory(received.client)) + bytes(4)
+            reply: Frames = (offer, b"")
         else:
-            codec.check(received.frames[0], received.covered)
+            assert received.damage is None
             reply = received.frames
-        server.send(received.client, server.seal(received.client, reply))
+        server.send(received.client, reply)
         received.release()
 
 
-def wait_for(transport: ZmqTransport) -> shm.Frames:
+def wait_for(transport: ZmqTransport) -> Frames:
     while True:
         frames = transport.receive(1.0)
         if frames is not None:
@@ -92,9 +91,9 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
 def executed(count: int, *, slots: bool) -> list[int]:
     process = DeviceProcess.spawn(ROOT / "models" / "tiny-mixtral", None, kernel="reference")
     try:
-        client = DeviceClient(process.address, slots=slots)
+        client = DeviceClient(process.address, shared_memory=slots)
         welcome = client.connect(30)
-        assert client.uses_slots == slots
+        assert client.uses_shared_memory == slots
         client.install_plan(1, np.zeros((welcome.num_layers, welcome.num_experts), np.uint8))
         client.activate_plan(1)
         x = np.zeros((1, welcome.hidden_size), np.float32)

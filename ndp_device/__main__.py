@@ -74,7 +74,7 @@ def serve(
     try:
         handler = Handler.from_config(config)
         server = Server(
-            transport, handler, parent_pid=config.parent_pid, private_dir=config.private_dir, outgoing=points
+            transport, handler, parent_pid=config.parent_pid, private_dir=config.private_dir, failpoints=points
         )
         _print({"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation})
         server.run()

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ndp_device.errors import ConfigError
-from ndp_device.transport.shm import Frames
+from ndp_device.protocol.codec import Frames
 
 KINDS = (
     "drop",
@@ -134,5 +134,5 @@ class Failpoints:
             case "wrong_dtype" if fields["tensors"]:
                 name, _, shape, offset = fields["tensors"][0]
                 fields["tensors"] = [[name, "int32", shape, offset]]
-        sealed = msgspec.msgpack.encode(fields)[:-4]
-        return sealed + zlib.crc32(body, zlib.crc32(sealed)).to_bytes(4, "little"), body
+        before = msgspec.msgpack.encode(fields)[:-4]
+        return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body

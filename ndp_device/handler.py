@@ -11,7 +11,7 @@ import os
 import sys
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -65,7 +65,7 @@ class Handler:
         self._expert_work = lru_cache(1 << 16)(self._new_expert_work)  # decoding asks for the same few again and again
         self._foresight = Foresight(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
-        self.offer_slots: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
+        self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
         self.stopping = False
@@ -92,17 +92,18 @@ class Handler:
         )
 
     def reply(
-        self, client: bytes, frames: Sequence[codec.Buffer], covered: codec.Buffer, waited_us: int = 0
+        self, client: bytes, frames: codec.Frames, damage: str | None = None, waited_us: int = 0
     ) -> tuple[bytes, bytearray]:
-        """Exactly one answer, not sealed yet, whatever the frames hold.
+        """Exactly one answer, whatever the frames hold.
 
-        `covered`: the part of the body that the seal covers. `waited_us`: how long the request lay here unread.
+        `damage`: what its transport found wrong with them. `waited_us`: how long the request lay here unread.
         """
         request_id = codec.peek_id(frames[0]) if frames else 0
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"a message has two frames, got {len(frames)}")
-            codec.check(frames[0], covered)
+            if damage is not None:
+                codec.refuse_damaged(frames[0], damage)
             request, tensors = codec.decode_request(frames[0], frames[1])
             message, answer = self._answer(client, request, tensors, waited_us)
             return codec.encode(message, answer)
@@ -121,7 +122,7 @@ class Handler:
             refusal = self._refusal(request_id, "internal", "the device failed on this request; its log says why")
         return codec.encode(refusal)
 
-    def refuse(self, frames: Sequence[codec.Buffer], code: str, message: str) -> tuple[bytes, bytearray]:
+    def refuse(self, frames: codec.Frames, code: str, message: str) -> tuple[bytes, bytearray]:
         """Answer without looking at the request."""
         return codec.encode(self._refusal(codec.peek_id(frames[0]) if frames else 0, code, message, retryable=True))
 
@@ -155,7 +156,7 @@ class Handler:
                 session.greet(request)
                 client.model = DeviceModel(self._hardware)
                 _log.info("%s connected", request.client)
-                return self._welcome(request, self.offer_slots(name) if request.wants_slots else None), None
+                return self._welcome(request, self.offer_memory(name) if request.wants_slots else None), None
             case msg.InstallPlan():
                 session.check_install(request, tensors["replicas"])
                 missing = self._prepare(tensors["replicas"])

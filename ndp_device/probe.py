@@ -13,7 +13,6 @@ import numpy as np
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport.shm import Frames
 from ndp_device.transport.zmq_client import ZmqTransport
 
 
@@ -65,7 +64,7 @@ class Probe:
             raise RemoteProtocolError(f"Describe must be answered by Description, got {type(reply).__name__}")
         return reply
 
-    def _wait(self, deadline: float, timeout_s: float) -> Frames | None:
+    def _wait(self, deadline: float, timeout_s: float) -> codec.Frames | None:
         if time.monotonic() >= deadline:
             raise DeviceUnavailable(f"no device answered at {self._address} within {self._timeout_s:g} s")
         return self._transport.receive(max(timeout_s, 0.0))

@@ -18,8 +18,8 @@ from types import FrameType
 
 from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
+from ndp_device.protocol.codec import Frames
 from ndp_device.quiet_cores import QuietCores
-from ndp_device.transport.shm import Frames
 from ndp_device.transport.zmq_server import Received, ZmqServer
 
 MAX_QUEUE = 64
@@ -30,9 +30,6 @@ _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, whic
 _LONG_NS = 1_000_000  # after serving one request for longer, the others are looked at, so that their wait is known
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
-
-Outgoing = Callable[[Frames], Iterable[Frames]]
-"""What really leaves for one reply. The identity, but for the failpoints of tests."""
 
 
 class Server:
@@ -45,17 +42,17 @@ class Server:
         *,
         parent_pid: int | None = None,
         private_dir: Path | None = None,
-        outgoing: Outgoing = lambda reply: (reply,),
+        failpoints: Callable[[Frames], Iterable[Frames]] | None = None,
     ) -> None:
         self._transport, self._handler = transport, handler
         self._parent_pid = parent_pid
         self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
-        self._outgoing = outgoing
+        self._failpoints = failpoints  # of tests: what really leaves for one reply
         self._cores = QuietCores()
         self._served_ns = time.monotonic_ns()
         self._preparing = False
         self._queue: deque[tuple[Received, int]] = deque()
-        handler.offer_slots = transport.offer_slots
+        handler.offer_memory = transport.offer_memory
         self._stopping = False
 
     def run(self) -> None:
@@ -96,17 +93,20 @@ class Server:
             self._queue.append((received, time.monotonic_ns()))
         else:
             refusal = self._handler.refuse(received.frames, "busy", f"{MAX_QUEUE} requests are waiting already")
-            self._transport.send(received.client, self._transport.seal(received.client, refusal))
+            self._transport.send(received.client, refusal)
             received.release()
         return True
 
     def _serve(self, received: Received, seen_ns: int) -> None:
         self._handler.queue_depth = len(self._queue)
         client, waited_us = received.client, (time.monotonic_ns() - seen_ns) // 1000
-        reply = self._handler.reply(client, received.frames, received.covered, waited_us)
+        reply = self._handler.reply(client, received.frames, received.damage, waited_us)
         received.release()
-        for outgoing in self._outgoing(self._transport.seal(client, reply)):
-            self._transport.send(client, outgoing)
+        if self._failpoints is None:
+            self._transport.send(client, reply)
+        else:
+            for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
+                self._transport.send_as_is(client, outgoing)
         self._served_ns = time.monotonic_ns()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:

@@ -1,21 +1,20 @@
 """Message and tensors <-> two frames. Pure: bytes in, values out, no socket and no clock.
 
 Whatever the bytes are, decoding either returns values that agree with messages.py or raises RemoteProtocolError.
+Knows no checksum: `crc` is a field that the transport fills in and looks at.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
-from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from ndp_device.errors import LocalProtocolError, RemoteProtocolError
@@ -33,6 +32,7 @@ from ndp_device.protocol.messages import (
 )
 
 Buffer = bytes | bytearray | memoryview
+Frames = Sequence[Buffer]
 Tensors = dict[str, NDArray[Any]]
 M = TypeVar("M", bound=Message)
 
@@ -50,14 +50,6 @@ _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(AnyReply)
 
 
-CHECKED: Buffer = memoryview(b"")
-"""What `check` is given in place of a body by a carrier that has checked the frames while it copied them."""
-
-
-class Broken(bytes):
-    """The same of a carrier that could not put a body together: the text of the error that `check` raises."""
-
-
 class VersionMismatch(RemoteProtocolError):
     """The peer speaks another major version."""
 
@@ -73,7 +65,7 @@ _ENVELOPES = msgspec.msgpack.Decoder(_Envelope)
 
 
 def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) -> tuple[bytes, bytearray]:
-    """The two frames of `message`, not sealed yet; `tensors` as messages.TENSORS lists them, in that order."""
+    """The two frames of `message`, `crc` still empty; `tensors` as messages.TENSORS lists them, in that order."""
     specs, body = _pack(type(message), tensors or {})
     if specs:
         message = msgspec.structs.replace(message, tensors=specs)
@@ -85,24 +77,10 @@ def encode(message: Message, tensors: Mapping[str, NDArray[Any]] | None = None) 
     return header, body
 
 
-def seal(header: Buffer, body: Buffer) -> bytes:
-    """The header with its checksum over everything before it and over `body`, b"" where that is not covered."""
-    return _seal(header, body)
-
-
-def check(header: Buffer, body: Buffer) -> None:
-    """Raise RemoteProtocolError unless `seal` of the same bytes made this header."""
-    if body is CHECKED:
-        return
-    if isinstance(body, Broken):
-        raise RemoteProtocolError(body.decode())
-    if not _is_sealed(header, body):
-        refuse_damaged(header)
-
-
-def refuse_damaged(header: Buffer) -> NoReturn:
+def refuse_damaged(header: Buffer, damage: str) -> NoReturn:
+    """Raise what a message that did not arrive whole deserves: a peer of another version may have another checksum."""
     _refuse_other_major(header)
-    raise RemoteProtocolError("the checksum of a message does not fit its bytes; it was damaged on its way")
+    raise RemoteProtocolError(damage)
 
 
 def decode_request(header: Buffer, body: Buffer) -> tuple[Request, Tensors]:
@@ -156,26 +134,6 @@ def _refuse_other_major(header: Buffer) -> None:
             f"this side speaks protocol {MAJOR}.x (now {VERSION >> 8}.{VERSION & 255}), the peer "
             f"{version >> 8}.{version & 255}: install the same major version on both"
         )
-
-
-def _seal_in_python(header: Buffer, body: Buffer) -> bytes:
-    unsealed = bytes(header)[:-_CRC_BYTES]
-    return unsealed + _checksum(unsealed, body)
-
-
-def _is_sealed_in_python(header: Buffer, body: Buffer) -> bool:
-    return _checksum(header[:-_CRC_BYTES], body) == header[-_CRC_BYTES:]
-
-
-def _checksum(sealed: Buffer, body: Buffer) -> bytes:
-    return crc32(body, crc32(sealed)).to_bytes(_CRC_BYTES, "little")
-
-
-_seal: Callable[[Buffer, Buffer], bytes] = _seal_in_python
-_is_sealed: Callable[[Buffer, Buffer], bool] = _is_sealed_in_python
-with contextlib.suppress(ImportError):  # not built: the same values, slower
-    _native = importlib.import_module("ndp_device.transport._shm")
-    _seal, _is_sealed = _native.seal, _native.is_sealed
 
 
 def _aligned(num_bytes: int) -> int:

@@ -10,8 +10,8 @@
     Shutdown      ->          Goodbye
 
 Any request may be answered by Refusal instead. Every reply carries the id of its request and the incarnation of the
-process that wrote it. `crc` is the last field of every map; who carries the frames fills it in (codec.seal).
-Knows no bytes (codec.py), no order (session.py), no socket (transport.py).
+process that wrote it. `crc` is the last field of every map; the transport fills it in (transport/checksum.py).
+Knows no bytes (codec.py), no order (session.py), no socket (transport/).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 1  # 1.1: pieces
+MAJOR, MINOR = 1, 1  # 1.1: fragments
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -69,10 +69,10 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
     body_room: Annotated[int, msgspec.Meta(ge=1, le=MAX_BODY_BYTES)]
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+class Fragment(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     """Not a message but a part of one (transport/fragments.py)."""
 
-    number: Count  # counts up per sender; the same in all pieces of one message
+    number: Count  # counts up per sender; the same in all fragments of one message
     offset: Count  # where its bytes belong in frame 1
     total: Count  # how many bytes frame 1 will have
 
@@ -82,7 +82,7 @@ class _Identified(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class Message(_Identified, frozen=True, kw_only=True):
-    """`ndp` is magic and version in one; `tensors` is filled in by encode, `crc` by seal."""
+    """`ndp` is magic and version in one; `tensors` is filled in by encode, `crc` by the transport."""
 
     ndp: int = VERSION
     tensors: tuple[TensorSpec, ...] = ()

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol import codec
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport.shm import Frames
+from ndp_device.transport import checksum
 
 _MAX_REPLIES = 64
 
@@ -17,11 +18,11 @@ _MAX_REPLIES = 64
 class ClientTransport(Protocol):
     """The host's end of one connection attempt. After `receive` raised, close it and make another.
 
-    Frames go in unsealed and come out checked. What `receive` returned is valid until the next call of it.
+    Frames go in without a checksum and come out checked. What `receive` returned is valid until the next call of it.
     """
 
     @property
-    def wants_slots(self) -> bool: ...
+    def can_share_memory(self) -> bool: ...
 
     def attach(self, offer: SlotOffer) -> bool:
         """Use the device's shared memory from now on, if it can be had."""
@@ -41,9 +42,9 @@ class ClientTransport(Protocol):
 class InProcessTransport:
     """Calls `reply` where a socket would be: same frames, same checks, no other process."""
 
-    wants_slots = False
+    can_share_memory = False
 
-    def __init__(self, reply: Callable[[bytes, Frames, codec.Buffer], Frames], client: bytes = b"in-process") -> None:
+    def __init__(self, reply: Callable[[bytes, Frames, str | None], Frames], client: bytes = b"in-process") -> None:
         self._reply, self._client = reply, client
         self._replies: deque[Frames] = deque(maxlen=_MAX_REPLIES)
 
@@ -52,8 +53,9 @@ class InProcessTransport:
 
     def send(self, frames: Frames) -> bool:
         header, body = frames
-        header, body = self._reply(self._client, (codec.seal(header, body), body), body)
-        self._arrive((codec.seal(header, body), body))
+        request = checksum.write(header, body), body
+        header, body = self._reply(self._client, request, checksum.damage(*request))
+        self._arrive((checksum.write(header, body), body))
         return True
 
     def _arrive(self, frames: Frames) -> None:
@@ -65,8 +67,14 @@ class InProcessTransport:
         frames = self._replies.popleft()
         if len(frames) != 2:
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
-        codec.check(frames[0], frames[1])
+        require_intact(*frames)
         return frames
 
     def close(self) -> None:
         self._replies.clear()
+
+
+def require_intact(header: codec.Buffer, body: codec.Buffer) -> None:
+    """Raise RemoteProtocolError unless the header holds the checksum of these bytes."""
+    if damage := checksum.damage(header, body):
+        codec.refuse_damaged(header, damage)

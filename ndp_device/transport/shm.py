@@ -1,11 +1,11 @@
-"""The shared-memory carrier: the same two frames, written into slots that host and device both map.
+"""The shared-memory transport: the same two frames, written into ring slots that host and device both map.
 
 The device makes the segment (a memfd: it has no name, so no crash can orphan it and nobody can find it, and it is
 sealed, so it cannot shrink under us); the host opens it through /proc/<device>/fd, which the kernel allows to the same
-user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "bell").
+user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "doorbell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-Of the protocol it knows the seal. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
+Of the protocol it knows the checksum. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from types import ModuleType
 from typing import Any
 
 from ndp_device.errors import RemoteProtocolError
+from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import SlotOffer
 
-Buffer = bytes | bytearray | memoryview
-Frames = Sequence[Buffer]
 Taken = tuple[bytes, Any, bool]
-"""Header, body, and whether the seal fits both."""
+"""Header, body, and whether the checksum fits both."""
 
-NUM_SLOTS = 4
+NUM_RING_SLOTS = 4
 BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a message first needs them
 HOST_SPIN_US = 20  # the host shares its cores with vLLM: a longer spin is descheduled and loses milliseconds
 DEVICE_SPIN_US = 1000  # outlasts the gap between two layers
 MAX_CHANNELS = 16
 PROBE_AFTER_S = 10.0
-MAX_SEALED_BODY_BYTES = 64 << 10
+MAX_CHECKED_BODY_BYTES = 64 << 10
 CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000
-_BELLS, _BELLS_MARK = struct.Struct("<4sii"), b"BELL"  # after the token: file numbers of the device's and the host's
+_DOORBELLS, _DOORBELLS_MARK = (
+    struct.Struct("<4sii"),
+    b"BELL",
+)  # after the token, with file numbers: device, host
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 native: ModuleType | None = None  # not built: every message takes the socket
@@ -49,33 +51,33 @@ with contextlib.suppress(ImportError):
 
 
 class Put(enum.Enum):
-    """What became of a message: it must take the socket; it lies in a slot; … and its reader sleeps, so ring."""
+    """What became of a message: it must take the socket; it lies in a ring slot; … and its reader sleeps, so ring."""
 
     REFUSED = 0
     DONE = 1
-    BELL = 2
+    DOORBELL = 2
 
 
 _PUT = tuple(Put)
 
 
-class SlotChannel:
+class ShmChannel:
     """One mapped segment, seen from one side."""
 
-    def __init__(self, fd: int, bells: tuple[int, int], offer: SlotOffer, *, is_device: bool) -> None:
-        """`bells`: the pipe that wakes this side, the one that wakes the other; -1 where there is none."""
+    def __init__(self, fd: int, doorbells: tuple[int, int], offer: SlotOffer, *, is_device: bool) -> None:
+        """`doorbells`: the pipe that wakes this side, the one that wakes the other; -1 where there is none."""
         assert native is not None
         self.offer = offer
-        self.bell = bells[0]
-        self._fds = [fd, *(bell for bell in bells if bell >= 0)]
+        self.doorbell = doorbells[0]
+        self._fds = [fd, *(doorbell for doorbell in doorbells if doorbell >= 0)]
         self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
-        self.ring = native.Channel(self._mapping, fd, *bells, offer.num_slots, offer.body_room, is_device)
+        self.ring = native.Channel(self._mapping, fd, *doorbells, offer.num_slots, offer.body_room, is_device)
         self.has_spoken = False  # device: the host has attached and used it
         self.used_ns = time.monotonic_ns()
         self._closed = False
 
     @classmethod
-    def create(cls) -> SlotChannel | None:
+    def create(cls) -> ShmChannel | None:
         """A new segment of this process, None where that is impossible."""
         if native is None:
             return None
@@ -85,10 +87,10 @@ class SlotChannel:
             opened.append(fd)
             token = secrets.token_bytes(16)
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, native.Channel.total_bytes(NUM_SLOTS, BODY_ROOM))
+            os.ftruncate(fd, native.Channel.total_bytes(NUM_RING_SLOTS, BODY_ROOM))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             os.posix_fallocate(fd, 0, 3 * mmap.PAGESIZE)
-            # The device's own bell is open both ways, so that it never looks as if nobody could ring any more; the
+            # The device's own doorbell is open both ways, so that it never looks as if nobody could ring any more; the
             # host's is not, so that the host sees when the device has given it up.
             for mode in (os.O_RDWR, os.O_WRONLY):
                 ends = os.pipe2(os.O_CLOEXEC)
@@ -97,8 +99,8 @@ class SlotChannel:
                 finally:
                     for end in ends:
                         os.close(end)
-            os.pwrite(fd, token + _BELLS.pack(_BELLS_MARK, *opened[1:]), 0)
-            offer = SlotOffer(os.getpid(), fd, token, NUM_SLOTS, BODY_ROOM)
+            os.pwrite(fd, token + _DOORBELLS.pack(_DOORBELLS_MARK, *opened[1:]), 0)
+            offer = SlotOffer(os.getpid(), fd, token, NUM_RING_SLOTS, BODY_ROOM)
             return cls(fd, (opened[1], opened[2]), offer, is_device=True)
         except (OSError, ValueError):
             for fd in opened:
@@ -106,7 +108,7 @@ class SlotChannel:
             return None
 
     @classmethod
-    def attach(cls, offer: SlotOffer) -> SlotChannel | None:
+    def attach(cls, offer: SlotOffer) -> ShmChannel | None:
         """The device's segment mapped here, None unless it is provably that one."""
         if native is None:
             return None
@@ -125,19 +127,19 @@ class SlotChannel:
                 and os.pread(fd, len(offer.token), 0) == offer.token
             )
             if genuine:
-                bells = _attach_bells(offer, os.pread(fd, _BELLS.size, len(offer.token)))
-                opened.extend(bell for bell in bells if bell >= 0)
-                return cls(fd, bells, offer, is_device=False)
+                doorbells = _attach_doorbells(offer, os.pread(fd, _DOORBELLS.size, len(offer.token)))
+                opened.extend(doorbell for doorbell in doorbells if doorbell >= 0)
+                return cls(fd, doorbells, offer, is_device=False)
         except (OSError, ValueError, OverflowError):
             pass
         for fd in opened:
             os.close(fd)
         return None
 
-    def put(self, frames: Frames, *, seals: bool = False) -> Put:
-        """Publish a message; `seals`: fill in its checksum on the way."""
+    def put(self, frames: Frames, *, writes_checksum: bool = False) -> Put:
+        """Publish a message; `writes_checksum`: on the way."""
         try:
-            state: int = self.ring.put(frames[0], frames[1], seals)
+            state: int = self.ring.put(frames[0], frames[1], writes_checksum)
         except ValueError as error:
             raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
         return _PUT[state]
@@ -176,15 +178,15 @@ class SlotChannel:
             os.close(fd)
 
 
-def _attach_bells(offer: SlotOffer, described: bytes) -> tuple[int, int]:
-    """The host's bell to read, the device's to write; -1 twice if it has none or they are not pipes of this user."""
-    mark, device_bell, host_bell = _BELLS.unpack(described)
-    if mark != _BELLS_MARK:
+def _attach_doorbells(offer: SlotOffer, described: bytes) -> tuple[int, int]:
+    """The host's doorbell to read, the device's to write; -1 twice unless they are pipes of this user."""
+    mark, device_doorbell, host_doorbell = _DOORBELLS.unpack(described)
+    if mark != _DOORBELLS_MARK:
         return -1, -1
     opened: list[int] = []
     try:
         # read and write: ringing a device that has died must not raise SIGPIPE in somebody else's program
-        for number, mode in ((host_bell, os.O_RDONLY), (device_bell, os.O_RDWR)):
+        for number, mode in ((host_doorbell, os.O_RDONLY), (device_doorbell, os.O_RDWR)):
             opened.append(_open_again(offer.pid, number, mode))
             status = os.fstat(opened[-1])
             if not stat.S_ISFIFO(status.st_mode) or status.st_uid != os.geteuid():
@@ -200,9 +202,9 @@ def _open_again(pid: int, fd: int, mode: int) -> int:
     return os.open(f"/proc/{pid}/fd/{fd}", mode | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def covered(body: Buffer) -> Buffer:
-    """The part of a body in a slot that its seal covers: checking a large one would cost more than carrying it."""
-    return body if len(body) <= MAX_SEALED_BODY_BYTES else b""
+def checked_part(body: Buffer) -> Buffer:
+    """The part of a body in a ring slot that is checked: to check a large one would cost more than to carry it."""
+    return body if len(body) <= MAX_CHECKED_BODY_BYTES else b""
 
 
 class Spinner:
@@ -217,7 +219,7 @@ class Spinner:
         self.spin_ns = (int(text) if text.isdecimal() else default_us) * 1000
         self._calm_ns, self._calm_until_ns = 0, 0
 
-    def spin(self, channels: Sequence[SlotChannel], timeout_ns: int | None = None) -> bool:
+    def spin(self, channels: Sequence[ShmChannel], timeout_ns: int | None = None) -> bool:
         """True as soon as one of the channels can be read."""
         if not self.spin_ns or (self._calm_ns and time.monotonic_ns() < self._calm_until_ns):
             return False

@@ -7,12 +7,12 @@ import os
 import zmq
 
 from ndp_device.protocol import codec
+from ndp_device.protocol.codec import Frames
 from ndp_device.transport import fragments
-from ndp_device.transport.shm import Frames
 
 HANDSHAKE_MS = 500
 FLUSH_MS = 500
-BELL: list[codec.Buffer] = [b""]
+DOORBELL: list[codec.Buffer] = [b""]
 _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 

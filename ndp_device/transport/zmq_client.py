@@ -1,7 +1,7 @@
 """The host's end of a ZeroMQ connection: DEALER with a socket monitor; a ClientTransport (base.py).
 
 Between processes of one machine the frames may lie in shared memory instead (shm.py); then the socket carries the
-bell that wakes a sleeper, and every message the memory cannot take.
+doorbell that wakes a sleeper, and every message the memory cannot take.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
-from ndp_device.transport import fragments, shm, sockets
+from ndp_device.transport import checksum, fragments, shm, sockets
 from ndp_device.transport.address import Address
-from ndp_device.transport.shm import Frames, SlotChannel
+from ndp_device.transport.base import require_intact
+from ndp_device.transport.shm import ShmChannel
 
-_HOST_QUEUE = 16 * fragments.MAX_PIECES  # a host's largest requests and answers fit, all that may be in flight
+_HOST_QUEUE = 16 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
 _CONNECT_MS = 2000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_BELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a bell
+_DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell
 
 
 class ZmqTransport:
@@ -30,7 +32,7 @@ class ZmqTransport:
 
     def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
-        self._channel: SlotChannel | None = None
+        self._channel: ShmChannel | None = None
         self._version = 0  # of the device, as far as it has shown
         self._joining: fragments.Joining | None = None
         self._num_cut = 0
@@ -60,28 +62,30 @@ class ZmqTransport:
         self._socket.connect(address)
 
     @property
-    def wants_slots(self) -> bool:
+    def can_share_memory(self) -> bool:
         return self._is_ipc and shm.native is not None
 
     def attach(self, offer: SlotOffer) -> bool:
-        channel = self._channel = SlotChannel.attach(offer)
-        if channel is not None and channel.bell >= 0:
-            self._polled.append((channel.bell, zmq.POLLIN))
+        channel = self._channel = ShmChannel.attach(offer)
+        if channel is not None and channel.doorbell >= 0:
+            self._polled.append((channel.doorbell, zmq.POLLIN))
         return channel is not None
 
     def send(self, frames: Frames) -> bool:
         if self._channel is not None:
-            sent = self._channel.put(frames, seals=True)
+            sent = self._channel.put(frames, writes_checksum=True)
             if sent is shm.Put.DONE:
                 return True
-            if sent is shm.Put.BELL:
-                self._to_socket(sockets.BELL)
+            if sent is shm.Put.DOORBELL:
+                self._to_socket(sockets.DOORBELL)
                 return True
         header, body = frames
         if not sockets.is_cut(body, self._version):
-            return self._to_socket((codec.seal(header, body), body))
+            return self._to_socket((checksum.write(header, body), body))
         self._num_cut += 1
-        return all(self._to_socket(piece) for piece in fragments.cut(self._num_cut, header, body, seals=True))
+        return all(
+            self._to_socket(fragment) for fragment in fragments.cut(self._num_cut, header, body, writes_checksum=True)
+        )
 
     def receive(self, timeout_s: float) -> Frames | None:
         channel = self._channel
@@ -89,12 +93,12 @@ class ZmqTransport:
             return self._from_socket(timeout_s)
         channel.release()
         if timeout_s <= 0:
-            return self._from_slot(channel) or self._from_socket(0.0)
+            return self._from_memory(channel) or self._from_socket(0.0)
         if self._spinner.spin((channel,)) or not channel.prepare_sleep():
-            return self._from_slot(channel)
-        frames = self._from_socket(min(timeout_s, _BELL_LOST_S))
+            return self._from_memory(channel)
+        frames = self._from_socket(min(timeout_s, _DOORBELL_LOST_S))
         channel.awake()
-        frames = frames or self._from_slot(channel)
+        frames = frames or self._from_memory(channel)
         if frames is None and self._given_up:
             raise DeviceUnavailable("the device has given up the shared memory")
         return frames
@@ -114,13 +118,13 @@ class ZmqTransport:
             return False
         return True
 
-    def _from_slot(self, channel: SlotChannel) -> Frames | None:
+    def _from_memory(self, channel: ShmChannel) -> Frames | None:
         taken = channel.take()
         if taken is None:
             return None
         header, body, intact = taken
         if not intact:
-            codec.check(header, shm.covered(body))
+            require_intact(header, shm.checked_part(body))
         return header, body
 
     def _from_socket(self, timeout_s: float) -> Frames | None:
@@ -130,7 +134,7 @@ class ZmqTransport:
             if self._socket in ready:
                 frames = self._receive_now()
             if self._channel is not None:
-                self._given_up = bool(ready.get(self._channel.bell, 0) & zmq.POLLERR)
+                self._given_up = bool(ready.get(self._channel.doorbell, 0) & zmq.POLLERR)
         if frames is None and (self._lost or (self._monitor.poll(0) and self._is_disconnect())):
             self._lost = True
             frames = self._receive_now()  # what arrived before the connection broke still counts
@@ -138,15 +142,15 @@ class ZmqTransport:
                 raise DeviceUnavailable("the connection to the device was lost")
         if frames is None:
             return None
-        if fragments.is_piece(frames):
+        if fragments.is_fragment(frames):
             return self._join(frames)
-        if self._joining is not None and frames != sockets.BELL:
+        if self._joining is not None and frames != sockets.DOORBELL:
             raise RemoteProtocolError("the device broke off in the middle of a message")
         if len(frames) != 2:
-            if frames == sockets.BELL:
+            if frames == sockets.DOORBELL:
                 return None
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
-        codec.check(frames[0], frames[1])
+        require_intact(frames[0], frames[1])
         if not self._version:
             self._version = codec.peek_version(frames[0])
         return frames

@@ -1,8 +1,8 @@
 """The device's end of a ZeroMQ connection: ROUTER. Of the content of frames it knows the checksum.
 
 Between processes of one machine the frames may lie in shared memory instead (shm.py); then the socket carries the
-bell that wakes a sleeper, and every message the memory cannot take. Queues, message sizes and the time that a silent
-peer may hold a half-open connection are bounded.
+doorbell that wakes a sleeper, and every message the memory cannot take. Queues, message sizes and the time that a
+silent peer may hold a half-open connection are bounded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import zmq
 
 from ndp_device.errors import ConfigError, RemoteProtocolError
 from ndp_device.protocol import codec
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
-from ndp_device.transport import fragments, shm, sockets
+from ndp_device.transport import checksum, fragments, shm, sockets
 from ndp_device.transport.address import Address, make_private, require_private, take
-from ndp_device.transport.shm import Frames, SlotChannel
+from ndp_device.transport.shm import ShmChannel
 
 _QUEUE = 64  # of the device, per host and direction, in ZeroMQ's messages: whole ones or fragments
 _MAX_JOINING = 8  # hosts that may have a half-received message in the device
@@ -27,20 +28,16 @@ _MAX_VERSIONS = 64  # of hosts, remembered from a request to its answer; one tha
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
 
 
-class _Unsealed(bytes):
-    """The header of an answer whose checksum is made while its pieces leave."""
-
-
 class Received(NamedTuple):
-    """A request as it arrived; `covered` is the part of its body that its seal covers, CHECKED if it was checked."""
+    """A request as it arrived; `damage` says what is wrong with it."""
 
     client: bytes
     frames: Frames
-    covered: codec.Buffer
-    channel: SlotChannel | None = None
+    damage: str | None
+    channel: ShmChannel | None = None
 
     def release(self) -> None:
-        """The frames are not needed any more: their slot may be written again."""
+        """The frames are not needed any more: their ring slot may be written again."""
         if self.channel is not None:
             self.channel.release()
 
@@ -50,11 +47,11 @@ class ZmqServer:
 
     def __init__(self, address: str) -> None:
         ipc_path = Address.parse(address).ipc_path
-        self._channels: dict[bytes, SlotChannel] = {}
+        self._channels: dict[bytes, ShmChannel] = {}
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = 0
         self._versions: dict[bytes, int] = {}
-        self._joining: dict[bytes, tuple[fragments.Joining, int]] = {}  # with the time of the first piece; oldest first
+        self._joining: dict[bytes, tuple[fragments.Joining, int]] = {}  # with the time it began; oldest first
         self._num_cut = 0
         self._lock: int | None = None
         if ipc_path is not None:
@@ -87,12 +84,12 @@ class ZmqServer:
             os.umask(previous)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def offer_slots(self, client: bytes) -> SlotOffer | None:
+    def offer_memory(self, client: bytes) -> SlotOffer | None:
         """A segment for this client, used in both directions as soon as the client has used it once."""
         self._close_channel(client)
         if len(self._channels) >= shm.MAX_CHANNELS:
             self._forget_absent(silent_s=0.0)
-        channel = SlotChannel.create() if len(self._channels) < shm.MAX_CHANNELS else None
+        channel = ShmChannel.create() if len(self._channels) < shm.MAX_CHANNELS else None
         if channel is None:
             return None
         self._channels[client] = channel
@@ -102,33 +99,28 @@ class ZmqServer:
         """The next request, or None after timeout_ms. Two frames are kept; more show as one empty frame."""
         if not self._channels:
             return self._from_socket(timeout_ms)
-        received = self._from_slots()
+        received = self._from_memory()
         if received is None:
             received = (self._spin() or self._sleep(timeout_ms)) if timeout_ms else self._from_socket(0)
         return received
 
-    def seal(self, client: bytes, frames: Frames) -> Frames:
-        """The frames with the checksum that belongs to the way they will take."""
-        header, body = frames
-        if self._speaking(client) is not None:
-            return codec.seal(header, shm.covered(body)), body
-        if sockets.is_cut(body, self._versions.get(client, 0)):
-            return _Unsealed(header), body
-        return codec.seal(header, body), body
-
     def send(self, client: bytes, frames: Frames) -> None:
-        """Never blocks; a client that is gone or does not read loses its answer."""
-        channel = self._speaking(client)
-        if channel is not None and len(frames) == 2:
-            sent = self._put(client, channel, frames)
-            if sent is shm.Put.DONE:
-                return
-            if sent is shm.Put.BELL:
-                self._to_socket(client, sockets.BELL)
-                return
-            if len(shm.covered(frames[1])) < len(frames[1]):
-                frames = codec.seal(*frames), frames[1]
-        self._to_socket(client, frames)
+        """Write the checksum and send. Never blocks; a client that is gone or does not read loses its answer."""
+        header, body = frames
+        if not self._to_memory(client, frames, writes_checksum=True):
+            if not sockets.is_cut(body, self._versions.get(client, 0)):
+                header = checksum.write(header, body)
+            self._to_socket(client, (header, body), writes_checksum=True)
+
+    def with_checksum(self, client: bytes, frames: Frames) -> Frames:
+        """The frames as `send` would write them, for `send_as_is`."""
+        header, body = frames
+        return checksum.write(header, body if self._speaking(client) is None else shm.checked_part(body)), body
+
+    def send_as_is(self, client: bytes, frames: Frames) -> None:
+        """Send frames that have their checksum, right or wrong: for failpoints."""
+        if not self._to_memory(client, frames, writes_checksum=False):
+            self._to_socket(client, frames)
 
     def close(self) -> None:
         for client in list(self._channels):
@@ -138,13 +130,23 @@ class ZmqServer:
             os.close(self._lock)
             self._lock = None
 
-    def _to_socket(self, client: bytes, frames: Frames) -> bool:
+    def _to_memory(self, client: bytes, frames: Frames, *, writes_checksum: bool) -> bool:
+        """False: the message must take the socket."""
+        channel = self._speaking(client)
+        if channel is None or len(frames) != 2:
+            return False
+        sent = self._put(client, channel, frames, writes_checksum)
+        if sent is shm.Put.DOORBELL:
+            self._to_socket(client, sockets.DOORBELL)
+        return sent is not shm.Put.REFUSED
+
+    def _to_socket(self, client: bytes, frames: Frames, *, writes_checksum: bool = False) -> bool:
         """False: there is no such client any more."""
         try:
             if len(frames) == 2 and sockets.is_cut(frames[1], self._versions.get(client, 0)):
                 self._num_cut += 1
-                for piece in fragments.cut(self._num_cut, *frames, seals=isinstance(frames[0], _Unsealed)):
-                    sockets.send(self._socket, [client, *piece])
+                for fragment in fragments.cut(self._num_cut, *frames, writes_checksum=writes_checksum):
+                    sockets.send(self._socket, [client, *fragment])
             else:
                 sockets.send(self._socket, [client, *frames])
         except zmq.ZMQError as error:
@@ -166,19 +168,21 @@ class ZmqServer:
                 frames.append(sockets.content(frame))
             elif len(frames) == 3:
                 frames.append(b"")
-        if fragments.is_piece(frames):
+        if fragments.is_fragment(frames):
             return self._join(client, frames)
         self._joining.pop(client, None)
-        if frames == sockets.BELL and client in self._channels:
-            return self._from_slots()
+        if frames == sockets.DOORBELL and client in self._channels:
+            return self._from_memory()
         if len(frames) == 2:
             self._note_version(client, frames[0])
-        return Received(client, frames, frames[-1] if frames else b"")
+        return Received(client, frames, checksum.damage(frames[0], frames[1]) if len(frames) == 2 else None)
 
     def _wait(self, timeout_ms: int) -> bool:
-        """Sleep until a message or a bell; True if the socket can be read."""
-        bells: list[tuple[Any, int]] = [(channel.bell, zmq.POLLIN) for channel in self._channels.values()]
-        return any(item is self._socket for item, _ in zmq.zmq_poll([(self._socket, zmq.POLLIN), *bells], timeout_ms))
+        """Sleep until a message or a doorbell; True if the socket can be read."""
+        doorbells: list[tuple[Any, int]] = [(channel.doorbell, zmq.POLLIN) for channel in self._channels.values()]
+        return any(
+            item is self._socket for item, _ in zmq.zmq_poll([(self._socket, zmq.POLLIN), *doorbells], timeout_ms)
+        )
 
     def _join(self, client: bytes, frames: Frames) -> Received | None:
         joining, since_ns = self._joining.pop(client, (None, 0))
@@ -189,10 +193,10 @@ class ZmqServer:
                     del self._joining[next(iter(self._joining))]
             elif (message := joining.add(frames)) is not None:
                 self._note_version(client, message[0])
-                return Received(client, message, codec.CHECKED)
+                return Received(client, message, None)
         except RemoteProtocolError as error:
             header = joining.header if joining is not None else b""
-            return Received(client, (header, b""), codec.Broken(str(error).encode()))
+            return Received(client, (header, b""), str(error))
         self._joining[client] = joining, since_ns
         return None
 
@@ -208,7 +212,7 @@ class ZmqServer:
         if len(self._versions) > _MAX_VERSIONS:
             del self._versions[next(iter(self._versions))]
 
-    def _from_slots(self) -> Received | None:
+    def _from_memory(self) -> Received | None:
         for client, channel in self._channels.items():
             try:
                 taken = channel.take()
@@ -219,22 +223,23 @@ class ZmqServer:
                 channel.has_spoken = True
                 channel.used_ns = self._active_ns = time.monotonic_ns()
                 header, body, intact = taken
-                return Received(client, (header, body), codec.CHECKED if intact else shm.covered(body), channel)
+                damage = None if intact else checksum.damage(header, shm.checked_part(body))
+                return Received(client, (header, body), damage, channel)
         return None
 
-    def _put(self, client: bytes, channel: SlotChannel, frames: Frames) -> shm.Put:
+    def _put(self, client: bytes, channel: ShmChannel, frames: Frames, writes_checksum: bool) -> shm.Put:
         try:
-            return channel.put(frames)
+            return channel.put(frames, writes_checksum=writes_checksum)
         except RemoteProtocolError:
             self._close_channel(client)
             return shm.Put.REFUSED
 
     def _spin(self) -> Received | None:
-        """A client that was served within the last millisecond is likely to ask again before a bell could ring."""
+        """A client that was served within the last millisecond is likely to ask again before a doorbell could ring."""
         channels = [channel for channel in self._channels.values() if channel.has_spoken]
         while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
             if self._spinner.spin(channels, _SPIN_SLICE_NS):
-                return self._from_slots()
+                return self._from_memory()
             if received := self._from_socket(0):
                 return received
         return None
@@ -248,7 +253,7 @@ class ZmqServer:
                 self._forget_absent(shm.PROBE_AFTER_S)
         for channel in channels:
             channel.awake()
-        return received or self._from_slots()
+        return received or self._from_memory()
 
     def _forget_absent(self, silent_s: float) -> None:
         """Free the segments of hosts that are gone: nobody tells a ROUTER, but it refuses to send to such a one."""
@@ -256,10 +261,10 @@ class ZmqServer:
         for client, channel in list(self._channels.items()):
             if now - channel.used_ns >= silent_s * 1e9:
                 channel.used_ns = now
-                if not self._to_socket(client, sockets.BELL):
+                if not self._to_socket(client, sockets.DOORBELL):
                     self._close_channel(client)
 
-    def _speaking(self, client: bytes) -> SlotChannel | None:
+    def _speaking(self, client: bytes) -> ShmChannel | None:
         channel = self._channels.get(client)
         return channel if channel is not None and channel.has_spoken else None
 

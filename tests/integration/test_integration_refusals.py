@@ -20,6 +20,7 @@ from engines import BIN, MODEL, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, 
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.transport import checksum
 from vllm_ndp.device.process import DeviceProcess
 
 pytestmark = pytest.mark.vllm
@@ -287,7 +288,7 @@ def foreign_device(major: int) -> Iterator[str]:
                 hidden_size=128,
             )
             header, body = codec.encode(reply)
-            return codec.seal(header, body), bytes(body)
+            return checksum.write(header, body), bytes(body)
 
         thread = threading.Thread(target=answer)
         thread.start()

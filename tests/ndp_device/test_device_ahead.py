@@ -243,8 +243,8 @@ class Loop:
         self.requests: list[Any] = []
         self.steps = 0
         self.left = 3
-        handler = SimpleNamespace(offer_slots=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead)
-        transport = SimpleNamespace(offer_slots=None, receive=self.receive)
+        handler = SimpleNamespace(offer_memory=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead)
+        transport = SimpleNamespace(offer_memory=None, receive=self.receive)
         monkeypatch.setattr(server, "QuietCores", lambda: SimpleNamespace(are_quiet=lambda: quiet))
         self.server = server.Server(transport, handler)  # type: ignore[arg-type]
         self.server._served_ns = time.monotonic_ns() - int(silent_s * 1e9)

@@ -18,6 +18,8 @@ from ndp_device.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import Timing
+from ndp_device.transport import checksum
+from ndp_device.transport.base import require_intact
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "protocol-golden.json"
 
@@ -96,16 +98,16 @@ EXAMPLES: dict[str, tuple[msg.Message, dict[str, Any]]] = {
 
 def encode(message: msg.Message, tensors: codec.Tensors | None = None) -> tuple[bytes, bytearray]:
     header, body = codec.encode(message, tensors)
-    return codec.seal(header, body), body
+    return checksum.write(header, body), body
 
 
 def decode_request(header: bytes, body: bytes) -> tuple[msg.Message, codec.Tensors]:
-    codec.check(header, body)
+    require_intact(header, body)
     return codec.decode_request(header, body)
 
 
 def decode_reply(header: bytes, body: bytes) -> tuple[msg.Message, codec.Tensors]:
-    codec.check(header, body)
+    require_intact(header, body)
     return codec.decode_reply(header, body)
 
 
@@ -113,10 +115,10 @@ def decode(message: msg.Message, header: bytes, body: bytes) -> tuple[msg.Messag
     return (decode_request if isinstance(message, get_args(msg.Request)) else decode_reply)(header, body)
 
 
-def seal(fields: dict[str, Any], body: bytes = b"") -> bytes:
+def with_checksum(fields: dict[str, Any], body: bytes = b"") -> bytes:
     """A header with a correct checksum, whatever its fields say."""
-    sealed = msgpack.packb({**fields, "crc": bytes(4)})[:-4]
-    return sealed + zlib.crc32(body, zlib.crc32(sealed)).to_bytes(4, "little")
+    before = msgpack.packb({**fields, "crc": bytes(4)})[:-4]
+    return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -149,9 +151,9 @@ def test_version_1_1_differs_from_1_0_in_its_number_only(name: str) -> None:
     assert header[:-4] == old[:at] + b"\x01" + old[at + 1 : -4]
 
 
-def test_the_bytes_of_a_piece_never_change() -> None:
+def test_the_bytes_of_a_fragment_never_change() -> None:
     head = bytes.fromhex("94a5706965636505ce00100000ce01000000")
-    assert msgspec.msgpack.encode(msg.Piece(5, 1 << 20, 16 << 20)) == head
+    assert msgspec.msgpack.encode(msg.Fragment(5, 1 << 20, 16 << 20)) == head
     assert msgpack.unpackb(head) == ["piece", 5, 1 << 20, 16 << 20]
 
 
@@ -167,16 +169,16 @@ def test_the_msgpack_package_reads_and_writes_the_same_header(name: str) -> None
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300), st.integers(0, 299))
-def test_the_seal_of_a_machine_without_the_extension_is_the_same(header: bytes, body: bytes, flipped: int) -> None:
-    sealed = codec._seal_in_python(header, body)
-    assert codec.seal(header, body) == sealed
-    assert codec._is_sealed_in_python(sealed, body)
-    damaged = bytearray(sealed)
-    damaged[flipped % len(sealed)] ^= 1
-    for frames in ((sealed, body + b"x"), (bytes(damaged), body)):
+def test_the_checksum_of_a_machine_without_the_extension_is_the_same(header: bytes, body: bytes, flipped: int) -> None:
+    written = checksum.write_in_python(header, body)
+    assert checksum.write(header, body) == written
+    assert checksum.fits_in_python(written, body)
+    damaged = bytearray(written)
+    damaged[flipped % len(written)] ^= 1
+    for frames in ((written, body + b"x"), (bytes(damaged), body)):
         with pytest.raises(RemoteProtocolError):
-            codec.check(*frames)
-        assert not codec._is_sealed_in_python(*frames)
+            require_intact(*frames)
+        assert not checksum.fits_in_python(*frames)
 
 
 @pytest.mark.parametrize("kind", get_args(msg.Request) + get_args(msg.AnyReply))
@@ -187,7 +189,7 @@ def test_the_checksum_is_the_last_field_of_every_message(kind: type[msg.Message]
 def test_the_msgpack_package_can_speak_to_us() -> None:
     body = X.tobytes() + bytes(40)
     fields = {"type": "result", "id": 1, "incarnation": "i", "epoch": 2, "timing": TIMING.as_dict(), "ndp": 256}
-    header = seal({**fields, "tensors": [["y", "float32", [2, 3], 0]]}, body)
+    header = with_checksum({**fields, "tensors": [["y", "float32", [2, 3], 0]]}, body)
     message, tensors = decode_reply(header, body)
     assert isinstance(message, msg.Result)
     assert message.timing == TIMING
@@ -195,12 +197,14 @@ def test_the_msgpack_package_can_speak_to_us() -> None:
 
 
 def test_fields_of_a_later_minor_version_are_skipped() -> None:
-    header = seal({"type": "ping", "id": 8, "wish": [1, {"deep": None}], "ndp": msg.VERSION + 7, "tensors": []})
+    header = with_checksum(
+        {"type": "ping", "id": 8, "wish": [1, {"deep": None}], "ndp": msg.VERSION + 7, "tensors": []}
+    )
     assert decode_request(header, b"")[0].id == 8
 
 
 def test_another_major_version_is_named_on_both_sides() -> None:
-    header = seal({"type": "ping", "id": 8, "ndp": 2 << 8, "tensors": []})
+    header = with_checksum({"type": "ping", "id": 8, "ndp": 2 << 8, "tensors": []})
     with pytest.raises(codec.VersionMismatch, match=r"1\.x .*, the peer 2\.0"):
         decode_request(header, b"")
 
@@ -229,7 +233,7 @@ def execute_with(**changes: Any) -> tuple[bytes, bytes]:
     """The golden Execute with some header fields replaced and a fresh checksum."""
     header, body = encode(EXECUTE, {"x": X, **PAIRS})
     fields = msgpack.unpackb(header)
-    return seal({**fields, **changes}, bytes(body)), bytes(body)
+    return with_checksum({**fields, **changes}, bytes(body)), bytes(body)
 
 
 SPECS = [list(spec) for spec in msgpack.unpackb(encode(EXECUTE, {"x": X, **PAIRS})[0])["tensors"]]
@@ -268,15 +272,15 @@ def test_a_body_of_the_wrong_size_is_refused(body: bytes) -> None:
     header, _ = encode(message, {"x": X, **PAIRS} if not body else None)
     fields = msgpack.unpackb(header)
     with pytest.raises(RemoteProtocolError):
-        decode_request(seal(fields, body), body)
+        decode_request(with_checksum(fields, body), body)
 
 
 def test_a_header_may_have_4096_bytes_and_not_one_more() -> None:
     fields = {"type": "ping", "id": 1, "ndp": msg.VERSION, "tensors": []}
-    room = msg.MAX_HEADER_BYTES - len(seal({**fields, "pad": ""})) - 2  # a str16 has two more bytes of length
-    assert decode_request(seal({"pad": "x" * room, **fields}), b"")[0].id == 1
+    room = msg.MAX_HEADER_BYTES - len(with_checksum({**fields, "pad": ""})) - 2  # a str16 has two more bytes of length
+    assert decode_request(with_checksum({"pad": "x" * room, **fields}), b"")[0].id == 1
     with pytest.raises(RemoteProtocolError, match=r"5\.\.4096"):
-        decode_request(seal({"pad": "x" * (room + 1), **fields}), b"")
+        decode_request(with_checksum({"pad": "x" * (room + 1), **fields}), b"")
 
 
 @pytest.mark.parametrize(
@@ -292,9 +296,9 @@ def test_a_header_may_have_4096_bytes_and_not_one_more() -> None:
     ],
     ids=["array of 4 G", "map of 4 G", "bytes of 4 G", "nested arrays", "nested maps", "never used", "nothing"],
 )
-@pytest.mark.parametrize("sealed", [True, False])
-def test_a_bomb_is_one_error(bomb: bytes, sealed: bool) -> None:
-    header = bomb + zlib.crc32(bomb).to_bytes(4, "little") if sealed else bomb
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_bomb_is_one_error(bomb: bytes, intact: bool) -> None:
+    header = bomb + zlib.crc32(bomb).to_bytes(4, "little") if intact else bomb
     for decoder in (decode_request, decode_reply):
         with pytest.raises(RemoteProtocolError):
             decoder(header, b"")
@@ -336,7 +340,7 @@ def test_a_mutated_message_with_a_correct_checksum_decodes_or_is_refused(name: s
         fields[key] = data.draw(JUNK)
     body = bytes(body[: data.draw(st.integers(0, len(body)))]) if data.draw(st.booleans()) else bytes(body)
     try:
-        _, arrays = decode(message, seal(fields, body), body)
+        _, arrays = decode(message, with_checksum(fields, body), body)
     except RemoteProtocolError:
         return
     assert sum(array.nbytes for array in arrays.values()) <= len(body)

@@ -23,6 +23,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.transport import checksum
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 
@@ -56,8 +57,8 @@ class Caller:
     ) -> Any:
         self.last_id += 1
         header, body = codec.encode(kind(self.last_id, **fields), tensors)
-        frames = (codec.seal(header, body), body)
-        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, body, waited_us))
+        frames = (checksum.write(header, body), body)
+        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, checksum.damage(*frames), waited_us))
         assert reply.id == self.last_id
         assert reply.incarnation == self.handler.incarnation
         if isinstance(reply, msg.Refusal):

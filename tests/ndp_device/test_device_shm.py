@@ -1,4 +1,4 @@
-"""The shared-memory carrier: two frames through slots, the bell, and every reason to take the socket instead."""
+"""The shared-memory transport: two frames through ring slots, the doorbell, every reason to take the socket instead."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ import pytest
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
-from ndp_device.protocol import codec
-from ndp_device.transport import shm
-from ndp_device.transport.shm import NUM_SLOTS, Put, SlotChannel
+from ndp_device.transport import checksum, shm
+from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
@@ -34,10 +33,10 @@ pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[SlotChannel, SlotChannel]]:
-    device = SlotChannel.create()
+def pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
+    device = ShmChannel.create()
     assert device is not None
-    host = SlotChannel.attach(device.offer)
+    host = ShmChannel.attach(device.offer)
     assert host is not None
     yield host, device
     host.close()
@@ -61,30 +60,30 @@ def test_the_checksum_is_zlibs_for_any_length_alignment_and_beginning(name: str)
 
 
 @pytest.mark.parametrize("size", [*range(0, 130, 3), 8191, 65535, 65536, 65537, 300_001])
-def test_sealing_while_copying_writes_the_codecs_bytes(pair: tuple[SlotChannel, SlotChannel], size: int) -> None:
+def test_the_checksum_made_while_copying_is_that_of_the_socket(pair: tuple[ShmChannel, ShmChannel], size: int) -> None:
     host, device = pair
     body = random.Random(size).randbytes(size)
     for length in (4, 5, 67, 68, 200, 4096):
         header = random.Random(length).randbytes(length)
-        assert host.put((header, body), seals=True) is Put.DONE
+        assert host.put((header, body), writes_checksum=True) is Put.DONE
         taken = device.take()
         assert taken is not None
-        assert taken[0] == codec.seal(header, shm.covered(body))
+        assert taken[0] == checksum.write(header, shm.checked_part(body))
         assert bytes(taken[1]) == body
         assert taken[2]
         device.release()
-    assert host.put((b"abc", body), seals=True) is Put.REFUSED  # no room for a seal
+    assert host.put((b"abc", body), writes_checksum=True) is Put.REFUSED  # no room for a checksum
 
 
-def test_any_flipped_bit_of_a_sealed_message_in_memory_is_seen_while_it_is_taken(
-    pair: tuple[SlotChannel, SlotChannel],
+def test_any_flipped_bit_of_a_message_in_memory_is_seen_while_it_is_taken(
+    pair: tuple[ShmChannel, ShmChannel],
 ) -> None:
     host, device = pair
     rng = random.Random(9)
     first = 3 * mmap.PAGESIZE + 64  # the header of the first slot; its body lies 4096 bytes further
     for number in range(200):
-        assert host.put((bytes(100), bytes(1000)), seals=True) is Put.DONE
-        at = first + number % NUM_SLOTS * host.ring.slot_stride
+        assert host.put((bytes(100), bytes(1000)), writes_checksum=True) is Put.DONE
+        at = first + number % NUM_RING_SLOTS * host.ring.slot_stride
         at += rng.randrange(100) if number % 2 else 4096 + rng.randrange(1000)
         host._mapping[at] ^= 1 << rng.randrange(8)
         taken = device.take()
@@ -95,11 +94,11 @@ def test_any_flipped_bit_of_a_sealed_message_in_memory_is_seen_while_it_is_taken
 
 @pytest.mark.parametrize("size", [0, 1, 63, 4096, 65536, 65537, 256 << 10, (256 << 10) + 1, 1 << 20, 20 << 20])
 def test_a_message_of_any_size_arrives_as_it_was_in_both_directions(
-    pair: tuple[SlotChannel, SlotChannel], size: int
+    pair: tuple[ShmChannel, ShmChannel], size: int
 ) -> None:
     for sender, receiver in (pair, pair[::-1]):
         body = random.Random(size).randbytes(size)
-        for number in range(2 * NUM_SLOTS + 1):
+        for number in range(2 * NUM_RING_SLOTS + 1):
             assert sender.put((b"header %d" % number, body)) is Put.DONE
             frames = receiver.take()
             assert frames is not None
@@ -109,7 +108,7 @@ def test_a_message_of_any_size_arrives_as_it_was_in_both_directions(
             receiver.release()
 
 
-def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = pair
     host.put((b"h", bytes(1 << 20)))
     frames = device.take()
@@ -121,11 +120,11 @@ def test_a_large_body_is_read_where_it_lies_and_cannot_be_written(pair: tuple[Sl
     device.close = lambda: None  # type: ignore[method-assign]
 
 
-def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = pair
     assert host.put((b"h", bytes(shm.BODY_ROOM + 1))) is Put.REFUSED
     assert host.put((bytes(4097), b"")) is Put.REFUSED
-    for _ in range(NUM_SLOTS):
+    for _ in range(NUM_RING_SLOTS):
         assert host.put((b"h", b"")) is Put.DONE
     assert host.put((b"h", b"")) is Put.REFUSED
     assert device.take() is not None
@@ -135,7 +134,7 @@ def test_a_full_ring_and_a_body_too_large_are_left_to_the_socket(pair: tuple[Slo
 
 
 def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
-    pair: tuple[SlotChannel, SlotChannel],
+    pair: tuple[ShmChannel, ShmChannel],
 ) -> None:
     for writer, sleeper in (pair, pair[::-1]):
         assert sleeper.prepare_sleep()
@@ -156,11 +155,11 @@ def test_a_sleeper_is_rung_for_once_and_nobody_falls_asleep_beside_a_message(
         assert not is_rung(sleeper)
 
 
-def is_rung(sleeper: SlotChannel) -> bool:
-    return bool(select.select([sleeper.bell], [], [], 0)[0])
+def is_rung(sleeper: ShmChannel) -> bool:
+    return bool(select.select([sleeper.doorbell], [], [], 0)[0])
 
 
-def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[ShmChannel, ShmChannel]) -> None:
     """A hostile reader asks to be rung and does not read its pipe of 64 KiB."""
     host, device = pair
     for _ in range(70_000):
@@ -171,28 +170,28 @@ def test_a_bell_that_nobody_hears_never_blocks_who_rings(pair: tuple[SlotChannel
     assert is_rung(host)
 
 
-def test_a_host_that_went_away_is_left_to_the_socket(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_a_host_that_went_away_is_left_to_the_socket(pair: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = pair
     assert host.prepare_sleep()
     for fd in host._fds[1:]:
         os.close(fd)
     del host._fds[1:]
-    assert device.put((b"h", b"")) is Put.BELL
+    assert device.put((b"h", b"")) is Put.DOORBELL
 
 
 @pytest.mark.parametrize("side", ["host", "device"])
 def test_peers_without_pipes_are_rung_for_through_the_socket(side: str) -> None:
     """A device of 1.0 writes no file numbers; one whose numbers are nonsense, or no pipes, counts as one."""
     for described in (b"", b"NONE", b"BELL" + struct.pack("<ii", 10**6, 10**6), b"BELL" + struct.pack("<ii", 0, 10**6)):
-        device = SlotChannel.create()
+        device = ShmChannel.create()
         assert device is not None
         os.pwrite(device.offer.fd, described.ljust(12, b"\0"), 16)
-        host = SlotChannel.attach(device.offer)
+        host = ShmChannel.attach(device.offer)
         assert host is not None
-        assert host.bell == -1
+        assert host.doorbell == -1
         writer, sleeper = (device, host) if side == "host" else (host, device)
         assert sleeper.prepare_sleep()
-        assert writer.put((b"h", b"")) is Put.BELL
+        assert writer.put((b"h", b"")) is Put.DOORBELL
         host.close()
         device.close()
 
@@ -200,17 +199,17 @@ def test_peers_without_pipes_are_rung_for_through_the_socket(side: str) -> None:
 def test_no_descriptor_outlives_a_channel() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        device = SlotChannel.create()
+        device = ShmChannel.create()
         assert device is not None
-        host = SlotChannel.attach(device.offer)
+        host = ShmChannel.attach(device.offer)
         assert host is not None
         host.close()
-        assert SlotChannel.attach(msgspec.structs.replace(device.offer, token=bytes(16))) is None
+        assert ShmChannel.attach(msgspec.structs.replace(device.offer, token=bytes(16))) is None
         device.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = pair
     assert not shm.Spinner(100).spin([device])
     timer = threading.Timer(0.05, lambda: host.put((b"h", b"")))
@@ -219,7 +218,7 @@ def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[SlotChannel, 
     timer.join()
 
 
-def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[ShmChannel, ShmChannel]) -> None:
     """Two spinners and two busy loops on one core: each spin of 20 ms is interrupted."""
     program = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
     rivals = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
@@ -250,7 +249,7 @@ def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tupl
         (3 * mmap.PAGESIZE + 16, 1 << 40),  # bytes of its body
     ],
 )
-def test_what_the_peer_scribbles_is_refused(pair: tuple[SlotChannel, SlotChannel], offset: int, value: int) -> None:
+def test_what_the_peer_scribbles_is_refused(pair: tuple[ShmChannel, ShmChannel], offset: int, value: int) -> None:
     host, device = pair
     host.put((b"h", b"body"))
     host._mapping[offset : offset + 8] = value.to_bytes(8, "little")
@@ -258,31 +257,31 @@ def test_what_the_peer_scribbles_is_refused(pair: tuple[SlotChannel, SlotChannel
         device.take()
 
 
-def test_a_reader_that_returns_what_it_never_had_is_refused(pair: tuple[SlotChannel, SlotChannel]) -> None:
+def test_a_reader_that_returns_what_it_never_had_is_refused(pair: tuple[ShmChannel, ShmChannel]) -> None:
     host, device = pair
     device._mapping[mmap.PAGESIZE + 64 : mmap.PAGESIZE + 72] = (9).to_bytes(8, "little")
     with pytest.raises(RemoteProtocolError, match="returned slots"):
         host.put((b"h", b""))
 
 
-def test_only_the_very_segment_is_attached(pair: tuple[SlotChannel, SlotChannel], tmp_path: Path) -> None:
+def test_only_the_very_segment_is_attached(pair: tuple[ShmChannel, ShmChannel], tmp_path: Path) -> None:
     offer = pair[1].offer
     total = os.fstat(offer.fd).st_size
     plain = (tmp_path / "file").open("w+b")  # right size, right token, but it can shrink under us
     plain.truncate(total)
     os.pwrite(plain.fileno(), offer.token, 0)
-    other = SlotChannel.create()
+    other = ShmChannel.create()
     assert other is not None
     for change in (
         {"token": bytes(16)},
-        {"num_slots": NUM_SLOTS + 1},
+        {"num_slots": NUM_RING_SLOTS + 1},
         {"body_room": shm.BODY_ROOM - (1 << 20)},
         {"fd": plain.fileno()},
         {"fd": other.offer.fd},
         {"fd": 10**6},
         {"pid": 2**31},
     ):
-        assert SlotChannel.attach(msgspec.structs.replace(offer, **change)) is None
+        assert ShmChannel.attach(msgspec.structs.replace(offer, **change)) is None
     assert os.fstat(offer.fd).st_mode & 0o777 == 0o600
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(offer.fd, total // 2)
@@ -309,7 +308,7 @@ def attach(server: ZmqServer, transport: ZmqTransport) -> bytes:
     received = None
     while received is None:
         received = server.receive(100)
-    offer = server.offer_slots(received.client)
+    offer = server.offer_memory(received.client)
     assert offer is not None
     assert transport.attach(offer)
     return received.client
@@ -320,14 +319,14 @@ def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: t
     client = attach(server, transport)
     memory = transport._channel
     assert memory is not None
-    server.send(client, server.seal(client, FRAMES))
+    server.send(client, FRAMES)
     assert memory.take() is None
     assert transport.receive(5.0) is not None
     assert transport.send(FRAMES)
     received = server.receive(1000)
     assert received is not None
     assert received.channel is server._channels[client]
-    server.send(client, server.seal(client, FRAMES))
+    server.send(client, FRAMES)
     assert memory.take() is not None
 
 
@@ -340,10 +339,10 @@ def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tup
         received = server.receive(5000)
         assert received is not None
         assert (received.channel is None) == (frames is large)
-        codec.check(received.frames[0], received.covered)
+        assert received.damage is None
         assert bytes(received.frames[1]) == frames[1]
         received.release()
-        server.send(client, server.seal(client, frames))
+        server.send(client, frames)
         answer = None
         while answer is None:
             answer = transport.receive(5.0)
@@ -355,8 +354,8 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTranspo
     client = attach(server, transport)
     transport.send(FRAMES)
     assert server.receive(1000) is not None
-    header, body = server.seal(client, FRAMES)
-    server.send(client, (header, bytes(body)[:-1] + b"Y"))
+    header, body = server.with_checksum(client, FRAMES)
+    server.send_as_is(client, (header, bytes(body)[:-1] + b"Y"))
     with pytest.raises(RemoteProtocolError, match="checksum"):
         transport.receive(1.0)
 
@@ -365,7 +364,7 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTranspo
 def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
     sockets: tuple[ZmqServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A damaged ring costs the connection: the host is told by its bell, not by its deadline."""
+    """A damaged ring costs the connection: the host is told by its doorbell, not by its deadline."""
     server, transport = sockets
     client = attach(server, transport)
     transport._spinner.spin_ns = int(spin_us) * 1000
@@ -405,10 +404,10 @@ def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[
         while not stop.is_set():
             received = server.receive(10)
             if received is not None:
-                codec.check(received.frames[0], received.covered)
+                assert received.damage is None
                 frames = tuple(bytes(frame) for frame in received.frames)
                 received.release()
-                server.send(received.client, server.seal(received.client, frames))
+                server.send(received.client, frames)
 
     thread = threading.Thread(target=echo)
     thread.start()
@@ -430,12 +429,12 @@ def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[
 
 
 @pytest.mark.parametrize(
-    ("limits", "spin_us", "uses_slots"),
+    ("limits", "spin_us", "shares"),
     [("", None, True), ("", "0", True), ("ulimit -f 1000; ", None, False)],
     ids=["spinning", "never spinning", "no shared memory to be had"],
 )
 def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
-    tmp_path: Path, limits: str, spin_us: str | None, uses_slots: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: str, spin_us: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ulimit -f` limits what a file, and so a memfd, may grow to."""
     if spin_us is not None:
@@ -448,10 +447,10 @@ def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["ready"]
         answers = []
-        for slots in (True, False):
-            client = DeviceClient(address, slots=slots, deadline_ms=20_000)
+        for memory in (True, False):
+            client = DeviceClient(address, shared_memory=memory, deadline_ms=20_000)
             client.connect(30)
-            assert client.uses_slots == (slots and uses_slots)
+            assert client.uses_shared_memory == (memory and shares)
             client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
             client.activate_plan(1)
             x = np.random.default_rng(0).standard_normal((2, HIDDEN), np.float32)

@@ -1,4 +1,4 @@
-"""The shared-memory carrier under the address and undefined-behaviour sanitizers: its own tests, once more."""
+"""The shared-memory transport under the address and undefined-behaviour sanitizers: its own tests, once more."""
 
 from __future__ import annotations
 

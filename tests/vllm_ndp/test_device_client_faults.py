@@ -32,7 +32,7 @@ PATIENCE_S = 60.0  # for a shared, busy machine: nothing is claimed about how lo
 class Rig:
     """A device process, a client of it, and the rule that no answer may ever be wrong."""
 
-    def __init__(self, *failpoints: str, slots: bool = True) -> None:
+    def __init__(self, *failpoints: str, memory: bool = True) -> None:
         options = [text for failpoint in failpoints for text in ("--failpoint", failpoint)]
         self.process = DeviceProcess.spawn(
             MODEL, None, kernel="reference", extra_arguments=[*options, "--failpoint-seed", "0"]
@@ -42,7 +42,7 @@ class Rig:
             model_digest(MODEL),
             deadline_ms=DEADLINE_MS,
             control_deadline_ms=500,
-            slots=slots,
+            shared_memory=memory,
         )
         self.served = self.unserved = 0
         self.slowest_miss_s = 0.0
@@ -82,7 +82,7 @@ class Rig:
         self.process.terminate()
 
 
-@pytest.fixture(params=["slots", "socket"])
+@pytest.fixture(params=["memory", "socket"])
 def way(request: pytest.FixtureRequest) -> str:
     """The same faults on both carriers."""
     return str(request.param)
@@ -90,8 +90,8 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    way = request.getfixturevalue("way") if "way" in request.fixturenames else "slots"
-    rig = Rig(*getattr(request, "param", ()), slots=way == "slots")
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else "memory"
+    rig = Rig(*getattr(request, "param", ()), memory=way == "memory")
     try:
         connect(rig)
         yield rig
@@ -142,13 +142,13 @@ def stop_loop(rig: Rig, times: int) -> None:
 
 
 def test_kill_9_in_mid_call_costs_no_deadline_and_the_next_device_is_used(rig: Rig, way: str) -> None:
-    assert rig.client.uses_slots == (way == "slots")
+    assert rig.client.uses_shared_memory == (way == "memory")
     kill_loop(rig, 3)
     assert rig.client.counters.broken == 0
 
 
 def test_a_stopped_device_costs_one_deadline_in_all_and_is_used_again_when_it_goes_on(rig: Rig, way: str) -> None:
-    assert rig.client.uses_slots == (way == "slots")
+    assert rig.client.uses_shared_memory == (way == "memory")
     stop_loop(rig, 3)
 
 
@@ -301,7 +301,7 @@ def test_reconnections_free_the_memory_of_the_connections_before(rig: Rig) -> No
     for step in range(40):
         rig.client._fail(DeviceUnavailable("the test says so"))
         rig.until_served(step)
-        in_memory += rig.client.uses_slots
+        in_memory += rig.client.uses_shared_memory
     assert in_memory > 30
     assert device.num_fds() < before + 4 * MAX_CHANNELS
 

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.session import listed
 from ndp_device.transport.base import ClientTransport
-from ndp_device.transport.shm import Frames
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device.calls import (
     AnnouncedPlan,
@@ -58,7 +58,7 @@ class DeviceClient:
         deadline_ms: float = 1000.0,
         control_deadline_ms: float = 60_000.0,
         name: str = "vllm-ndp",
-        slots: bool = True,
+        shared_memory: bool = True,
         transport: Callable[[str], ClientTransport] = ZmqTransport,
     ) -> None:
         self.address, self.expected_digest, self.name = address, expected_digest, name
@@ -70,8 +70,11 @@ class DeviceClient:
         self._pid = os.getpid()
         self._up = False
         self._incarnation: str | None = None
-        self.uses_slots = False  # messages lie in shared memory, as long as they fit
-        self._slots, self._doubts_slots = slots, False  # in doubt, the next connection takes the socket
+        self.uses_shared_memory = False  # messages lie in shared memory, as long as they fit
+        self._shares_memory, self._doubts_memory = (
+            shared_memory,
+            False,
+        )  # in doubt, the next connection takes the socket
         self._handles: dict[int, ExecuteHandle] = {}
         self._control: ControlCall | None = None
         self._replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
@@ -261,11 +264,11 @@ class DeviceClient:
             versions=(msg.VERSION, msg.VERSION),
             client=self.name,
             model_digest=self.expected_digest,
-            wants_slots=self._slots and self._transport.wants_slots and not self._doubts_slots,
+            wants_slots=self._shares_memory and self._transport.can_share_memory and not self._doubts_memory,
         )
         if not self._transport.send(codec.encode(hello)):
             return False
-        self._doubts_slots = False
+        self._doubts_memory = False
         self._control = ControlCall(hello.id, "Hello", time.monotonic() + GREETING_S)
         return True
 
@@ -325,7 +328,7 @@ class DeviceClient:
             return
         if isinstance(reply, msg.Welcome):
             self.welcome = reply
-            self.uses_slots = reply.slots is not None and transport.attach(reply.slots)
+            self.uses_shared_memory = reply.slots is not None and transport.attach(reply.slots)
             self._replay = self._plans_to_replay()
         if self._replay:
             message, plan = self._replay.popleft()
@@ -373,7 +376,7 @@ class DeviceClient:
         """Replace the connection: late answers and queued requests of the old one can never be seen again."""
         if isinstance(reason, RemoteProtocolError):
             self.counters.broken += 1
-            self._doubts_slots = self.uses_slots
+            self._doubts_memory = self.uses_shared_memory
         if self._up:
             self.counters.lost += 1
             _log.warning("NDP device at %s is down: %s", self.address, reason)

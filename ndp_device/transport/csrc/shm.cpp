@@ -4,9 +4,9 @@
 //   page 1, 2      RingHead of host -> device, device -> host
 //   then           num_slots slots of each ring: SlotHead | header, padded to 4096 | body
 //
-// Knows no socket, and of the protocol only the seal: the last 4 bytes of a header are the CRC-32 of what stands before
-// them and of a body of at most kSealedBody bytes; it is made and checked while copying. Waiting means spinning for a bounded time without the GIL; who wants to sleep says so
-// with prepare_sleep() and is then woken by the other side by other means. Nothing the peer wrote is used before it was
+// Knows no socket, and of the protocol only the checksum: the last 4 bytes of a header are the CRC-32 of what stands before
+// them and of a body of at most kCheckedBody bytes; it is made and checked while copying. Waiting means spinning for a
+// bounded time without the GIL; who wants to sleep says so with prepare_sleep() and is then woken by the other side by other means. Nothing the peer wrote is used before it was
 // copied and checked; what does not fit the rules raises ValueError, and the caller gives the mapping up.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
@@ -34,17 +34,17 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHeaderRoom = 4096;
 constexpr uint64_t kCrcBytes = 4;
-constexpr uint64_t kSealedBody = 64 << 10;
+constexpr uint64_t kCheckedBody = 64 << 10;
 constexpr uint64_t kCopyBody = 256 << 10;  // larger bodies are lent, not copied
 constexpr int kHostToDevice = 0;
 constexpr size_t kMaxSpun = 64;
-constexpr uint32_t kSocketBell = 1, kPipeBell = 2;
+constexpr uint32_t kSocketDoorbell = 1, kPipeDoorbell = 2;
 constexpr int kLooksPerYield = 128;  // 7 us: a yield takes one, during which nobody looks
 
 struct alignas(64) RingHead {
     alignas(64) std::atomic<uint64_t> written;   // messages the writer has published
     alignas(64) std::atomic<uint64_t> released;  // messages whose slot the reader has given back
-    alignas(64) std::atomic<uint32_t> sleeping;  // the reader wants a bell: 1 through the socket, 2 through its pipe
+    alignas(64) std::atomic<uint32_t> sleeping;  // the reader wants its doorbell rung: 1 through the socket, 2 through its pipe
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(RingHead) <= kPage);
 
@@ -90,9 +90,9 @@ uint32_t read_crc(const char* from) {
 
 class Channel {
 public:
-    Channel(nb::handle mapping, int fd, int bell_in, int bell_out, uint32_t num_slots, uint64_t body_room,
+    Channel(nb::handle mapping, int fd, int doorbell_in, int doorbell_out, uint32_t num_slots, uint64_t body_room,
             bool is_device)
-        : mapping_(mapping, PyBUF_WRITABLE), fd_(fd), bell_in_(bell_in), bell_out_(bell_out), num_slots_(num_slots),
+        : mapping_(mapping, PyBUF_WRITABLE), fd_(fd), doorbell_in_(doorbell_in), doorbell_out_(doorbell_out), num_slots_(num_slots),
           body_room_(body_room), reserved_(num_slots, 0) {
         if (!num_slots || mapping_.size() < total_bytes(num_slots, body_room))
             throw std::invalid_argument("the mapping is smaller than its rings");
@@ -110,13 +110,13 @@ public:
     }
 
     // 0: no room, use the wire; 1: published; 2: published, and the reader sleeps until the socket rings. A reader that
-    // sleeps on its pipe is woken here. Seals, if asked to.
-    int put(nb::handle header, nb::handle body, bool seals) {
+    // sleeps on its pipe is woken here. Writes the checksum, if asked to.
+    int put(nb::handle header, nb::handle body, bool writes_checksum) {
         const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
         const uint64_t released = out_->released.load(std::memory_order_acquire);
         if (released > sent_) throw std::invalid_argument("the peer returned slots it never had");
         if (sent_ - released >= num_slots_ || head.size() > kHeaderRoom || rest.size() > body_room_) return 0;
-        if (seals && head.size() < kCrcBytes) return 0;
+        if (writes_checksum && head.size() < kCrcBytes) return 0;
         const uint32_t index = sent_ % num_slots_;
         const uint64_t offset = out_slots_ + index * slot_bytes(body_room_);
         const uint64_t needed = sizeof(SlotHead) + kHeaderRoom + rest.size();
@@ -129,22 +129,22 @@ public:
         char* body_to = head_to + kHeaderRoom;
         const SlotHead described{sent_ + 1, head.size(), rest.size()};
         std::memcpy(slot, &described, sizeof described);
-        if (seals) {
-            const uint64_t sealed = head.size() - kCrcBytes;
-            uint32_t crc = checksum::copy(0, head_to, head.data(), sealed);
-            if (rest.size() <= kSealedBody)
+        if (writes_checksum) {
+            const uint64_t before = head.size() - kCrcBytes;
+            uint32_t crc = checksum::copy(0, head_to, head.data(), before);
+            if (rest.size() <= kCheckedBody)
                 crc = checksum::copy(crc, body_to, rest.data(), rest.size());
             else
                 copy(body_to, rest.data(), rest.size());
-            write_crc(head_to + sealed, crc);
+            write_crc(head_to + before, crc);
         } else {
             std::memcpy(head_to, head.data(), head.size());
             copy(body_to, rest.data(), rest.size());
         }
         out_->written.store(++sent_, std::memory_order_release);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // Dekker: publish, then look whether the reader sleeps
-        const uint32_t bell = out_->sleeping.load() ? out_->sleeping.exchange(0) : 0;
-        return !bell || (bell == kPipeBell && ring_pipe()) ? 1 : 2;
+        const uint32_t rung = out_->sleeping.load() ? out_->sleeping.exchange(0) : 0;
+        return !rung || (rung == kPipeDoorbell && ring_pipe()) ? 1 : 2;
     }
 
     // None, or (header, body, intact) with a copied body, or with (offset, size) of a body to be read in place.
@@ -164,9 +164,9 @@ public:
         nb::object header = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head_bytes)));
         if (!header.is_valid()) throw nb::python_error();
         char* head_to = PyBytes_AS_STRING(header.ptr());
-        const uint64_t sealed = head_bytes < kCrcBytes ? 0 : head_bytes - kCrcBytes;
-        uint32_t crc = checksum::copy(0, head_to, slot + sizeof(SlotHead), sealed);
-        std::memcpy(head_to + sealed, slot + sizeof(SlotHead) + sealed, head_bytes - sealed);
+        const uint64_t before = head_bytes < kCrcBytes ? 0 : head_bytes - kCrcBytes;
+        uint32_t crc = checksum::copy(0, head_to, slot + sizeof(SlotHead), before);
+        std::memcpy(head_to + before, slot + sizeof(SlotHead) + before, head_bytes - before);
         const uint64_t body = offset + sizeof(SlotHead) + kHeaderRoom;
         nb::object rest;
         if (body_bytes > kCopyBody) {
@@ -175,12 +175,12 @@ public:
             rest = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(body_bytes)));
             if (!rest.is_valid()) throw nb::python_error();
             char* body_to = PyByteArray_AS_STRING(rest.ptr());
-            if (body_bytes <= kSealedBody)
+            if (body_bytes <= kCheckedBody)
                 crc = checksum::copy(crc, body_to, mapping_.data() + body, body_bytes);
             else
                 std::memcpy(body_to, mapping_.data() + body, body_bytes);
         }
-        const bool intact = head_bytes >= kCrcBytes && crc == read_crc(head_to + sealed);
+        const bool intact = head_bytes >= kCrcBytes && crc == read_crc(head_to + before);
         return nb::make_tuple(header, rest, intact);
     }
 
@@ -193,7 +193,7 @@ public:
 
     // True: the writer will ring from now on. False: something has arrived meanwhile.
     bool prepare_sleep() {
-        in_->sleeping.store(bell_in_ >= 0 ? kPipeBell : kSocketBell);
+        in_->sleeping.store(doorbell_in_ >= 0 ? kPipeDoorbell : kSocketDoorbell);
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (!readable()) return true;
         in_->sleeping.store(0);
@@ -202,14 +202,14 @@ public:
 
     void awake() {
         in_->sleeping.store(0);
-        if (char rung[64]; bell_in_ >= 0 && read(bell_in_, rung, sizeof rung) < 0) errno = 0;  // nobody rang: timed out
+        if (char rung[64]; doorbell_in_ >= 0 && read(doorbell_in_, rung, sizeof rung) < 0) errno = 0;  // nobody rang: timed out
     }
 
     uint64_t slot_stride() const { return slot_bytes(body_room_); }
 
 private:
     bool ring_pipe() const {  // full: it has been rung before
-        return bell_out_ >= 0 && (write(bell_out_, "", 1) == 1 || errno == EAGAIN);
+        return doorbell_out_ >= 0 && (write(doorbell_out_, "", 1) == 1 || errno == EAGAIN);
     }
     static uint64_t slot_bytes(uint64_t body_room) {
         return (sizeof(SlotHead) + kHeaderRoom + body_room + kPage - 1) / kPage * kPage;
@@ -228,7 +228,7 @@ private:
     }
 
     View mapping_;
-    int fd_, bell_in_, bell_out_;  // not blocking; -1: there is no pipe
+    int fd_, doorbell_in_, doorbell_out_;  // not blocking; -1: there is no pipe
     uint32_t num_slots_;
     uint64_t body_room_;
     std::vector<uint64_t> reserved_;  // bytes of each outgoing slot that are known to exist
@@ -291,21 +291,21 @@ uint32_t copy_into(nb::handle target, uint64_t offset, nb::handle source, uint32
 }
 
 // The header with its last bytes replaced by the checksum of what stands before them and of `body`.
-nb::object seal(nb::handle header, nb::handle body) {
+nb::object write_checksum(nb::handle header, nb::handle body) {
     const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
-    const uint64_t sealed = head.size() < kCrcBytes ? 0 : head.size() - kCrcBytes;
-    nb::object result = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(sealed + kCrcBytes)));
+    const uint64_t before = head.size() < kCrcBytes ? 0 : head.size() - kCrcBytes;
+    nb::object result = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(before + kCrcBytes)));
     if (!result.is_valid()) throw nb::python_error();
     char* to = PyBytes_AS_STRING(result.ptr());
-    write_crc(to + sealed, sum(checksum::copy(0, to, head.data(), sealed), rest));
+    write_crc(to + before, sum(checksum::copy(0, to, head.data(), before), rest));
     return result;
 }
 
-bool is_sealed(nb::handle header, nb::handle body) {
+bool checksum_fits(nb::handle header, nb::handle body) {
     const View head(header, PyBUF_SIMPLE), rest(body, PyBUF_SIMPLE);
     if (head.size() < kCrcBytes) return false;
-    const uint64_t sealed = head.size() - kCrcBytes;
-    return sum(checksum::sum(0, head.data(), sealed), rest) == read_crc(head.data() + sealed);
+    const uint64_t before = head.size() - kCrcBytes;
+    return sum(checksum::sum(0, head.data(), before), rest) == read_crc(head.data() + before);
 }
 
 }  // namespace
@@ -314,10 +314,10 @@ NB_MODULE(_shm, module) {
     nb::set_leak_warnings(false);  // a host that ends while it holds a channel is no news
     nb::class_<Channel>(module, "Channel")
         .def(nb::init<nb::handle, int, int, int, uint32_t, uint64_t, bool>(), nb::arg("mapping"), nb::arg("fd"),
-             nb::arg("bell_in"), nb::arg("bell_out"), nb::arg("num_slots"), nb::arg("body_room"),
+             nb::arg("doorbell_in"), nb::arg("doorbell_out"), nb::arg("num_slots"), nb::arg("body_room"),
              nb::arg("is_device"))
         .def_static("total_bytes", &Channel::total_bytes)
-        .def("put", &Channel::put, nb::arg("header"), nb::arg("body"), nb::arg("seals"))
+        .def("put", &Channel::put, nb::arg("header"), nb::arg("body"), nb::arg("writes_checksum"))
         .def("take", &Channel::take)
         .def("release", &Channel::release)
         .def("readable", &Channel::readable)
@@ -328,7 +328,7 @@ NB_MODULE(_shm, module) {
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
     module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);
     module.def("copy_into", &copy_into, nb::arg("target"), nb::arg("offset"), nb::arg("source"), nb::arg("crc"));
-    module.def("seal", &seal, nb::arg("header"), nb::arg("body"));
-    module.def("is_sealed", &is_sealed, nb::arg("header"), nb::arg("body"));
-    module.attr("MAX_SEALED_BODY_BYTES") = kSealedBody;
+    module.def("write_checksum", &write_checksum, nb::arg("header"), nb::arg("body"));
+    module.def("checksum_fits", &checksum_fits, nb::arg("header"), nb::arg("body"));
+    module.attr("MAX_CHECKED_BODY_BYTES") = kCheckedBody;
 }
