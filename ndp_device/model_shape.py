@@ -47,28 +47,10 @@ class ModelShape:
 
     @classmethod
     def from_checkpoint(cls, model_dir: Path) -> ModelShape:
-        """Read config.json. Raises ConfigError for a dense model or an architecture whose experts we cannot map."""
-        config = read_config(model_dir)
-        num_experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-        if not num_experts:
-            raise ConfigError(
-                f"{model_dir.name} is a dense model (no experts in its config.json); "
-                "vllm-ndp serves Mixture-of-Experts models only"
-            )
-        architecture = (config.get("architectures") or ["?"])[0]
-        if architecture != "MixtralForCausalLM":
-            raise ConfigError(
-                f"{model_dir.name} is a {architecture}; only MixtralForCausalLM checkpoints can be mapped so far"
-            )
-        return cls(
-            name=model_dir.resolve().name,
-            num_layers=int(config["num_hidden_layers"]),
-            num_experts=int(num_experts),
-            top_k=int(config["num_experts_per_tok"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        )
+        """The sizes of the experts that the checkpoint holds. Raises where it cannot be served."""
+        from ndp_device.checkpoint.opening import open_checkpoint
+
+        return open_checkpoint(model_dir).shape
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

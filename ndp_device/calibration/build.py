@@ -74,7 +74,9 @@ def build_data_free(
         _say_how_slow(checkpoint.shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in _checked_bits(bits)}
     group_size = _checked_group_size(group_size, checkpoint.shape)
-    manifest = Manifest(
+    manifest = Manifest.with_form(
+        checkpoint.layout.activation,
+        checkpoint.layout.has_bias,
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
         container="nested",
@@ -126,7 +128,9 @@ def build_calibrated(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    manifest = Manifest(
+    manifest = Manifest.with_form(
+        checkpoint.layout.activation,
+        checkpoint.layout.has_bias,
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
         container="nested" if solver == "nested" else "independent",

@@ -21,7 +21,7 @@ from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.kernels.reference import to_float32
 from ndp_device.replicas.format import LayerReplicas
-from ndp_device.replicas.replica import FullExpert, QuantizedExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Activation, Biases, FullExpert, QuantizedExpert, QuantizedMatrix
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 """(W [N, C], H [C, C], damp) -> the matrix at every width, its column order in perm."""
@@ -100,11 +100,17 @@ def _quantize_expert(
         return solver(weights, hessian, DAMP if len(own_inputs) >= weights.shape[1] else DAMP_FEW_TOKENS)
 
     def intermediate(hidden: Tensor) -> Tensor:
-        return torch.nn.functional.silu(hidden @ w1.T) * (hidden @ w3.T)
+        gate, up = hidden @ w1.T, hidden @ w3.T
+        if full.biases is not None:
+            gate, up = gate + torch.from_numpy(full.biases.gate).to(gate), up + torch.from_numpy(full.biases.up).to(up)
+        if full.activation == "silu":
+            return torch.nn.functional.silu(gate) * up
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
     w13s = solve(torch.cat([w1, w3]), own, layer)
     w2s = solve(w2, intermediate(own), intermediate(layer))
-    replicas = {bits: fold_order(bits, w13s[bits], w2s[bits]) for bits in w13s}
+    replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     test_rows = held_out.of(expert)
     if len(test_rows) < _MIN_HELD_OUT:  # too few to tell widths apart: everything the layer saw
         test_rows = held_out.hidden
@@ -112,10 +118,17 @@ def _quantize_expert(
     return QuantizedLayerExpert(replicas, loss, relative_loss, len(own), share)
 
 
-def fold_order(bits: int, w13: QuantizedMatrix, w2: QuantizedMatrix) -> QuantizedExpert:
-    """w2's column order becomes the order of w13's gate rows and of its up rows."""
+def fold_order(
+    bits: int,
+    w13: QuantizedMatrix,
+    w2: QuantizedMatrix,
+    biases: Biases | None = None,
+    activation: Activation = "silu",
+) -> QuantizedExpert:
+    """w2's column order becomes the order of w13's gate rows and of its up rows, and of their biases."""
     if w2.perm is None:
-        return QuantizedExpert(bits, w13, w2)
+        return QuantizedExpert(bits, w13, w2, biases, activation)
     rows = np.concatenate([w2.perm, w2.perm + w2.shape[1]])
     w13 = QuantizedMatrix(bits, w13.planes[:, rows], w13.scale[rows], w13.offset[rows], w13.group_size, w13.perm)
-    return QuantizedExpert(bits, w13, QuantizedMatrix(bits, w2.planes, w2.scale, w2.offset, w2.group_size))
+    w2_in_order = QuantizedMatrix(bits, w2.planes, w2.scale, w2.offset, w2.group_size)
+    return QuantizedExpert(bits, w13, w2_in_order, biases and biases.reordered(w2.perm), activation)

@@ -58,13 +58,15 @@ def quantize_layer(
     advance: Callable[[], None],
 ) -> LayerReplicas:
     """All experts of a layer; `advance` is called after each."""
-    norm_weight = to_float32(*checkpoint.norm_weight(layer))
+    norm_weight = checkpoint.norm_weight(layer)
     experts, losses = [], []
     for expert in range(checkpoint.shape.num_experts):
         full = checkpoint.expert(layer, expert)
         w13s = quantize_nested(np.concatenate([full.w1, full.w3]), group_size, track_weights, full.dtype)
-        w2s = quantize_nested(full.w2, group_size, track_weights, full.dtype)
-        experts.append({bits: QuantizedExpert(bits, w13s[bits], w2s[bits]) for bits in w13s})
+        w2s = quantize_nested(np.ascontiguousarray(full.w2), group_size, track_weights, full.dtype)
+        experts.append(
+            {bits: QuantizedExpert(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
+        )
         rng = np.random.default_rng([layer, expert])
         inputs = rng.standard_normal((PROBE_ROWS, norm_weight.size), dtype=np.float32) * norm_weight
         losses.append(probe_losses(inputs, full, experts[-1], group_size))
@@ -159,9 +161,14 @@ def probe_losses(
             replica.bits,
             replace(w13, planes=w13.planes[:, w13_rows], scale=w13.scale[w13_rows], offset=w13.offset[w13_rows]),
             replace(w2, planes=w2.planes[:, :, w2_bytes], scale=w2.scale[:, groups], offset=w2.offset[:, groups]),
+            biases,
+            full.activation,
         )
 
-    probed = FullExpert(full.dtype, full.w1[units], full.w3[units], full.w2[:, units])
+    biases = None if full.biases is None else full.biases.reordered(units)
+    probed = FullExpert(
+        full.dtype, full.w1[units], full.w3[units], full.w2[:, units], biases=biases, activation=full.activation
+    )
     loss, relative_loss = expert_losses(inputs, probed, {bits: part(replica) for bits, replica in replicas.items()})
     return loss * (intermediate / num_units), relative_loss
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel, silu
+from ndp_device.kernels.reference import Float32, ReferenceKernel
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.replica import REPLICA_BITS, FullExpert, QuantizedExpert
 
@@ -21,11 +21,11 @@ def expert_losses(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [4], NaN if absent."""
     kernel = ReferenceKernel()
-    wanted = _outputs(inputs, kernel.prepare(full))
+    wanted = kernel.prepare(full).rows(inputs)
     energy = float(np.mean(wanted.astype(np.float64) ** 2))
     loss = np.full(len(REPLICA_BITS), np.nan)
     for bits, replica in replicas.items():
-        error = _outputs(inputs, kernel.prepare(replica)).astype(np.float64) - wanted
+        error = kernel.prepare(replica).rows(inputs).astype(np.float64) - wanted
         loss[REPLICA_BITS.index(bits)] = np.mean(error**2)
     return loss, loss / max(energy, np.finfo(np.float64).tiny)
 
@@ -43,9 +43,3 @@ def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np
         table[:] = np.fmin.accumulate(table, axis=-1)
         table[absent] = np.nan
     return loss, relative
-
-
-def _outputs(inputs: Float32, expert: ReferenceExpert) -> Float32:
-    gate, up = np.split(inputs @ expert.w13.T, 2, axis=1)
-    outputs: Float32 = (silu(gate) * up) @ expert.w2.T
-    return outputs

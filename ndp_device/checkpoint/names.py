@@ -21,9 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.errors import ConfigError, ReplicaError
-
-Activation = Literal["silu", "swigluoai"]
-"""silu: silu(gate) * up. swigluoai: gpt-oss's clamped one, (clamp(up, +-7) + 1) * gate * sigmoid(1.702 * gate)."""
+from ndp_device.replicas.replica import Activation
 
 Part = Literal["gate", "up", "down"]
 
@@ -132,6 +130,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of config.json: multimodal models wrap it."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
+
+
+def counts_experts(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that the model has experts."""
+    return any(text_config(config).get(key) for key in _NUM_EXPERTS)
 
 
 def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, name: str) -> ExpertLayout:

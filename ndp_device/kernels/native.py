@@ -61,7 +61,7 @@ class NativeExpert:
 
     native: _native.PreparedExpert
     components: tuple[Component, ...]  # of w13, then as many of w2
-    scale_bytes: int
+    scale_bytes: int  # and biases; of a full-precision expert what had to be copied
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +115,9 @@ class NativeKernel:
             packed.append(self._assemble(matrix, components[own:], halves, group))
             yield None
         w13, w2 = packed
-        yield NativeExpert(_native.quantized_expert(w13, w2), tuple(components), w13.meta_nbytes + w2.meta_nbytes)
+        native = _with_activation(_native.quantized_expert(w13, w2), expert)
+        bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
+        yield NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 
     def masked(self, narrow: NativeExpert, wide: NativeExpert) -> NativeExpert | None:
         """1 bit out of the top component of any other width, 3 bits out of both of 4 bits."""
@@ -126,9 +128,9 @@ class NativeKernel:
         return NativeExpert(narrow.native.masked(w13, w2), tuple(itertools.chain(*matrices)), narrow.scale_bytes)
 
     def parts(self, prepared: NativeExpert) -> list[tuple[int, int]]:
-        """Nothing for a full-precision expert: it lies in the mapped checkpoint."""
+        """Nothing for a full-precision expert that lies in the mapped checkpoint as the kernel reads it."""
         parts = [(id(component), component.nbytes) for component in prepared.components]
-        return [*parts, (id(prepared), prepared.scale_bytes)] if parts else []
+        return [*parts, (id(prepared), prepared.scale_bytes)] if parts or prepared.scale_bytes else []
 
     def execute(
         self,
@@ -222,4 +224,15 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
         raise ReplicaError(
             f"full-precision weights must be {' | '.join(_DTYPES)}, got {expert.dtype!r} as {[w.dtype for w in arrays]}"
         )
-    return NativeExpert(_native.full_expert(code, *arrays), (), 0)
+    # A matrix that does not lie row by row in the checkpoint has been copied: these bytes are ours to count.
+    originals = (expert.w1, expert.w3, expert.w2)
+    copied = sum(a.nbytes for a, w in zip(arrays, originals, strict=True) if not np.shares_memory(a, w))
+    return NativeExpert(_with_activation(_native.full_expert(code, *arrays), expert), (), copied)
+
+
+def _with_activation(native: _native.PreparedExpert, expert: Expert) -> _native.PreparedExpert:
+    if expert.biases is None and expert.activation == "silu":
+        return native
+    none = np.empty(0, np.float32)
+    biases = (none,) * 3 if expert.biases is None else (expert.biases.gate, expert.biases.up, expert.biases.down)
+    return native.with_activation(expert.activation == "swigluoai", *(np.ascontiguousarray(bias) for bias in biases))

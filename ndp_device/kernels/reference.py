@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.replicas.packing import unpack
-from ndp_device.replicas.replica import Expert, FullExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Activation, Biases, Expert, FullExpert, QuantizedMatrix
 
 Float32 = NDArray[np.float32]
 
@@ -26,16 +26,28 @@ class ReferenceExpert:
 
     w13: Float32
     w2: Float32
+    biases: Biases | None = None
+    activation: Activation = "silu"
 
     @property
     def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
+        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
     def __call__(self, x: Float32) -> Float32:
-        """W2 (silu(W1 x) * (W3 x)) for one row x [H]."""
-        gate, up = np.split(self.w13 @ x, 2)
-        y: Float32 = self.w2 @ (silu(gate) * up)
-        return y
+        """W2 (silu(W1 x) * (W3 x)) for one row x [H], with the expert's own activation and biases."""
+        y: Float32 = self.w2 @ self._between(self.w13 @ x)
+        return y if self.biases is None else y + self.biases.down
+
+    def rows(self, x: Float32) -> Float32:
+        """The same for many rows [T, H] at once, where the last bits may depend on the other rows."""
+        y: Float32 = self._between(x @ self.w13.T) @ self.w2.T
+        return y if self.biases is None else y + self.biases.down
+
+    def _between(self, products: Float32) -> Float32:
+        gate, up = np.split(products, 2, axis=-1)
+        if self.biases is not None:
+            gate, up = gate + self.biases.gate, up + self.biases.up
+        return silu(gate) * up if self.activation == "silu" else clamped_swiglu(gate, up)
 
 
 class ReferenceKernel:
@@ -46,8 +58,8 @@ class ReferenceKernel:
     def prepare(self, expert: Expert) -> ReferenceExpert:
         if isinstance(expert, FullExpert):
             w1, w3, w2 = (to_float32(w, expert.dtype) for w in (expert.w1, expert.w3, expert.w2))
-            return ReferenceExpert(np.concatenate([w1, w3]), w2)
-        return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2))
+            return ReferenceExpert(np.concatenate([w1, w3]), w2, expert.biases, expert.activation)
+        return ReferenceExpert(dequantize(expert.w13), dequantize(expert.w2), expert.biases, expert.activation)
 
     def prepare_by_parts(self, expert: Expert) -> Iterator[ReferenceExpert | None]:
         yield self.prepare(expert)
@@ -87,6 +99,14 @@ def dequantize(matrix: QuantizedMatrix) -> Float32:
 def silu(x: Float32) -> Float32:
     with np.errstate(over="ignore"):  # exp(-x) = inf gives x / inf = -0, the right limit
         y: Float32 = x / (1 + np.exp(-x))
+        return y
+
+
+def clamped_swiglu(gate: Float32, up: Float32) -> Float32:
+    """gpt-oss's activation, with the constants that vLLM has (it does not read the configuration's limit either)."""
+    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    with np.errstate(over="ignore"):
+        y: Float32 = (up + 1) * (gate / (1 + np.exp(np.float32(-1.702) * gate)))
         return y
 
 

@@ -1,6 +1,8 @@
-"""Full-precision experts straight from a safetensors checkpoint, as a memory map. Knows Mixtral's tensor names.
+"""Full-precision experts straight from a safetensors checkpoint, as a memory map. No torch.
 
-Nothing is read until an expert is used, and the page cache decides what stays: this is the pool. No torch.
+Nothing is read until an expert is used, and the page cache decides what stays: this is the pool. Where an expert lies
+is what `checkpoint/` found; an expert that does not lie row by row (transposed, interleaved) is a strided view, which
+who computes with it copies.
 """
 
 from __future__ import annotations
@@ -8,51 +10,56 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.names import DTYPES, Place
+from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
 from ndp_device.errors import ReplicaError
-from ndp_device.model_shape import ModelShape, checkpoint_files
+from ndp_device.kernels.reference import to_float32
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.replica import FullExpert
-
-_DTYPES = ("float32", "float16", "bfloat16")
+from ndp_device.replicas.replica import Biases, FullExpert
 
 
 class CheckpointExperts:
-    """The experts of one checkpoint: `expert(layer, expert) -> FullExpert`, views of the mapped files."""
+    """The experts of one checkpoint: `expert(layer, expert) -> FullExpert`, views of the mapped files.
+
+    Layers are counted by their experts: dense decoder layers do not count.
+    """
 
     def __init__(self, model_dir: Path) -> None:
-        self.shape = ModelShape.from_checkpoint(model_dir)
-        self._model_dir = model_dir
+        opened: Checkpoint = open_checkpoint(model_dir)
+        self.shape, self.layout, self._tensors = opened.shape, opened.layout, opened.tensors
         # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
-        files = [MappedFile(path.resolve()) for path in checkpoint_files(model_dir)]
-        self._file_of = {name: file for file in files for name in file.names}
-        self.expert(0, 0)  # a checkpoint whose names we do not know is refused here, not in mid-decode
+        files = {path: MappedFile(path.resolve()) for path in sorted({t.file for t in opened.tensors.values()})}
+        self._files = files
+        self.expert(0, 0)  # a file that is cut short is refused here, not in mid-decode
 
     def expert(self, layer: int, expert: int) -> FullExpert:
-        prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
-        hidden, intermediate = self.shape.hidden_size, self.shape.intermediate_size
-        w1, dtype = self._tensor(f"{prefix}.w1.weight", intermediate, hidden)
-        w3, w3_dtype = self._tensor(f"{prefix}.w3.weight", intermediate, hidden)
-        w2, w2_dtype = self._tensor(f"{prefix}.w2.weight", hidden, intermediate)
-        if not dtype == w3_dtype == w2_dtype:
+        if not (0 <= layer < self.shape.num_layers and 0 <= expert < self.shape.num_experts):
             raise ReplicaError(
-                f"{prefix} in {self._model_dir} must be of one dtype, got {dtype}, {w3_dtype} and {w2_dtype}"
+                f"{self.shape.name} has {self.shape.num_layers} layers of {self.shape.num_experts} experts, "
+                f"not an expert {expert} of layer {layer}"
             )
-        return FullExpert(dtype, w1, w3, w2)
+        found = self.layout.layers[layer]
+        w1, w3, w2 = (self._values(found.weights[part].place(expert)) for part in ("gate", "up", "down"))
+        biases = None
+        if found.biases:
+            values = (self._values(found.biases[part].place(expert)) for part in ("gate", "up", "down"))
+            biases = Biases(*(to_float32(value, self.layout.dtype) for value in values))
+        return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=self.layout.activation)
 
-    def norm_weight(self, layer: int) -> tuple[NDArray[Any], str]:
-        """Weight [H] of the norm whose output the layer's experts read, and its dtype."""
-        return self._tensor(f"model.layers.{layer}.post_attention_layernorm.weight", self.shape.hidden_size)
+    def norm_weight(self, layer: int) -> NDArray[np.float32]:
+        """What the norm before the layer's experts multiplies by, [H]; ones where there is no such norm."""
+        name = self.layout.layers[layer].norm
+        if name is None:
+            return np.ones(self.shape.hidden_size, np.float32)
+        dtype = DTYPES.get(self._tensors[name].dtype)
+        if dtype is None:
+            raise ReplicaError(f"{name} of {self.shape.name} is {self._tensors[name].dtype}, which is not read")
+        weight = to_float32(self._values(Place(name)), dtype)
+        return weight + np.float32(self.layout.norm_offset) if self.layout.norm_offset else weight
 
-    def _tensor(self, name: str, *shape: int) -> tuple[NDArray[Any], str]:
-        file = self._file_of.get(name)
-        if file is None:
-            raise ReplicaError(f"{self._model_dir} holds no tensor {name}: it is incomplete or not a Mixtral")
-        values, dtype = file.tensor(name), file.dtype(name)
-        if values.shape != shape or dtype not in _DTYPES:
-            raise ReplicaError(
-                f"{file.path.name}: {name} must be {list(shape)} of {' | '.join(_DTYPES)}, "
-                f"got {list(values.shape)} of {dtype}"
-            )
-        return values, dtype
+    def _values(self, place: Place) -> NDArray[Any]:
+        values: NDArray[Any] = place.of(self._files[self._tensors[place.tensor].file].tensor(place.tensor))
+        return values

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.replica import REPLICA_BITS, QuantizedExpert, QuantizedMatrix
+from ndp_device.replicas.replica import REPLICA_BITS, Activation, Biases, QuantizedExpert, QuantizedMatrix
 
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
+VERSION_WITH_FORM = 2
+"""Of manifests that name an activation or biases: a reader that does not know them must not serve such experts."""
 MANIFEST = "manifest.json"
 
 Container = Literal["nested", "independent"]
@@ -55,6 +57,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = VERSION
     layers: dict[int, LayerFile] = {}
+    activation: Activation | msgspec.UnsetType = msgspec.UNSET
+    """Left out for silu, so that the manifests of version 1 stay what they are."""
+    biases: bool | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def with_form(cls, activation: Activation, biases: bool, **fields: Any) -> Manifest:
+        """The manifest of experts that compute this activation; biases: whether they have some."""
+        if activation == "silu" and not biases:
+            return cls(**fields)
+        return cls(**fields, activation=activation, biases=biases, version=VERSION_WITH_FORM)
 
     def __post_init__(self) -> None:
         if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_BITS)):
@@ -135,7 +147,11 @@ class ReplicaFiles:
         file = self._files[layer]
         try:
             return QuantizedExpert(
-                bits, self._matrix(file, expert, "w13", bits), self._matrix(file, expert, "w2", bits)
+                bits,
+                self._matrix(file, expert, "w13", bits),
+                self._matrix(file, expert, "w2", bits),
+                self._biases(file, expert, bits) if self.manifest.biases else None,
+                self.manifest.activation or "silu",
             )
         except ValueError as error:
             raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
@@ -152,6 +168,11 @@ class ReplicaFiles:
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
         return loss.astype(np.float64), relative.astype(np.float64)
+
+    def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:
+        prefix = f"{expert}" if self.manifest.container == "nested" else f"{expert}.{bits}"
+        gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)
+        return Biases(gate, up, file.tensor(f"{prefix}.b2"))
 
     def _matrix(self, file: MappedFile, expert: int, name: str, bits: int) -> QuantizedMatrix:
         nested = self.manifest.container == "nested"
@@ -172,9 +193,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise ReplicaError(f"{directory} holds no replicas ({MANIFEST} is missing): run vllm-ndp quantize") from None
     except (OSError, msgspec.DecodeError, NdpError) as error:
         raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
-    if (manifest.format, manifest.version) != (FORMAT, VERSION):
+    has_form = manifest.activation is not msgspec.UNSET or manifest.biases is not msgspec.UNSET
+    wanted = VERSION_WITH_FORM if has_form else VERSION
+    if (manifest.format, manifest.version) != (FORMAT, wanted):
         raise ReplicaError(
-            f"{path} has format {manifest.format!r} version {manifest.version}, wanted {FORMAT!r} version {VERSION}: "
+            f"{path} has format {manifest.format!r} version {manifest.version}, wanted {FORMAT!r} version {wanted}: "
             "run vllm-ndp quantize again"
         )
     return manifest
@@ -213,6 +236,7 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
             else:
                 for matrix in matrices:
                     tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
+        tensors |= _bias_tensors(expert, by_bits, manifest)
     # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
     contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
     _write_whole(directory / layer_file_name(layer), contents)
@@ -220,6 +244,22 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
     manifest = msgspec.structs.replace(manifest, layers=manifest.layers | {layer: entry})
     write_manifest(directory, manifest)
     return manifest
+
+
+def _bias_tensors(expert: int, by_bits: dict[int, QuantizedExpert], manifest: Manifest) -> dict[str, NDArray[Any]]:
+    """Beside the planes, as float32; once for a nested container, whose widths share one order of rows."""
+    tensors: dict[str, NDArray[Any]] = {}
+    for bits, replica in by_bits.items():
+        if (replica.biases is not None, replica.activation) != (
+            bool(manifest.biases),
+            manifest.activation or "silu",
+        ):
+            raise ValueError(f"expert {expert} has another activation or other biases than the manifest says")
+        if replica.biases is not None:
+            prefix = f"{expert}" if manifest.container == "nested" else f"{expert}.{bits}"
+            tensors[f"{prefix}.b13"] = np.concatenate([replica.biases.gate, replica.biases.up])
+            tensors[f"{prefix}.b2"] = np.ascontiguousarray(replica.biases.down)
+    return tensors
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

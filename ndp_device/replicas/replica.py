@@ -6,7 +6,7 @@ Knows shapes and dtypes. Does not know files (format.py, checkpoint.py) or arith
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,33 @@ from ndp_device.model_shape import FULL_PRECISION_BITS
 
 REPLICA_BITS = (1, 2, 3, 4)
 """The widths an expert can be quantized to; a loss table has one column for each."""
+
+
+Activation = Literal["silu", "swigluoai"]
+"""What stands between the products. silu: silu(gate) * up. swigluoai: gpt-oss's clamped one, with gate at most 7:
+(clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)."""
+
+
+@dataclass(frozen=True)
+class Biases:
+    """What an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
+
+    gate: NDArray[np.float32]
+    up: NDArray[np.float32]
+    down: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        values = (self.gate, self.up, self.down)
+        if any(v.ndim != 1 or v.dtype != np.float32 for v in values) or self.gate.shape != self.up.shape:
+            raise ValueError(f"biases must be float32 [I], [I], [H], got {[(v.dtype, v.shape) for v in values]}")
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
+
+    def reordered(self, units: NDArray[Any]) -> Biases:
+        """Those of an expert whose intermediate units come in this order, or are these only."""
+        return Biases(self.gate[units], self.up[units], self.down)
 
 
 @dataclass(frozen=True)
@@ -66,12 +93,15 @@ class QuantizedMatrix:
 class QuantizedExpert:
     """One SwiGLU expert at `bits` bits: w13 [2I, H] (gate rows first, then up), w2 [H, I].
 
-    w2's act-order permutation is folded into the row order of w13, so w2.perm is None in files we write.
+    w2's act-order permutation is folded into the row order of w13, so w2.perm is None in files we write. Biases lie in
+    the order of the rows.
     """
 
     bits: int
     w13: QuantizedMatrix
     w2: QuantizedMatrix
+    biases: Biases | None = None
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
@@ -79,10 +109,11 @@ class QuantizedExpert:
             raise ValueError(f"w13 {[rows, hidden]} and w2 {[out, intermediate]} must be [2I, H] and [H, I]")
         if (self.w13.bits, self.w2.bits) != (self.bits, self.bits):
             raise ValueError(f"w13 and w2 must both have {self.bits} bits, got {self.w13.bits} and {self.w2.bits}")
+        _check_biases(self.biases, intermediate, hidden)
 
     @property
     def nbytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
+        return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,8 @@ class FullExpert:
     w3: NDArray[Any]
     w2: NDArray[Any]
     bits: int = FULL_PRECISION_BITS
+    biases: Biases | None = None
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         intermediate, hidden = self.w1.shape
@@ -105,13 +138,21 @@ class FullExpert:
                 f"w1, w3, w2 must be [I, H], [I, H], [H, I], "
                 f"got {list(self.w1.shape)}, {list(self.w3.shape)}, {list(self.w2.shape)}"
             )
+        _check_biases(self.biases, intermediate, hidden)
 
     @property
     def nbytes(self) -> int:
-        return self.w1.nbytes + self.w3.nbytes + self.w2.nbytes
+        return self.w1.nbytes + self.w3.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
 
 Expert = QuantizedExpert | FullExpert
+
+
+def _check_biases(biases: Biases | None, intermediate: int, hidden: int) -> None:
+    if biases is not None and (biases.gate.shape, biases.down.shape) != ((intermediate,), (hidden,)):
+        raise ValueError(
+            f"biases must be [{intermediate}] and [{hidden}] long, got {biases.gate.shape}, {biases.down.shape}"
+        )
 
 
 def _is_permutation(perm: NDArray[np.int32], columns: int) -> bool:

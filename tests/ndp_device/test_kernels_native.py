@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.kernels.reference import dequantize, to_float32
+from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
 from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import Expert, FullExpert, QuantizedExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix
 
 _native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
 from ndp_device.kernels.native import NativeKernel  # noqa: E402
@@ -83,8 +84,15 @@ def exact(x: NDArray[np.float32], experts: Sequence[Expert], pairs: tuple[NDArra
             w2 = dequantize(expert.w2).astype(np.float64)
         mine = indices == index
         v = x[rows[mine]].astype(np.float64)
-        gate = v @ w1.T
-        np.add.at(y, rows[mine], gates[mine, None] * ((gate / (1 + np.exp(-gate)) * (v @ w3.T)) @ w2.T))
+        gate, up, down = v @ w1.T, v @ w3.T, 0.0
+        if expert.biases is not None:
+            gate, up, down = gate + expert.biases.gate, up + expert.biases.up, expert.biases.down
+        if expert.activation == "silu":
+            between = gate / (1 + np.exp(-gate)) * up
+        else:
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            between = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        np.add.at(y, rows[mine], gates[mine, None] * (between @ w2.T + down))
     return y
 
 
@@ -141,6 +149,69 @@ def test_full_precision_experts_are_exact_to_float32(isa: str, dtype: str, hidde
         x = rng.standard_normal((tokens, hidden)).astype(np.float32)
         pairs = random_pairs(rng, tokens, 1, 1)
         assert relative_error(kernel.execute(x, [kernel.prepare(expert)], *pairs), exact(x, [expert], pairs)) < 2e-6
+
+
+def random_biases(rng: np.random.Generator, hidden: int, intermediate: int) -> Biases:
+    return Biases(*(rng.standard_normal(n).astype(np.float32) for n in (intermediate, intermediate, hidden)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("hidden", "intermediate", "group"), [(64, 96, 32), (41, 23, 64), (136, 344, 128)])
+@pytest.mark.parametrize("bits", [2, 3, 4, "float32"])
+def test_biases_and_the_clamped_activation_match_fp64(
+    isa: str, hidden: int, intermediate: int, group: int, bits: int | str
+) -> None:
+    """Rows scaled so that gate and up pass the clamp at 7 on both sides."""
+    rng = np.random.default_rng([hidden, intermediate])
+    experts: list[Expert] = []
+    for _ in range(2):
+        if isinstance(bits, int):
+            rounded = -(-intermediate // 8) * 8, -(-hidden // 8) * 8  # planes are cut in bytes
+            plain: Expert = random_expert(rng, rounded[1], rounded[0], bits, group)
+        else:
+            plain = full_expert(rng, hidden, intermediate, bits)
+        inner, outer = plain.w1.shape if isinstance(plain, FullExpert) else plain.w2.shape[::-1]
+        experts.append(replace(plain, biases=random_biases(rng, outer, inner), activation="swigluoai"))
+    kernel = NativeKernel(isa=isa, threads=2)
+    x = 8 * rng.standard_normal((9, outer)).astype(np.float32)
+    pairs = random_pairs(rng, 9, 2, 2)
+    y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
+    wanted = exact(x, experts, pairs)
+    assert relative_error(y, wanted) < (2e-6 if bits == "float32" else LIMIT["two_limb"])
+    reference = ReferenceKernel()
+    assert relative_error(reference.execute(x, [reference.prepare(e) for e in experts], *pairs), wanted) < 2e-6
+    unlike = [replace(expert, activation="silu") for expert in experts]
+    assert relative_error(exact(x, unlike, pairs), wanted) > 0.1, "the clamp must matter here"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
+    rng = np.random.default_rng(7)
+    wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation="swigluoai")
+    narrow = replace(
+        wide,
+        bits=3,
+        w13=replace(wide.w13, bits=3, planes=wide.w13.planes[:3]),
+        w2=replace(wide.w2, bits=3, planes=wide.w2.planes[:3]),
+    )
+    kernel = NativeKernel(isa=isa, threads=1)
+    own, masked = kernel.prepare(narrow), kernel.masked(kernel.prepare(narrow), kernel.prepare(wide))
+    assert masked is not None
+    x, pairs = rng.standard_normal((3, 64)).astype(np.float32), random_pairs(rng, 3, 1, 1)
+    assert np.array_equal(kernel.execute(x, [own], *pairs), kernel.execute(x, [masked], *pairs))
+
+
+def test_a_full_expert_that_does_not_lie_row_by_row_is_copied_and_counted() -> None:
+    """Transposed and interleaved, as gpt-oss stores it: the same result, and its bytes are the kernel's."""
+    rng = np.random.default_rng(8)
+    rows = full_expert(rng, 64, 96, "float32")
+    fused = np.ascontiguousarray(np.stack([rows.w1, rows.w3], 1).reshape(192, 64).T)
+    strided = FullExpert("float32", fused.T[0::2], fused.T[1::2], np.asfortranarray(rows.w2))
+    kernel = NativeKernel(threads=1)
+    x, pairs = rng.standard_normal((3, 64)).astype(np.float32), random_pairs(rng, 3, 1, 1)
+    prepared = [kernel.prepare(expert) for expert in (rows, strided)]
+    assert np.array_equal(*(kernel.execute(x, [expert], *pairs) for expert in prepared))
+    assert [sum(size for _, size in kernel.parts(expert)) for expert in prepared] == [0, rows.nbytes]
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
+import safetensors.numpy
+from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free, default_cache_dir, default_group_size
 from ndp_device.calibration.loss_table import expert_losses, load_loss_table
@@ -61,7 +62,7 @@ def test_a_wider_replica_is_never_further_from_the_weights(built: Path) -> None:
 
 def test_the_stored_loss_is_what_the_stored_replicas_lose(model_dir: Path, built: Path) -> None:
     files, checkpoint = ReplicaFiles(built), CheckpointExperts(model_dir)
-    norm_weight, _ = checkpoint.norm_weight(1)
+    norm_weight = checkpoint.norm_weight(1)
     inputs = np.random.default_rng([1, 2]).standard_normal((64, HIDDEN), dtype=np.float32) * norm_weight
     by_bits = {bits: files.expert(1, 2, bits) for bits in (1, 2, 3, 4)}
     loss, relative = expert_losses(inputs, checkpoint.expert(1, 2), by_bits)
@@ -235,9 +236,9 @@ def test_each_source_can_be_served_alone(model_dir: Path, built: Path) -> None:
 def test_a_checkpoint_with_an_expert_missing_is_refused_by_name(model_dir: Path, tmp_path: Path) -> None:
     more = write_small_checkpoint(tmp_path / "more", num_local_experts=EXPERTS + 1)
     with pytest.raises(NdpError, match=rf"experts\.{EXPERTS}\.w1"):
-        CheckpointExperts(more).expert(0, EXPERTS)
+        CheckpointExperts(more)
     wide = write_small_checkpoint(tmp_path / "wide", hidden_size=HIDDEN * 2)
-    with pytest.raises(ReplicaError, match="must be"):
+    with pytest.raises(NdpError, match=f"hidden_size {HIDDEN * 2}, the tensors say {HIDDEN}"):
         CheckpointExperts(wide)
     cut = shutil.copytree(model_dir, tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-HIDDEN])
@@ -249,3 +250,73 @@ def _flip_last_byte(path: Path) -> None:
     contents = bytearray(path.read_bytes())
     contents[-1] ^= 1
     path.write_bytes(contents)
+
+
+# -- experts with biases and another activation ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clamped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint as gpt-oss lays it out (transposed, interleaved, biases, clamped), and its data-free replicas."""
+    model_dir = tmp_path_factory.mktemp("checkpoints") / "clamped"
+    write_small_checkpoint(model_dir, model_type="gpt_oss", architectures=["GptOssForCausalLM"])
+    rng = np.random.default_rng(3)
+    tensors = {}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = rng.uniform(0.5, 1.5, HIDDEN)
+        for name, shape in (
+            ("gate_up_proj", (EXPERTS, HIDDEN, 2 * INTERMEDIATE)),
+            ("gate_up_proj_bias", (EXPERTS, 2 * INTERMEDIATE)),
+            ("down_proj", (EXPERTS, INTERMEDIATE, HIDDEN)),
+            ("down_proj_bias", (EXPERTS, HIDDEN)),
+        ):
+            tensors[f"{prefix}.mlp.experts.{name}"] = rng.normal(size=shape)
+    write_safetensors(model_dir / "model.safetensors", tensors, "float32")
+    out = tmp_path_factory.mktemp("replicas") / "clamped"
+    build_data_free(model_dir, out, group_size=8, show_progress=False)
+    return model_dir, out
+
+
+def test_biases_and_activation_travel_with_the_replicas(clamped: tuple[Path, Path]) -> None:
+    model_dir, out = clamped
+    manifest, files, checkpoint = read_manifest(out), ReplicaFiles(out), CheckpointExperts(model_dir)
+    assert (manifest.version, manifest.activation, manifest.biases) == (2, "swigluoai", True)
+    kernel, full = load_kernel("reference"), checkpoint.expert(1, 2)
+    x = np.random.default_rng(0).standard_normal((1, HIDDEN)).astype(np.float32)
+    pair = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    wanted = kernel.execute(x, [kernel.prepare(full)], *pair)
+    errors = []
+    for bits in manifest.bits:
+        replica = files.expert(1, 2, bits)
+        assert replica.biases is not None
+        assert full.biases is not None
+        for part in ("gate", "up", "down"):
+            np.testing.assert_array_equal(getattr(replica.biases, part), getattr(full.biases, part))
+        errors.append(np.linalg.norm(kernel.execute(x, [kernel.prepare(replica)], *pair) - wanted))
+    assert errors[3] < errors[2] < errors[0]
+    loss, _ = load_loss_table(out)
+    assert (np.diff(loss, axis=-1) < 0).all()
+
+
+def test_an_expert_is_read_right_out_of_an_interleaved_and_transposed_tensor(clamped: tuple[Path, Path]) -> None:
+    full = CheckpointExperts(clamped[0]).expert(1, 2)
+    fused = safetensors.numpy.load_file(clamped[0] / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(full.w1, fused[2][:, 0::2].T)
+    np.testing.assert_array_equal(full.w3, fused[2][:, 1::2].T)
+
+
+def test_replicas_of_silu_experts_are_written_as_before_there_was_another(built: Path) -> None:
+    manifest = json.loads((built / "manifest.json").read_text())
+    assert manifest["version"] == 1
+    assert not {"activation", "biases"} & set(manifest)
+
+
+def test_a_manifest_whose_version_and_activation_disagree_is_refused(
+    clamped: tuple[Path, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(clamped[1], tmp_path / "copy")
+    text = (copy / "manifest.json").read_text()
+    (copy / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
+    with pytest.raises(ReplicaError, match="version 1, wanted 'ndp-moe-replicas' version 2"):
+        read_manifest(copy)

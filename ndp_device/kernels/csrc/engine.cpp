@@ -74,6 +74,21 @@ PreparedExpert PreparedExpert::masked(std::vector<Component> w13_components,
     return expert;
 }
 
+PreparedExpert PreparedExpert::with_activation(bool clamped_swiglu, const float* b1, const float* b3,
+                                               const float* b2_rows) const {
+    PreparedExpert expert = *this;
+    expert.clamped = clamped_swiglu;
+    if (!b1) return expert;
+    expert.b13.assign((intermediate + kBlockRows - 1) / kBlockRows * kUnitRows, 0.0f);
+    for (int i = 0; i < intermediate; ++i) {
+        float* gate = expert.b13.data() + i / kBlockRows * kUnitRows + i % kBlockRows;
+        gate[0] = b1[i];
+        gate[kBlockRows] = b3[i];
+    }
+    expert.b2.assign(b2_rows, b2_rows + hidden);
+    return expert;
+}
+
 double PreparedExpert::unit_bytes(int cols) const {
     if (full) return kUnitRows * (full_w2.dtype == DType::float32 ? 4.0 : 2.0) * cols;
     int bits = 0;
@@ -257,9 +272,13 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
         const auto [job, first, last] = tasks[task];
         const int width = (last - first) * kUnitRows;
         multiply(*job, /*down=*/false, first, last, rows[thread], width, thread);
-        for (int t = 0; t < job->tokens; ++t)
-            kernels_.swiglu(rows[thread] + static_cast<ptrdiff_t>(t) * width, last - first,
-                            job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
+        const PreparedExpert& expert = *job->expert;
+        const auto activate = expert.clamped ? kernels_.clamped_swiglu : kernels_.swiglu;
+        for (int t = 0; t < job->tokens; ++t) {
+            float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
+            if (!expert.b13.empty()) kernels_.add_scaled(y, expert.b13.data() + first * kUnitRows, 1.0f, width);
+            activate(y, last - first, job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
+        }
     });
 }
 
@@ -293,8 +312,11 @@ void Engine::down(const std::vector<Job>& jobs, const Pairs& pairs, int tokens, 
             multiply(job, /*down=*/true, first, last, rows[thread], width, thread);
             for (int t = 0; t < job.tokens; ++t) {
                 const int pair = job.pairs[t];
-                kernels_.add_scaled(out + static_cast<ptrdiff_t>(pairs.rows[pair]) * hidden + first * kUnitRows,
-                                    rows[thread] + static_cast<ptrdiff_t>(t) * width, pairs.gates[pair], count);
+                float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
+                if (!job.expert->b2.empty())
+                    kernels_.add_scaled(y, job.expert->b2.data() + first * kUnitRows, 1.0f, count);
+                kernels_.add_scaled(out + static_cast<ptrdiff_t>(pairs.rows[pair]) * hidden + first * kUnitRows, y,
+                                    pairs.gates[pair], count);
             }
         }
     });

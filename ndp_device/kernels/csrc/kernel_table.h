@@ -93,6 +93,8 @@ struct KernelTable {
     void (*quantize)(const QuantizeJob&);
     // h[16 * u + r] = silu(y[32 * u + r]) * y[32 * u + 16 + r]
     void (*swiglu)(const float* y, int units, float* h);
+    // h = (clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), gate at most 7: gpt-oss, constants as in vLLM
+    void (*clamped_swiglu)(const float* y, int units, float* h);
     void (*add_scaled)(float* out, const float* y, float gate, int count);
     // Sum of all 64-byte lines, read as `streams` (1, 2 or 4) concurrent streams with a prefetch this far ahead.
     uint64_t (*read_stream)(const void* data, size_t bytes, int streams, int prefetch_bytes);

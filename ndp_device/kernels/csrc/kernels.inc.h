@@ -476,6 +476,18 @@ void swiglu(const float* y, int units, float* h) {
     }
 }
 
+void clamped_swiglu(const float* y, int units, float* h) {
+    const f32x16 limit = broadcast(7.0f);
+    for (int u = 0; u < units; ++u) {
+        f32x16 gate = load<f32x16>(y + u * kUnitRows);
+        f32x16 up = load<f32x16>(y + u * kUnitRows + kBlockRows);
+        gate = gate > limit ? limit : gate;  // a NaN stays one
+        up = up > limit ? limit : up;
+        up = up < -limit ? -limit : up;
+        store(h + u * kBlockRows, gate / (1.0f + exp_lanes(-1.702f * gate)) * (up + 1.0f));
+    }
+}
+
 void add_scaled(float* out, const float* y, float gate, int count) {
     for (int i = 0; i < count; ++i) out[i] += gate * y[i];
 }
@@ -596,7 +608,7 @@ uint64_t read_stream(const void* data, size_t bytes, int streams, int prefetch_b
 }
 
 constexpr KernelTable make_table(const char* name) {
-    return {name, pack, multiply, multiply_full, quantize, swiglu, add_scaled, read_stream};
+    return {name, pack, multiply, multiply_full, quantize, swiglu, clamped_swiglu, add_scaled, read_stream};
 }
 
 }  // namespace

@@ -1,0 +1,42 @@
+"""A checkpoint directory -> its experts' layout and sizes. Knows config.json and headers; reads no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndp_device.checkpoint.headers import TensorInfo, read_headers
+from ndp_device.checkpoint.names import ExpertLayout, counts_experts, resolve
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape, read_config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a checkpoint before a weight is read."""
+
+    shape: ModelShape
+    layout: ExpertLayout
+    tensors: Mapping[str, TensorInfo]
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Find the experts. Raises ConfigError or ReplicaError in one sentence where they do not add up."""
+    config, name = read_config(model_dir), model_dir.resolve().name
+    if not counts_experts(config) and not any(model_dir.glob("*.safetensors")):
+        raise ConfigError(
+            f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
+        )
+    tensors = read_headers(model_dir)
+    layout = resolve(tensors, config, name=name)
+    shape = ModelShape(
+        name=name,
+        num_layers=len(layout.layers),
+        num_experts=layout.num_experts,
+        top_k=layout.top_k,
+        hidden_size=layout.hidden_size,
+        intermediate_size=layout.intermediate_size,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+    )
+    return Checkpoint(shape, layout, tensors)
