@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: demo test test-fast test-vllm check gate format wheel setup clean
+.PHONY: docs demo test test-fast test-vllm check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -26,7 +26,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_import_rules.py
+	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py
+
+# The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
+docs: $(READY)
+	$(BIN)/python docs/generate.py
 
 # Ratios only, with a quarter of slack: times depend on the machine and its neighbours.
 gate: $(READY)

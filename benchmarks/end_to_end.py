@@ -35,6 +35,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from end_to_end_systems import Job, run
+from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
 
@@ -345,6 +346,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=3, help="measured passes at batch 1")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
+    add_json_option(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.child:
@@ -377,6 +379,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(run(Job.parse(arguments.child))))
         return
+    measurement = Measurement(__doc__)
     limit = measure_limit(arguments.cores)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.systems}
     reasons: dict[str, str] = {}
@@ -407,19 +410,15 @@ def main() -> None:
         f"{arguments.prompt_tokens} + {arguments.tokens} tokens; random weights, so routing is almost even"
     )
     Console(width=200).print(table_of(entries, arguments, title))
-    print(
-        json.dumps(
-            {
-                "cores": len(arguments.cores),
-                "load": {"min": min(loads), "max": max(loads)},
-                "limit_gb_per_s": round(limit / 1e9, 2),
-                "prompt_tokens": arguments.prompt_tokens,
-                "tokens": arguments.tokens,
-                "targets": memory_targets(measured, config),
-                "results": entries,
-            }
-        )
-    )
+    figures = {
+        "cores": len(arguments.cores),
+        "limit_gb_per_s": round(limit / 1e9, 2),
+        "prompt_tokens": arguments.prompt_tokens,
+        "tokens": arguments.tokens,
+        "targets": memory_targets(measured, config),
+        "results": entries,
+    }
+    measurement.end(figures, arguments.json)
 
 
 if __name__ == "__main__":

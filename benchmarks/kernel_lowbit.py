@@ -15,7 +15,6 @@ call down. Beside every time stands its error against float64 over the same quan
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -36,6 +35,7 @@ from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers
+from measured import Measurement, add_json_option
 
 FOOTPRINT_BYTES = 1.2e9
 STREAM_BYTES = 512 << 20
@@ -257,6 +257,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="also measure one row with so many threads")
     parser.add_argument("--gate", action="store_true", help="exit 1 where a ratio misses its target by a quarter")
+    add_json_option(parser)
     arguments = parser.parse_args()
     if not set(arguments.bits) <= {1, 2, 3, 4} or min(*arguments.tokens, arguments.rounds, arguments.threads) < 1:
         raise ConfigError("--bits must be among 1, 2, 3, 4; --tokens, --rounds and --threads at least 1")
@@ -264,7 +265,7 @@ def main() -> int:
         raise ConfigError(f"--gate looks at one token, --tokens {arguments.tokens} has none: add 1")
     peers = load_peers(arguments.peers)
     stream = Stream(NativeKernel(threads=1))
-    load_before = os.getloadavg()[0]
+    measurement = Measurement(__doc__)
     results: list[dict[str, Any]] = []
     others: list[Contestant] = []
     for bits in arguments.bits:
@@ -288,15 +289,14 @@ def main() -> int:
         print(f"gate: {sentence}")
     if arguments.gate:
         print("gate: no targets on this path" if isa not in ("amx", "avx512vnni") else f"gate: {len(missed)} missed")
-    summary = {
+    figures = {
         "isa": isa,
-        "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
         "limit_gb_per_s": round(stream.bytes_per_s / 1e9, 2),
         "results": results,
         "scaling": scaling,
         "peers": rivals,
     }
-    print(json.dumps(summary))
+    measurement.end(figures, arguments.json)
     return 1 if missed else 0
 
 

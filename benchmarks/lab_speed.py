@@ -11,8 +11,8 @@ shape. Last line of stdout: one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -33,6 +33,9 @@ from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measured import Measurement, add_json_option
 
 ROWS_PER_STEP = 64
 
@@ -70,7 +73,9 @@ def main() -> None:
     parser.add_argument("--model", default="mixtral-8x7b")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
     arguments = parser.parse_args()
+    measurement = Measurement(__doc__)
     settings = SyntheticSettings.of_shape(
         arguments.model, num_requests=arguments.requests, prompt_len=128, decode_len=256
     )
@@ -106,18 +111,14 @@ def main() -> None:
     table.add_row("arranging the trace, once for all", f"{arranging:,.0f}")
     Console().print(table)
     print(f"recording: {recorded['token_layer_rows_per_s']:,.0f} token-layer rows/s of wall time")
-    print(
-        json.dumps(
-            {
-                "model": arguments.model,
-                "decisions": batches.num_decisions,
-                "load": os.getloadavg()[0],
-                "recording": recorded,
-                "decisions_per_cpu_s": speeds,
-                "arranged_per_cpu_s": arranging,
-            }
-        )
-    )
+    figures = {
+        "model": arguments.model,
+        "decisions": batches.num_decisions,
+        "recording": recorded,
+        "decisions_per_cpu_s": speeds,
+        "arranged_per_cpu_s": arranging,
+    }
+    measurement.end(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ Prints a table, then one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -26,6 +27,9 @@ from rich.table import Table
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measured import Measurement, add_json_option
 
 HIDDEN, INTERMEDIATE, GROUP, BITS = 4096, 14336, 128, (4, 3, 2, 1)
 STREAM_BYTES = 512 << 20
@@ -66,7 +70,9 @@ def main() -> None:
     parser.add_argument("--isas", default=",".join(native))
     parser.add_argument("--threads", default=f"1,{len(os.sched_getaffinity(0))}")
     parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
     options = parser.parse_args()
+    measurement = Measurement(__doc__)
     rng = np.random.default_rng(0)
     experts = [random_container(rng) for _ in range(2)]
     stream = np.ones(STREAM_BYTES, np.uint8)
@@ -99,7 +105,8 @@ def main() -> None:
         cells += (f"{floor * 1e3:.1f}", f"{floor / cpu:.0%}", f"{clearing * 1e3:.1f}")
         table.add_row(*map(str, cells))
     Console().print(table)
-    print(json.dumps({"read_gb_per_s": round(limit, 2), "clear_gb_per_s": round(clears, 2), "prepare": rows}))
+    figures = {"read_gb_per_s": round(limit, 2), "clear_gb_per_s": round(clears, 2), "prepare": rows}
+    measurement.end(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ per core beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,9 @@ from ndp_device.protocol.messages import VERSION, SlotOffer
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measured import Measurement, add_json_option
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})  # as an Execute's
@@ -135,6 +137,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000, help="round trips of 8 KB; fewer for larger ones")
     parser.add_argument("--repeat", type=int, default=3, help="interleaved repetitions; the median of each percentile")
     parser.add_argument("--oversubscribe", type=int, default=0)
+    add_json_option(parser)
     parser.add_argument("--echo", metavar="ADDR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.echo:
@@ -143,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, busy_cores(arguments.oversubscribe):
         program = Path(directory) / "floor"
         subprocess.run(["cc", "-O2", "-o", program, ROOT / "benchmarks" / "protocol_floor.c"], check=True)
-        load = os.getloadavg()[0]
+        measurement = Measurement(__doc__)
         for _ in range(arguments.repeat):
             for size in (int(text) for text in arguments.sizes.split(",")):
                 count = max(min(arguments.count, arguments.count * 65536 // max(size, 1)), 20)
@@ -170,7 +173,7 @@ def main() -> None:
     print(f"{'':14}{'bytes':>10}{'p50':>10}{'p90':>10}{'p99':>10}   us, measured")
     for row in rows:
         print(f"{row['name']:14}{row['bytes']:>10}{row['p50_us']:>10}{row['p90_us']:>10}{row['p99_us']:>10}")
-    print(json.dumps({"load": load, "oversubscribe": arguments.oversubscribe, "results": rows}))
+    measurement.end({"oversubscribe": arguments.oversubscribe, "results": rows}, arguments.json)
 
 
 if __name__ == "__main__":

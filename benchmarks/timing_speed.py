@@ -3,17 +3,15 @@
 The question of the timing model: an expert's 352 MB stream must take less than 50 ms of CPU, cold (constants taken
 from the command-level controller first) and warm. Beside it: one whole command, and the controller itself.
 
-    python benchmarks/timing_speed.py
+    python benchmarks/timing_speed.py [--json FILE]
 
 Prints a table, then one JSON object. Times are process CPU time, the best of several repetitions.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
+import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +23,9 @@ from ndp_device.timing.dram_map import StreamMap
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import public_shape, single_expert_work
 from ndp_device.timing.spec import load_hardware
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measured import Measurement, add_json_option
 
 STREAM_BYTES = 352_321_536
 LIMIT_MS = 50.0
@@ -40,6 +41,10 @@ def cpu_ms(work: Callable[[], object], repetitions: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    measurement = Measurement(__doc__)
     hardware = load_hardware("h100-ndp512")
     dram = hardware.dram
     lines = dram_timing.channel_lines(dram, STREAM_BYTES)
@@ -65,21 +70,12 @@ def main() -> None:
     print(f"limit: a {STREAM_BYTES / 1e6:.0f} MB stream in {LIMIT_MS:.0f} ms of CPU\n")
     for name, value in results.items():
         print(f"{name:34s} {value:10.4f}")
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    print(
-        json.dumps(
-            {
-                "within_limit": results["stream_352mb_cold_ms"] < LIMIT_MS,
-                **{name: round(value, 5) for name, value in results.items()},
-                "commit": commit,
-                "python": platform.python_version(),
-                "load": round(os.getloadavg()[0], 2),
-                "config_hash": hardware.config_hash,
-            }
-        )
-    )
+    figures = {
+        "within_limit": results["stream_352mb_cold_ms"] < LIMIT_MS,
+        **{name: round(value, 5) for name, value in results.items()},
+        "config_hash": hardware.config_hash,
+    }
+    measurement.end(figures, arguments.json)
 
 
 if __name__ == "__main__":

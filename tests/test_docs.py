@@ -1,13 +1,20 @@
-"""What the docs point at exists, for readers who follow it."""
+"""What the docs point at exists, and their generated parts say what the sources and the measurements say."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate  # noqa: E402
+
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SOURCES = sorted(
     path
@@ -16,7 +23,7 @@ SOURCES = sorted(
     if path.suffix in (".py", ".pyi", ".h", ".cpp", ".c", ".md")
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
-MENTION = re.compile(r"docs/[\w./-]*\w\.(?:md|json|py)")
+MENTION = re.compile(r"docs/[\w./-]*\w\.(?:md\.j2|md|json|py)\b(?!\.)")
 HEADING = re.compile(r'(docs/[\w./-]*\w\.md), "([^"]+)"')
 
 
@@ -50,3 +57,102 @@ def test_every_section_that_a_source_cites_exists() -> None:
 def test_lines_of_the_log_fit_on_a_screen(page: Path) -> None:
     long = [number for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 160]
     assert page.name == "renames.md" or long == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    named = {
+        (page.name, name)
+        for page in PAGES
+        if "log" not in page.parts
+        for name in re.findall(r"\btest_\w+\.py", page.read_text())
+    }
+    assert {name for _, name in named}, "the pattern finds nothing any more"
+    assert sorted((page, name) for page, name in named if name not in there) == []
+
+
+# -- generated parts ---------------------------------------------------------------------------------------------------
+
+
+def test_the_generated_parts_of_all_pages_are_current() -> None:
+    """Run `make docs` where this fails."""
+    assert generate.stale() == []
+
+
+def test_every_source_file_is_named_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    names = {
+        path.name
+        for package in ("ndp_device", "vllm_ndp")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in generate.SOURCES and path.name != "__init__.py"
+    }
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The docs and a small package beside them, all pages current."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for package in ("ndp_device", "vllm_ndp/integration"):
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "one.py").write_text('"""One thing. Knows no other."""\n')
+    for path, text in generate.pages(tmp_path).items():
+        path.write_text(text)
+    assert generate.stale(tmp_path) == []
+    return tmp_path
+
+
+def test_a_page_is_stale_after_one_digit_changed_in_a_measurement(copied: Path) -> None:
+    path = copied / "docs" / "measured" / "protocol_roundtrip.json"
+    content = json.loads(path.read_text())
+    row = next(row for row in content["figures"]["results"] if (row["name"], row["bytes"]) == ("slot", 8192))
+    row["p50_us"] += 0.1
+    path.write_text(json.dumps(content))
+    assert generate.stale(copied) == ["docs/performance.md", "README.md"]
+
+
+def test_a_page_is_stale_after_one_digit_changed_in_it(copied: Path) -> None:
+    page = copied / "docs" / "performance.md"
+    text = page.read_text()
+    digit = re.search(r"\d+\.(\d)", text)
+    assert digit is not None
+    page.write_text(text[: digit.start(1)] + str((int(digit[1]) + 1) % 10) + text[digit.end(1) :])
+    assert generate.stale(copied) == ["docs/performance.md"]
+
+
+def test_a_new_file_and_a_lost_file_make_the_architecture_stale(copied: Path) -> None:
+    added = copied / "ndp_device" / "two.py"
+    added.write_text('"""Two."""\n')
+    assert generate.stale(copied) == ["docs/architecture.md"]
+    added.unlink()
+    assert generate.stale(copied) == []
+    (copied / "ndp_device" / "one.py").unlink()
+    assert generate.stale(copied) == ["docs/architecture.md"]
+
+
+def test_a_new_arrow_makes_the_architecture_stale(copied: Path) -> None:
+    (copied / "ndp_device" / "two.py").write_text('"""Two."""\n')
+    (copied / "docs" / "architecture.md").write_text(generate.pages(copied)[copied / "docs" / "architecture.md"])
+    (copied / "ndp_device" / "two.py").write_text('"""Two."""\n\nfrom ndp_device import one\n')
+    assert generate.stale(copied) == ["docs/architecture.md"]
+
+
+def test_figures_without_their_origin_are_refused(copied: Path) -> None:
+    path = copied / "docs" / "measured" / "identity.json"
+    content = json.loads(path.read_text())
+    del content["command"], content["date"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"identity\.json must say command, date"):
+        generate.stale(copied)
+
+
+def test_a_verdict_follows_from_the_figure_and_its_target() -> None:
+    source = generate.Figures(command="python benchmarks/x.py --model M", figures={})
+    assert "| 11.0 us | at most 10 us | **missed** | `python benchmarks/x.py` |" in generate.headline(
+        "a", 11, 10, "us", source
+    )
+    assert "| met |" in generate.headline("a", 10, 10, "us", source)
+    assert "| met |" in generate.headline("a", 11, 10, "us", source, at_least=True)
+    assert "| **missed** |" in generate.headline("a", 9, 10, "us", source, at_least=True)

@@ -1,0 +1,248 @@
+"""Write the parts of the docs that follow from something else (`make docs`), or say which are not current (`--check`).
+
+    docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
+    docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
+    README.md               the sentences with measured figures
+
+In a hand-written page, the text from `<!-- generated: NAME -->` to `<!-- end -->` is replaced; the rest is prose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import import_graph
+import jinja2
+from import_graph import ROOT
+
+SOURCES = (".py", ".pyi", ".cpp", ".h")
+NOT_DRAWN = "ndp_device/errors"
+"""Imported by nearly every file and importing none: its arrows would hide all others."""
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def opening(path: Path) -> str:
+    """The first sentences of a file: what it knows and what it does not. Whole sentences, whole lines."""
+    text = path.read_text()
+    if path.suffix in (".py", ".pyi"):
+        paragraph = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    else:
+        comment = re.match(r"(//.*\n)+", text)
+        lines = [line.removeprefix("//").strip() for line in comment[0].splitlines()] if comment else []
+        paragraph = "\n".join(lines[: lines.index("")] if "" in lines else lines)
+    lines = paragraph.splitlines()
+    count = next((number for number, line in enumerate(lines, 1) if line.rstrip().endswith(".")), len(lines))
+    text = " ".join(lines[:count]).replace("|", "\\|")
+    return text if text.endswith(".") or ". " not in text else text[: text.rindex(". ") + 1]
+
+
+def file_tables(package: str, root: Path = ROOT) -> str:
+    """One table per folder of the package. A source without a sentence of its own stands beside its header."""
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted((root / package).rglob("*")):
+        if path.suffix in SOURCES and path.name != "__init__.py":
+            folders.setdefault(path.parent, []).append(path)
+    parts = []
+    for folder, paths in sorted(folders.items()):
+        package_file = folder / "__init__.py"
+        about = opening(package_file) if package_file.exists() and folder != root / package else ""
+        lines = [f"**`{folder.relative_to(root).as_posix()}/`** {about}".rstrip(), "", "| file | knows |", "|---|---|"]
+        names = {path.name for path in paths}
+        for path in paths:
+            header = path.with_suffix(".h").name
+            if path.suffix == ".cpp" and not opening(path) and header in names:
+                continue
+            beside = path.with_suffix(".cpp")
+            shared = path.suffix == ".h" and beside.name in names and not opening(beside)
+            name = f"`{path.name}`, `{beside.name}`" if shared else f"`{path.name}`"
+            lines.append(f"| {name} | {opening(path)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+# -- arrows ------------------------------------------------------------------------------------------------------------
+
+
+def drawing(arrows: import_graph.Arrows, label: Callable[[str], str]) -> str:
+    """A Mermaid flow chart: an arrow from the file or room that imports to what is imported."""
+    nodes = {name: re.sub(r"\W|^_+|_+$", "", label(name)) for name in arrows}
+    lines = ["```mermaid", "flowchart TD"]
+    lines += [f'    {node}["{label(name)}"]' for name, node in sorted(nodes.items()) if node != label(name)]
+    for name in sorted(arrows):
+        targets = sorted(nodes[target] for target in arrows[name] if target in nodes)
+        lines.append(f"    {nodes[name]}" + (f" --> {' & '.join(targets)}" if targets else ""))
+    return "\n".join([*lines, "```"])
+
+
+def room_drawing(package: str, root: Path = ROOT) -> str:
+    rooms = import_graph.room_arrows(root)
+    inside = {
+        room: targets
+        for room, targets in rooms.items()
+        if room.startswith(f"{package}/") and room != NOT_DRAWN and not room.endswith("/__init__")
+    }
+    parts = [drawing(inside, lambda room: room.removeprefix(f"{package}/"))]
+    outside = {
+        room: sorted(target for target in targets if not target.startswith(f"{package}/") and target != NOT_DRAWN)
+        for room, targets in sorted(inside.items())
+    }
+    if any(outside.values()):
+        lines = ["| room | imports from outside the package |", "|---|---|"]
+        lines += [f"| `{room}` | {listed(targets)} |" for room, targets in outside.items() if targets]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def module_drawing(room: str, root: Path = ROOT) -> str:
+    """The files of one room, by name, and the arrows between them."""
+    prefix = room.replace("/", ".") + "."
+    arrows = import_graph.module_arrows(root)
+    inside = {module: targets for module, targets in arrows.items() if module.startswith(prefix)}
+    return drawing(inside, lambda module: module.removeprefix(prefix))
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------
+
+
+class Figures(SimpleNamespace):
+    """One file of docs/measured/: `question`, `command`, `origin`, `date`, `commit`, `machine`, `figures`."""
+
+    figures: Any
+
+    def row(self, table: str = "results", /, **wanted: Any) -> Any:
+        """The only row of a list of figures that has these values."""
+        rows = [row for row in self.figures[table] if all(row.get(key) == value for key, value in wanted.items())]
+        if len(rows) != 1:
+            raise LookupError(f"{table} must hold one row with {wanted}, found {len(rows)}")
+        return rows[0]
+
+
+BY_HAND = "by hand, see the log"
+ENVELOPE = {"question", "command", "origin", "date", "commit", "machine", "figures"}
+
+
+def load_measured(folder: Path) -> dict[str, Figures]:
+    """By file name. A file without the envelope is refused: a figure without its command and date says nothing."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if missing := sorted(ENVELOPE - content.keys()):
+            raise ValueError(f"{path.name} must say {', '.join(missing)}: write it with the benchmark's --json")
+        found[path.stem.replace("-", "_")] = Figures(**content)
+    return found
+
+
+def about(measured: Figures) -> str:
+    """Where figures come from: the lines under a table."""
+    machine = measured.machine
+    at = f" at {measured.commit}" if measured.commit else ""
+    origin = re.sub(r"docs/(\S+)", r"[\1](\1)", measured.origin)
+    cores = "1 core" if machine["cores"] == 1 else f"{machine['cores']} cores"
+    parts = [f"{origin}{at}, {measured.date}", machine["processor"], cores]
+    if load := machine.get("load"):
+        low, high = min(load), max(load)
+        parts.append(f"load {low:.1f}" if high - low < 0.05 else f"load {low:.1f} to {high:.1f}")
+    command = "" if measured.command == BY_HAND else f"`{measured.command}`\\\n"
+    return f"{command}{', '.join(parts)}"
+
+
+def headline(
+    claim: str, now: float, target: float, unit: str, source: Figures, *, at_least: bool = False, digits: int = 1
+) -> str:
+    """One row of the headline table; the verdict follows from the two numbers."""
+    met = now >= target if at_least else now <= target
+    wanted = f"at {'least' if at_least else 'most'} {target:g} {unit}".rstrip()
+    command = source.command if source.command == BY_HAND else f"`{source.command.split(' --')[0]}`"
+    verdict = "met" if met else "**missed**"
+    return f"| {claim} | {f'{now:.{digits}f} {unit}'.rstrip()} | {wanted} | {verdict} | {command} |"
+
+
+def rendered(template: str, root: Path = ROOT) -> str:
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(root / "docs" / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.globals |= {"about": about, "headline": headline}
+    return templates.get_template(template).render(load_measured(root / "docs" / "measured"))
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
+    return {
+        "arrows of ndp_device": lambda: room_drawing("ndp_device", root),
+        "arrows of vllm_ndp": lambda: room_drawing("vllm_ndp", root),
+        "arrows of vllm_ndp/integration": lambda: module_drawing("vllm_ndp/integration", root),
+        "files of ndp_device": lambda: file_tables("ndp_device", root),
+        "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
+        "measured": lambda: rendered("readme-measured.md.j2", root),
+    }
+
+
+def filled(page: str, root: Path = ROOT) -> str:
+    """The page with every generated block written anew."""
+    known = blocks(root)
+
+    def fill(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in known:
+            raise KeyError(f"no block is called {name!r}; there are {', '.join(known)}")
+        return f"{match[1]}\n{known[name]().strip()}\n\n{match[3]}"
+
+    return BLOCK.sub(fill, page)
+
+
+def pages(root: Path = ROOT) -> dict[Path, str]:
+    """Every page with generated parts, as it should read."""
+    found = {root / "docs" / "performance.md": rendered("performance.md.j2", root)}
+    for name in ("docs/architecture.md", "README.md"):
+        path = root / name
+        found[path] = filled(path.read_text(), root)
+    return found
+
+
+def stale(root: Path = ROOT) -> list[str]:
+    """The pages that do not read as they should."""
+    return [
+        path.relative_to(root).as_posix()
+        for path, wanted in pages(root).items()
+        if not path.exists() or path.read_text() != wanted
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is not current")
+    found = stale()
+    if parser.parse_args().check:
+        for name in found:
+            print(f"{name} does not say what the code and docs/measured/ say: run `make docs`")
+        return 1 if found else 0
+    for path, text in pages().items():
+        path.write_text(text)
+    print(f"written: {', '.join(found) or 'nothing, all pages are current'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
