@@ -23,7 +23,7 @@ SOURCES = sorted(
     if path.suffix in (".py", ".pyi", ".h", ".cpp", ".c", ".md")
 )
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
-MENTION = re.compile(r"docs/[\w./-]*\w\.(?:md\.j2|md|json|py)\b(?!\.)")
+MENTION = re.compile(r"docs/[\w./-]*\w\.(?:md\.j2|md|json|py)\b(?!\.\w)")
 HEADING = re.compile(r'(docs/[\w./-]*\w\.md), "([^"]+)"')
 
 
