@@ -156,3 +156,22 @@ def test_a_verdict_follows_from_the_figure_and_its_target() -> None:
     assert "| met |" in generate.headline("a", 10, 10, "us", source)
     assert "| met |" in generate.headline("a", 11, 10, "us", source, at_least=True)
     assert "| **missed** |" in generate.headline("a", 9, 10, "us", source, at_least=True)
+
+
+def test_every_fault_that_is_claimed_names_tests_that_exist() -> None:
+    """The last column of docs/faults.md holds a letter for the file and parts of test names: `F stopped, stop_loop`."""
+    page = (ROOT / "docs" / "faults.md").read_text()
+    files = dict(re.findall(r"^\| ([A-Z]) \| `(test_\w+\.py)`", page, re.MULTILINE))
+    names = {
+        letter: re.findall(r"def (test_\w+)", next((ROOT / "tests").rglob(file)).read_text())
+        for letter, file in files.items()
+    }
+    claims = re.findall(r"\| ([^|\n]*) \|$", page[page.index("| fault |") :], re.MULTILINE)[2:]
+    parts = [
+        (letter, part)
+        for claim in claims
+        for letter, rest in re.findall(r"\b([A-Z])\b([^A-Z]*)", re.sub(r"\[[^\]]*\]", "", claim))
+        for part in re.findall(r"\w+", rest)
+    ]
+    assert len(parts) > 30, "the pattern finds less than the table holds"
+    assert [(letter, part) for letter, part in parts if not any(part in name for name in names[letter])] == []
