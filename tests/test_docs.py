@@ -59,6 +59,12 @@ def test_lines_of_the_log_fit_on_a_screen(page: Path) -> None:
     assert page.name == "renames.md" or long == []
 
 
+def test_the_index_of_the_log_leads_to_every_topic() -> None:
+    folder = ROOT / "docs" / "log"
+    linked = set(LINK.findall((folder / "README.md").read_text()))
+    assert sorted(path.name for path in folder.glob("*.md") if path.name not in linked | {"README.md"}) == []
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = {
