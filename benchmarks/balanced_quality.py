@@ -37,9 +37,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget

@@ -37,12 +37,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, MixtralForCausalLM
 
-from ndp_device.calibration.build import build_data_free, default_cache_dir
-from ndp_device.calibration.loss_table import load_loss_table
+from ndp_device.cache import default_cache_dir
+from ndp_device.calibration.build import build_data_free
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.model_shape import FULL_PRECISION_BITS, model_digest
+from ndp_device.model_shape import model_digest
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
+from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.plan import Budget

@@ -25,12 +25,13 @@ from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.protocol.session import FLAG_OF_BITS, ServedPlan, Session, listed
+from ndp_device.protocol.session import ServedPlan, Session, listed
 from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.widths import FLAG_OF_BITS
 
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
@@ -249,7 +250,7 @@ class Handler:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""
         flags = np.zeros((self._store.shape.num_layers, self._store.shape.num_experts), np.uint8)
         for bits in self._store.widths:
-            flags |= np.where(served(bits), FLAG_OF_BITS[bits], np.uint8(0))
+            flags[served(bits)] |= FLAG_OF_BITS[bits]
         return flags
 
     def _execute(
@@ -276,7 +277,7 @@ class Handler:
         self, layer: int, x: NDArray[Any], pairs: int, distinct: dict[tuple[int, int], int], counts: list[int]
     ) -> Work:
         shape = self._store.shape
-        bytes_in, bytes_out = msg.execute_bytes(len(x), pairs, shape.hidden_size, x.itemsize)
+        bytes_in, bytes_out = execute_bytes(len(x), pairs, shape.hidden_size, x.itemsize)
         return Work(
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,

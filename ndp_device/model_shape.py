@@ -14,9 +14,6 @@ from typing import Any
 
 from ndp_device.errors import ConfigError, ReplicaError
 
-FULL_PRECISION_BITS = 16
-"""The `bits` value that means the checkpoint's own weights, whatever their dtype."""
-
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 

@@ -14,6 +14,7 @@ from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolErro
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
 class Probe:
@@ -75,7 +76,7 @@ def verify_device(address: str, *, timeout_s: float = 60.0) -> dict[str, object]
     with Probe(address, timeout_s=timeout_s) as probe:
         welcome = probe.hello()
         shape = (welcome.num_layers, welcome.num_experts)
-        every_width = np.full(shape, (1 << len(msg.PLAN_BITS)) - 1, np.uint8)
+        every_width = np.full(shape, ALL_FLAGS, np.uint8)
         _, tensors = probe.ask(msg.InstallPlan(probe.next_id(), epoch=1, expected_epoch=0), {"replicas": every_width})
         probe.ask(msg.ActivatePlan(probe.next_id(), epoch=1))
         served = every_width & ~tensors["missing"]
@@ -84,14 +85,14 @@ def verify_device(address: str, *, timeout_s: float = 60.0) -> dict[str, object]
             pairs = [
                 (expert, bits)
                 for expert in range(shape[1])
-                for flag, bits in enumerate(msg.PLAN_BITS)
+                for flag, bits in enumerate(PLAN_BITS)
                 if served[layer, expert] >> flag & 1
             ]
             first, second = (_execute(probe, welcome.hidden_size, layer, pairs) for _ in range(2))
             if not np.isfinite(first).all() or not np.array_equal(first, second):
                 raise RemoteProtocolError(f"layer {layer}: the device's answers are not finite or not repeatable")
             pairs_checked += len(pairs)
-        widths = [bits for flag, bits in enumerate(msg.PLAN_BITS) if (served >> flag & 1).any()]
+        widths = [bits for flag, bits in enumerate(PLAN_BITS) if (served >> flag & 1).any()]
         return {"ok": True, "model_digest": welcome.model_digest, "experts_checked": pairs_checked, "bits": widths}
 
 

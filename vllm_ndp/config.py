@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ndp_device.errors import ConfigError
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.importance import BITS_FOR
-from vllm_ndp.planning.plan import WIDTHS
 
 EMBEDDED = "embedded"
 DEFAULT_SPILL_BITS = 3

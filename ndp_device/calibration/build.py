@@ -6,7 +6,6 @@ torch and transformers are imported only where text is involved.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +28,11 @@ from ndp_device.replicas.format import (
     write_layer,
     write_manifest,
 )
-from ndp_device.replicas.replica import REPLICA_BITS
+from ndp_device.widths import WIDTHS, default_group_size
 
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
 
-_WIDE = 1024
 _CAPTURE_BYTES = 8 << 30
 
 SolverName = Literal["nested", "independent", "auto-gptq"]
@@ -44,23 +42,11 @@ MakeLayer = Callable[[int, Callable[[], None]], LayerReplicas]
 """(layer, to be called after each expert) -> its replicas."""
 
 
-def default_cache_dir(model_digest: str) -> Path:
-    """A model's place in the cache: under $NDP_CACHE_DIR, $XDG_CACHE_HOME/vllm-ndp or ~/.cache/vllm-ndp."""
-    chosen = os.environ.get("NDP_CACHE_DIR")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"
-    return base / "replicas" / model_digest
-
-
-def default_group_size(shape: ModelShape) -> int:
-    """128 weights share a scale and an offset; 64 where a matrix is narrower than 1024 and 128 would be few groups."""
-    return 128 if min(shape.hidden_size, shape.intermediate_size) >= _WIDE else 64
-
-
 def build_data_free(
     model_dir: Path,
     out_dir: Path,
     *,
-    bits: Sequence[int] = REPLICA_BITS,
+    bits: Sequence[int] = WIDTHS,
     group_size: int | None = None,
     show_progress: bool = True,
 ) -> Manifest:
@@ -114,7 +100,7 @@ def build_calibrated(
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
-    bits = _checked_bits(bits or (auto_gptq.BITS if solver == "auto-gptq" else REPLICA_BITS))
+    bits = _checked_bits(bits or (auto_gptq.BITS if solver == "auto-gptq" else WIDTHS))
     if solver == "auto-gptq":
         if not set(bits) <= set(auto_gptq.BITS):
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
@@ -207,14 +193,14 @@ def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int |
 
 
 def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    if not bits or not set(bits) <= set(REPLICA_BITS):
-        raise ConfigError(f"bits must be a selection of {list(REPLICA_BITS)}, got {list(bits)}")
+    if not bits or not set(bits) <= set(WIDTHS):
+        raise ConfigError(f"bits must be a selection of {list(WIDTHS)}, got {list(bits)}")
     return tuple(sorted(set(bits)))
 
 
 def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
     if group_size is None:
-        return default_group_size(shape)
+        return default_group_size(shape.hidden_size, shape.intermediate_size)
     if group_size < 8 or group_size % 8:
         raise ConfigError(f"group_size must be a multiple of 8, got {group_size}")
     return group_size

@@ -20,7 +20,6 @@ from typing import Annotated
 
 import msgspec
 
-from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.timing.work import Timing
 
 MAJOR, MINOR = 1, 1  # 1.1: fragments
@@ -33,21 +32,8 @@ MAX_TOKENS = 8192
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this in frame 1: one cache line, the widest vector register."""
 
-PAIR_BYTES = 4 + 4 + 1 + 4
-"""What one (row, expert) pair costs in frame 1: row int32, expert int32, bits uint8, gate float32."""
-
-PLAN_BITS = (1, 2, 3, 4, FULL_PRECISION_BITS)
-"""Bit i of a plan's mask stands for the i-th of these widths."""
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 ShortText = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: int) -> tuple[int, int]:
-    """(bytes in, bytes out) that one Execute moves over the simulated link: activations in the model's dtype both
-    ways, and the pair list inwards. Padding, checks and our float32 replies belong to the emulation, not to it."""
-    activations = tokens * hidden_size * activation_bytes
-    return activations + pairs * PAIR_BYTES, activations
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +83,7 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class InstallPlan(Message, frozen=True, tag="install_plan"):
-    """Tensor `replicas` uint8 [L, E]: the widths the plan will use, bit i = PLAN_BITS[i]."""
+    """Tensor `replicas` uint8 [L, E]: the widths the plan will use, bit i = widths.PLAN_BITS[i]."""
 
     epoch: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
     expected_epoch: Count  # compare-and-set: the epoch now active, 0 = none

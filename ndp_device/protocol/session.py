@@ -13,22 +13,18 @@ from numpy.typing import NDArray
 from ndp_device.errors import DeviceError
 from ndp_device.protocol.messages import (
     MAX_TOKENS,
-    PLAN_BITS,
     VERSION,
     ActivatePlan,
     Execute,
     Hello,
     InstallPlan,
 )
-
-FLAG_OF_BITS = np.zeros(256, np.uint8)
-"""The flag that stands for a width in a plan; 0 for what is none."""
-FLAG_OF_BITS[list(PLAN_BITS)] = 1 << np.arange(len(PLAN_BITS))
+from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS
 
 
 @dataclass(frozen=True)
 class ServedPlan:
-    """One epoch and what may be asked under it: flags uint8 [L, E], bit i = PLAN_BITS[i]."""
+    """One epoch and what may be asked under it: flags uint8 [L, E], bit i = widths.PLAN_BITS[i]."""
 
     epoch: int
     flags: NDArray[np.uint8]

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.replica import REPLICA_BITS, Activation, Biases, QuantizedExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Activation, Biases, QuantizedExpert, QuantizedMatrix
+from ndp_device.widths import WIDTHS
 
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
@@ -69,8 +70,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**fields, activation=activation, biases=biases, version=VERSION_WITH_FORM)
 
     def __post_init__(self) -> None:
-        if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_BITS)):
-            raise ValueError(f"bits must be a rising selection of {list(REPLICA_BITS)}, got {list(self.bits)}")
+        if not self.bits or list(self.bits) != sorted(set(self.bits) & set(WIDTHS)):
+            raise ValueError(f"bits must be a rising selection of {list(WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
 
@@ -91,7 +92,7 @@ class LayerReplicas:
     own_weight: NDArray[np.float64] = field(repr=False)
 
     def __post_init__(self) -> None:
-        table = (len(self.experts), len(REPLICA_BITS))
+        table = (len(self.experts), len(WIDTHS))
         if self.loss.shape != table or self.relative_loss.shape != table:
             raise ValueError(f"loss tables must be {list(table)}, got {self.loss.shape} and {self.relative_loss.shape}")
         for expert, replicas in enumerate(self.experts):
@@ -163,7 +164,7 @@ class ReplicaFiles:
     def layer_losses(self, layer: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(loss, relative loss), each float64 [E, 4]."""
         file = self._files[layer]
-        table = (self.manifest.model.num_experts, len(REPLICA_BITS))
+        table = (self.manifest.model.num_experts, len(WIDTHS))
         loss, relative = file.tensor("loss"), file.tensor("relative_loss")
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
-REPLICA_BITS = (1, 2, 3, 4)
 """The widths an expert can be quantized to; a loss table has one column for each."""
 
 
@@ -61,7 +60,7 @@ class QuantizedMatrix:
     perm: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in REPLICA_BITS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
+        if self.bits not in WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
             raise ValueError(
                 f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8], "
                 f"got {self.planes.dtype}{list(self.planes.shape)}"

@@ -18,7 +18,8 @@ from ndp_device.timing.link import Hop, hop_in, hop_out, wire_bytes
 from ndp_device.timing.migration import migration
 from ndp_device.timing.spec import ArraySpec, Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
-from ndp_device.timing.work import FULL_PRECISION_BITS, Timing, Work
+from ndp_device.timing.work import Timing, Work
+from ndp_device.widths import FULL_PRECISION_BITS
 
 _NOTHING = Stream(0, 0, 0)
 

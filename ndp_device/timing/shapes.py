@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.units import ceil_div
-from ndp_device.timing.work import FULL_PRECISION_BITS, LEGAL_BITS, ExpertWork, Work
+from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.widths import FULL_PRECISION_BITS, TIMED_BITS
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ def public_shape(name: str) -> PublicShape:
 
 def expert_bytes(hidden: int, intermediate: int, bits: int, group_size: int, *, scales: bool = True) -> int:
     """Bytes of one replica: bit planes, and a float16 scale and offset per group of inputs unless scales is False."""
-    if bits not in LEGAL_BITS:
-        raise ConfigError(f"bits must be one of {list(LEGAL_BITS)}, got {bits}")
+    if bits not in TIMED_BITS:
+        raise ConfigError(f"bits must be one of {list(TIMED_BITS)}, got {bits}")
     if group_size < 1:
         raise ConfigError(f"group size must be at least 1, got {group_size}")
     codes = ceil_div(3 * hidden * intermediate * bits, 8)

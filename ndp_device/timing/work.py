@@ -9,10 +9,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ndp_device.errors import ConfigError
+from ndp_device.widths import TIMED_BITS
 
-FULL_PRECISION_BITS = 16
-LEGAL_BITS = (1, 2, 3, 4, 8, FULL_PRECISION_BITS)
 BOUNDS = ("link", "dram", "compute", "queue")
+
+PAIR_BYTES = 4 + 4 + 1 + 4
+"""What one (row, expert) pair costs in a message: row int32, expert int32, bits uint8, router weight float32."""
+
+
+def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: int) -> tuple[int, int]:
+    """(bytes in, bytes out) that one Execute moves over the simulated link: activations in the model's dtype both
+    ways, and the pair list inwards. Padding, checks and our float32 replies belong to the emulation, not to it."""
+    activations = tokens * hidden_size * activation_bytes
+    return activations + pairs * PAIR_BYTES, activations
 
 
 @dataclass(frozen=True)
@@ -26,8 +35,8 @@ class ExpertWork:
     dram_bytes: int  # packed weights with scales and offsets
 
     def __post_init__(self) -> None:
-        if self.bits not in LEGAL_BITS:
-            raise ConfigError(f"bits of an expert must be one of {list(LEGAL_BITS)}, got {self.bits}")
+        if self.bits not in TIMED_BITS:
+            raise ConfigError(f"bits of an expert must be one of {list(TIMED_BITS)}, got {self.bits}")
         for field in ("layer", "expert", "tokens", "dram_bytes"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from engines import MODEL, PROMPTS, ROOT, engine
 
-from ndp_device.calibration.build import default_cache_dir
-from ndp_device.calibration.loss_table import load_loss_table
+from ndp_device.cache import default_cache_dir
 from ndp_device.model_shape import model_digest
+from ndp_device.replicas.loss_table import load_loss_table
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.replay.live import replay_live
 from vllm_ndp.traces.trace import Trace

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ndp_device.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.timing.work import Timing
+from ndp_device.timing.work import Timing, execute_bytes
 from ndp_device.transport import checksum
 from ndp_device.transport.base import require_intact
 
@@ -370,7 +370,7 @@ def test_we_refuse_to_send_what_the_peer_would_refuse() -> None:
 
 def test_the_simulated_link_moves_activations_in_the_models_dtype_and_13_bytes_per_pair() -> None:
     """2 rows x 128 bf16 values = 512 bytes; 3 pairs x (4 + 4 + 1 + 4) = 39."""
-    assert msg.execute_bytes(2, 3, 128, 2) == (512 + 39, 512)
+    assert execute_bytes(2, 3, 128, 2) == (512 + 39, 512)
 
 
 if __name__ == "__main__":  # writes the vectors of a new version; those of a released one must never be rewritten

@@ -24,6 +24,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from ndp_device.transport import checksum
+from ndp_device.widths import PLAN_BITS
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 
@@ -111,8 +112,8 @@ def test_every_width_of_every_expert_is_summed_with_its_gate(
     store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
     caller = Caller(handler).ready()
     for layer in range(LAYERS):
-        experts = [expert for expert in range(EXPERTS) for _ in msg.PLAN_BITS]
-        tensors = pairs([pair % 4 for pair in range(len(experts))], experts, list(msg.PLAN_BITS) * EXPERTS, num_rows=5)
+        experts = [expert for expert in range(EXPERTS) for _ in PLAN_BITS]
+        tensors = pairs([pair % 4 for pair in range(len(experts))], experts, list(PLAN_BITS) * EXPERTS, num_rows=5)
         _, y = caller.execute(tensors, layer=layer)
         np.testing.assert_allclose(y, expected(store, layer, tensors), rtol=1e-5, atol=1e-5)
         assert not y[4].any()  # no pair

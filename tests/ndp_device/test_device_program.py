@@ -28,6 +28,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.transport.address import Address
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
+from ndp_device.widths import PLAN_BITS
 
 PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
@@ -111,7 +112,7 @@ def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
         assert (described["protocol"], described["replicas"], described["pid"]) == ("1.1", "data-free", process.pid)
         verified = last_line(run("verify", address).stdout)
         assert verified["ok"] is True
-        assert verified["experts_checked"] == LAYERS * EXPERTS * len(msg.PLAN_BITS)
+        assert verified["experts_checked"] == LAYERS * EXPERTS * len(PLAN_BITS)
         process.send_signal(signal.SIGTERM)
         output, log = process.communicate(timeout=60)
         assert process.returncode == 0

@@ -11,15 +11,18 @@ import pytest
 import safetensors.numpy
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
-from ndp_device.calibration.build import build_data_free, default_cache_dir, default_group_size
-from ndp_device.calibration.loss_table import expert_losses, load_loss_table
+from ndp_device.cache import default_cache_dir
+from ndp_device.calibration.build import build_data_free
+from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.kernels import load_kernel
-from ndp_device.model_shape import ModelShape, model_digest
+from ndp_device.model_shape import model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer
+from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.packing import unpack
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import default_group_size
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +204,8 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_groups_are_64_wide_up_to_matrices_of_1023_columns_and_128_from_1024() -> None:
-    assert default_group_size(ModelShape("m", 1, 2, 1, 1023, 4096)) == 64
-    assert default_group_size(ModelShape("m", 1, 2, 1, 1024, 4096)) == 128
+    assert default_group_size(1023, 4096) == 64
+    assert default_group_size(1024, 4096) == 128
 
 
 def test_the_store_serves_both_sources_and_counts_bytes(model_dir: Path, built: Path) -> None:

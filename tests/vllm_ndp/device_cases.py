@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from ndp_device.config import DeviceConfig
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
-from ndp_device.model_shape import FULL_PRECISION_BITS
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import InProcessTransport
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.device.client import DeviceClient, ExecuteHandle
 
 MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny-mixtral"

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from ndp_device.errors import ConfigError, TraceError
-from ndp_device.protocol.messages import execute_bytes
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.execution import NOWHERE, run_pairs, run_prompts
 from vllm_ndp.simulation.costs import Costs, dims_of

@@ -11,9 +11,9 @@ import numpy as np
 import typer
 
 from ndp_device.calibration.build import SolverName, build_calibrated, build_data_free
-from ndp_device.calibration.loss_table import load_loss_table
 from ndp_device.errors import ConfigError
-from ndp_device.replicas.replica import REPLICA_BITS
+from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.widths import WIDTHS
 
 
 def quantize(
@@ -33,7 +33,7 @@ def quantize(
     if calibration is None:
         if solver != "nested":
             raise ConfigError(f"--solver {solver} needs text: add --calibration FILE")
-        manifest = build_data_free(model, out, bits=widths or REPLICA_BITS, group_size=group_size)
+        manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=group_size)
     else:
         manifest = build_calibrated(
             model,

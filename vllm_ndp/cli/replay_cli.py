@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.calibration.build import default_cache_dir
-from ndp_device.calibration.loss_table import load_loss_table
+from ndp_device.cache import default_cache_dir
 from ndp_device.errors import ConfigError
+from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import WIDTHS, Budget
+from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, read_prior
 from vllm_ndp.replay.analysis import analyse, calibration_sensitivity
 from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare, popularity

@@ -47,7 +47,7 @@ class Counters:
 
 @dataclass
 class AnnouncedPlan:
-    """The widths a plan will use, and which of them the device lacks; bit i of a flag = messages.PLAN_BITS[i]."""
+    """The widths a plan will use, and which of them the device lacks; bit i of a flag = widths.PLAN_BITS[i]."""
 
     epoch: int
     replicas: NDArray[np.uint8]  # [L, E]

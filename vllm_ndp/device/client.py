@@ -136,7 +136,7 @@ class DeviceClient:
         return self._up
 
     def install_plan(self, epoch: int, replicas: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-        """Announce the widths a plan will use: uint8 [L, E], bit i = messages.PLAN_BITS[i].
+        """Announce the widths a plan will use: uint8 [L, E], bit i = widths.PLAN_BITS[i].
 
         Returns the (layer, expert, bits) the device cannot serve. Raises DeviceUnavailable or DeviceError; after
         DeviceUnavailable the plan stays wanted and is installed when the device is back.

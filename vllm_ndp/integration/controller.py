@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 
-from ndp_device.calibration.build import default_cache_dir
+from ndp_device.cache import default_cache_dir
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import model_digest
 from vllm_ndp.integration import compat, device_link, residency

@@ -15,11 +15,11 @@ from ndp_device.probe import Probe
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import Hardware
+from ndp_device.widths import WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import WIDTHS
 
 
 def say(message: str) -> None:
@@ -29,7 +29,8 @@ def say(message: str) -> None:
 
 def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path:
     """The replica directory to serve from; builds data-free replicas in the cache when there is none."""
-    from ndp_device.calibration.build import build_data_free, default_cache_dir
+    from ndp_device.cache import default_cache_dir
+    from ndp_device.calibration.build import build_data_free
 
     if settings.replicas is not None:
         return Path(settings.replicas)
@@ -46,8 +47,8 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path:
 
 
 def load_losses(replicas: Path, shape: ModelShape) -> LossTable:
-    from ndp_device.calibration.loss_table import load_loss_table
     from ndp_device.replicas.format import read_manifest
+    from ndp_device.replicas.loss_table import load_loss_table
 
     missing = set(WIDTHS) - set(read_manifest(replicas).bits)
     if missing:

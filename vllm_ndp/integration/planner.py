@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable
+from ndp_device.widths import FLAG_OF_BITS
 from vllm_ndp.integration.batch import TrackedRequest
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.importance import scores_for_bits
-from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, mask_of_bits, union_of_widths
+from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, union_of_widths
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -159,7 +160,7 @@ class Planner:
         plans = [request.bits for request in running if request.bits is not None]
         widths = union_of_widths(plans, self._controller.pool_shape)
         if self._controller.balancer is not None:
-            widths[placement.hot] |= mask_of_bits(self._controller.balancer.offload_bits)
+            widths[placement.hot] |= FLAG_OF_BITS[self._controller.balancer.offload_bits]
         self._is_settled = False
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
             self._controller.device.client.begin_install_plan(self.epoch, widths)

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import WIDTHS, BitwidthPlan, Budget, Placement
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.stats import frozen_array
 
-WIDTHS = (1, 2, 3, 4)
-_ALLOWED_BITS = (0, *WIDTHS, FULL_PRECISION_BITS)
+_ALLOWED_BITS = (0, *PLAN_BITS)
 _IS_ALLOWED = np.isin(np.arange(256), _ALLOWED_BITS)
+_FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,7 @@ class BitwidthPlan:
 
     def width_mask(self) -> NDArray[np.uint8]:
         """[L, E]: bit b-1 is set where the expert has width b (1..4), bit 4 where it has full precision."""
-        return _MASK_OF_BITS[self.bits]
-
-
-_MASK_OF_BITS = np.zeros(FULL_PRECISION_BITS + 1, np.uint8)
-_MASK_OF_BITS[list(WIDTHS)] = [1 << (width - 1) for width in WIDTHS]
-_MASK_OF_BITS[FULL_PRECISION_BITS] = 1 << len(WIDTHS)
-
-
-def mask_of_bits(bits: int) -> int:
-    """The bit of a width mask that stands for `bits`."""
-    return int(_MASK_OF_BITS[bits])
+        return _FLAG_OF_BITS[self.bits]
 
 
 def union_of_widths(plans: Iterable[BitwidthPlan], shape: tuple[int, int]) -> NDArray[np.uint8]:

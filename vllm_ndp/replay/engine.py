@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
-from ndp_device.protocol.messages import execute_bytes
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Timing, Work
+from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
 from vllm_ndp.planning.plan import Budget, Placement, keep_streamed

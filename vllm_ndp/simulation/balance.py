@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.plan import WIDTHS
+from ndp_device.widths import WIDTHS
 from vllm_ndp.simulation.costs import Costs
 
 

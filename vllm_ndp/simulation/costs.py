@@ -18,19 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.calibration.build import default_group_size
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape, read_config
-from ndp_device.protocol.messages import execute_bytes
+from ndp_device.model_shape import ModelShape, read_config
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import ceil_div
-from ndp_device.timing.work import ExpertWork, Work
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, default_group_size
 from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims
 
-WIDTH_CLASSES = (1, 2, 3, 4, FULL_PRECISION_BITS)
 _REFRESH_PHASES = 16
 _LONG = 200
 """A command this many refresh intervals long meets one refresh more or less, which is below half a percent."""
@@ -80,8 +78,7 @@ class Costs:
     @cached_property
     def group_size(self) -> int:
         """Weights that share a scale, by the rule replicas are built with."""
-        d = self.dims
-        return default_group_size(ModelShape("replay", d.num_layers, d.num_experts, d.top_k, d.hidden, d.intermediate))
+        return default_group_size(self.dims.hidden, self.dims.intermediate)
 
     @cached_property
     def gpu(self) -> GpuModel:
@@ -101,7 +98,7 @@ class Costs:
     def _device_table(self, max_tokens: int) -> NDArray[np.float64]:
         table = np.full((_TABLE_BITS, max_tokens + 1), np.nan)
         table[:, 0] = 0.0
-        for bits in WIDTH_CLASSES:
+        for bits in PLAN_BITS:
             table[bits, 1:] = [self.device_expert_ps(bits, tokens) for tokens in range(1, max_tokens + 1)]
         return table
 

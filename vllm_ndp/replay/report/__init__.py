@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import PLAN_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -18,7 +19,7 @@ from vllm_ndp.replay.live import recorded_policy
 from vllm_ndp.replay.outcome import Summary
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.timeline import chrome_trace
-from vllm_ndp.simulation.costs import WIDTH_CLASSES, Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -64,7 +65,7 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
             overrides=dict(settings.overrides),
             host_dims=dataclasses.asdict(costs.dims),
             hot_experts=num_hot,
-            expert_bytes={bits: costs.replica_bytes(bits) for bits in WIDTH_CLASSES},
+            expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
             group_size=costs.group_size,
             activation_bytes=costs.dims.dtype_bytes,
         )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_SPILL_BITS
-from vllm_ndp.planning.plan import WIDTHS
 from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.execution import run_pairs

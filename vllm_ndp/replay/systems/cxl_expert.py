@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.execution import without_device
 from vllm_ndp.replay.loads import add_up

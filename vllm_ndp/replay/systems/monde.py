@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.model_shape import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.execution import run_prompts
 from vllm_ndp.replay.outcome import Outcome, layer_factor

@@ -1,0 +1,25 @@
+"""The loss tables that a replica directory carries, as one table. Knows files, not how losses are measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.replicas.format import ReplicaFiles
+
+
+def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(loss, relative loss) of a replica directory, each [L, E, 4], column b - 1 for b bits, NaN for an absent width.
+
+    Never rising with bits: where few held-out tokens made a wider replica look worse, it counts as its narrower one.
+    """
+    files = ReplicaFiles(replicas_dir, check_contents=False)
+    losses = [files.layer_losses(layer) for layer in range(files.manifest.model.num_layers)]
+    loss, relative = (np.stack(tables) for tables in zip(*losses, strict=True))
+    absent = np.isnan(loss)
+    for table in (loss, relative):
+        table[:] = np.fmin.accumulate(table, axis=-1)
+        table[absent] = np.nan
+    return loss, relative

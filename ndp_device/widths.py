@@ -1,0 +1,32 @@
+"""The bit widths an expert can have, how a plan writes a set of them, and how many weights share a scale.
+
+    bits    1  2  3  4   16 = the checkpoint's own weights, whatever their dtype
+    flag    1  2  4  8   16 = the flag of the i-th width is 1 << i
+
+Standard library only: host and device, planning and timing all read it.
+"""
+
+from __future__ import annotations
+
+WIDTHS = (1, 2, 3, 4)
+"""Bits of a quantized replica."""
+
+FULL_PRECISION_BITS = 16
+
+PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS)
+"""What a plan may ask for; bit i of a plan's flags stands for the i-th."""
+
+TIMED_BITS = (*WIDTHS, 8, FULL_PRECISION_BITS)
+"""What the timing model can price: plans, and the 8-bit experts of other published systems."""
+
+FLAG_OF_BITS = bytes(1 << PLAN_BITS.index(bits) if bits in PLAN_BITS else 0 for bits in range(256))
+"""FLAG_OF_BITS[bits] is the flag that stands for a width in a plan, 0 for what is none."""
+
+ALL_FLAGS = (1 << len(PLAN_BITS)) - 1
+
+_WIDE = 1024
+
+
+def default_group_size(hidden_size: int, intermediate_size: int) -> int:
+    """128 weights share a scale and an offset; 64 where a matrix is narrower than 1024 and 128 would be few groups."""
+    return 128 if min(hidden_size, intermediate_size) >= _WIDE else 64

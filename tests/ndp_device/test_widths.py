@@ -1,0 +1,11 @@
+"""The one table of widths: what goes over the wire must never change its meaning."""
+
+from __future__ import annotations
+
+from ndp_device.widths import ALL_FLAGS, FLAG_OF_BITS, PLAN_BITS
+
+
+def test_a_plans_flags_are_those_of_the_protocol() -> None:
+    """docs/protocol.md: bit i of a flag stands for the i-th of 1, 2, 3, 4 and 16 bits."""
+    assert {bits: flag for bits, flag in enumerate(FLAG_OF_BITS) if flag} == {1: 1, 2: 2, 3: 4, 4: 8, 16: 16}
+    assert sum(FLAG_OF_BITS[bits] for bits in PLAN_BITS) == ALL_FLAGS == 31
