@@ -44,9 +44,9 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.outcome import summarise
 from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import summarise
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences

@@ -26,9 +26,9 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.compare import VARIANTS, popularity, split_requests
 from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.loads import Loads
+from vllm_ndp.replay.vectorised.loads import Loads
 
 NEVER = -1e6
 IN_USE = 1e9

@@ -11,8 +11,8 @@ from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import NOWHERE, run_pairs, run_prompts
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import NOWHERE, run_pairs, run_prompts
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace

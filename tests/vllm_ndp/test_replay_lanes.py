@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from vllm_ndp.replay import _lanes
-from vllm_ndp.replay.loads import Loads
-from vllm_ndp.replay.systems.cache import LFU, LRU, RANDOM, Priority, lcp, visits
+from vllm_ndp.replay.vectorised.cache import LFU, LRU, RANDOM, Priority, lcp, visits
+from vllm_ndp.replay.vectorised.loads import Loads
 
 GROUPS, LAYERS = 3, 4
 

@@ -16,14 +16,14 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
-from vllm_ndp.replay.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, Placing
 from vllm_ndp.replay.systems.context_aware import few_moves, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences

@@ -27,7 +27,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, read_prior
 from vllm_ndp.replay.analysis import analyse, calibration_sensitivity
 from vllm_ndp.replay.compare import ALL_POLICIES, CompareSettings, compare, popularity
-from vllm_ndp.replay.live import replay_live
+from vllm_ndp.replay.exact.live import replay_live
 from vllm_ndp.replay.report import write_report, write_timeline
 from vllm_ndp.replay.reproduce import (
     Reproduction,

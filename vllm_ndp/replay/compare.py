@@ -19,9 +19,9 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.replay.systems import SYSTEMS, Placing, System, require_options, system_named
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.trace import Trace
 

@@ -14,11 +14,11 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.analysis import analyse
 from vllm_ndp.replay.compare import CompareSettings, compare
-from vllm_ndp.replay.engine import Engine
-from vllm_ndp.replay.live import recorded_policy
-from vllm_ndp.replay.outcome import Summary
+from vllm_ndp.replay.exact.engine import Engine
+from vllm_ndp.replay.exact.live import recorded_policy
+from vllm_ndp.replay.exact.timeline import chrome_trace
 from vllm_ndp.replay.report.page import render
-from vllm_ndp.replay.timeline import chrome_trace
+from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import Costs, dims_of
 from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.trace import Trace

@@ -16,11 +16,11 @@ from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.analysis import Analysis
-from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.compare import CompareSettings, Comparison
-from vllm_ndp.replay.outcome import Outcome, Summary, step_times
 from vllm_ndp.replay.report.svg import FAINT, PALETTE, Chart, heatmap, number, stacked_bars
 from vllm_ndp.replay.systems import SYSTEMS
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, step_times
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.trace import Trace
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.replay.batches import Batches
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
-from vllm_ndp.replay.systems.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.replay.systems.moepic import THETAS, layer_ps, num_tops
 from vllm_ndp.replay.systems.system import popular_placement
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 SHAPE = {"num_layers": 4, "num_experts": 60, "top_k": 4}

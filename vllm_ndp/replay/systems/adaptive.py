@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay._lanes import follow
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import run_pairs
-from vllm_ndp.replay.outcome import Outcome, layer_factor
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import run_pairs
+from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
 MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from ndp_device.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_SPILL_BITS
 from vllm_ndp.replay import _lanes
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import run_pairs
-from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import run_pairs
+from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 

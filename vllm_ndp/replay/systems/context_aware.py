@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import run_pairs, run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import run_pairs, run_prompts
+from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
 

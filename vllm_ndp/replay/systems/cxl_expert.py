@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import without_device
-from vllm_ndp.replay.loads import add_up
-from vllm_ndp.replay.outcome import PS_PER_S, Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.loads import add_up
+from vllm_ndp.replay.vectorised.outcome import PS_PER_S, Outcome
 from vllm_ndp.simulation.costs import Costs
 
 HOT, WARM, COLD = 0, 1, 2

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import without_device
-from vllm_ndp.replay.loads import add_up
-from vllm_ndp.replay.outcome import Outcome
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.loads import add_up
+from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 

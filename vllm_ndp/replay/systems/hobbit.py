@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.timing.units import ceil_div
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import without_device
-from vllm_ndp.replay.loads import add_up
-from vllm_ndp.replay.outcome import Outcome, time_before
-from vllm_ndp.replay.systems.cache import Priority, visits
 from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.cache import Priority, visits
+from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.loads import add_up
+from vllm_ndp.replay.vectorised.outcome import Outcome, time_before
 from vllm_ndp.simulation.costs import Costs
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.execution import run_prompts
-from vllm_ndp.replay.outcome import Outcome, layer_factor
 from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import run_prompts
+from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
 ROUNDINGS = ("floor", "round", "ceil", "cost")

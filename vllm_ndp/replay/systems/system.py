@@ -14,8 +14,8 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.outcome import Outcome
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")

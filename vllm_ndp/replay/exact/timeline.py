@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_ndp.replay.engine import StepRun
+from vllm_ndp.replay.exact.engine import StepRun
 
 SIMULATED, MEASURED = 1, 2
 GPU, LINK_IN, DEVICE, LINK_OUT, MIGRATION = 1, 2, 3, 4, 5

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay._lanes import visit
-from vllm_ndp.replay.loads import Loads
+from vllm_ndp.replay.vectorised.loads import Loads
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.batches import Batches
+from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.simulation.costs import Costs
 
 PS_PER_S = 1e12

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.batches import Batches
-from vllm_ndp.replay.loads import add_up
-from vllm_ndp.replay.outcome import Outcome, layer_factor
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.loads import add_up
+from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
 NOWHERE = 255

@@ -16,7 +16,7 @@ from ndp_device.errors import TraceError
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
-from vllm_ndp.replay.engine import Engine
+from vllm_ndp.replay.exact.engine import Engine
 from vllm_ndp.traces.format import ALL_REQUESTS
 from vllm_ndp.traces.trace import Trace
 

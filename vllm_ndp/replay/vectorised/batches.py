@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 from vllm_ndp.planning.importance import importance
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.replay.loads import Loads
+from vllm_ndp.replay.vectorised.loads import Loads
 from vllm_ndp.traces.trace import Trace
 
 
