@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from ndp_device.config import DeviceConfig
@@ -138,7 +139,8 @@ def main() -> None:
 
 
 def _fields(message: msg.Message) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    return {name: value for name, value in fields.items() if name != "type"}
 
 
 def _print(line: dict[str, Any]) -> None:

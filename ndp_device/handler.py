@@ -26,12 +26,13 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, listed
+from ndp_device.replicas import format as replica_format
 from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from ndp_device.widths import FLAG_OF_BITS
+from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
@@ -63,6 +64,7 @@ class Handler:
     ) -> None:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
+        self._served = served_by(store)
         self._expert_work = lru_cache(1 << 16)(self._new_expert_work)  # decoding asks for the same few again and again
         self._foresight = Foresight(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
@@ -307,6 +309,7 @@ class Handler:
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
             slots=slots,
+            served=self._served,
         )
 
     def _describe(self, request: msg.Describe) -> msg.Description:
@@ -331,7 +334,34 @@ class Handler:
             num_refused=self.num_refused,
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
+            served=self._served,
         )
+
+
+def served_by(store: ExpertStore) -> msg.Served:
+    """What a device with these experts says of itself in the handshake."""
+    shape, files = store.shape, store.replicas
+    missing = [
+        (layer, expert, bits)
+        for layer in range(shape.num_layers)
+        for expert in range(shape.num_experts)
+        for bits in WIDTHS
+        if bits not in store.available(layer, expert)
+    ]
+    return msg.Served(
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        widths=tuple(msg.ServedWidth(bits, store.expert_bytes(0, 0, bits)) for bits in sorted(store.widths)),
+        group_size=store.group_size,
+        container="" if files is None else files.manifest.container,
+        format="" if files is None else f"{replica_format.FORMAT} {replica_format.VERSION}",
+        replica_digest="" if files is None else files.manifest.digest,
+        loss_digest="" if files is None else files.loss_digest,
+        missing=len(missing),
+        first_missing=missing[0] if missing else None,
+    )
 
 
 def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:

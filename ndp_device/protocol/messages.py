@@ -22,7 +22,7 @@ import msgspec
 
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 1  # 1.1: fragments
+MAJOR, MINOR = 1, 2  # 1.1: fragments; 1.2: Served
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -61,6 +61,36 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     number: Count  # counts up per sender; the same in all fragments of one message
     offset: Count  # where its bytes belong in frame 1
     total: Count  # how many bytes frame 1 will have
+
+
+class ServedWidth(msgspec.Struct, frozen=True, array_like=True):
+    bits: Count
+    expert_bytes: Count  # that one read of an expert moves in the DRAM
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a device can be asked for and what its simulated times are computed from: the host plans from this.
+
+    The digests are empty where the device has no replicas; `group_size` is 1 then, `container` and `format` are empty.
+    """
+
+    num_layers: Count
+    num_experts: Count
+    hidden_size: Count
+    intermediate_size: Count
+    widths: tuple[ServedWidth, ...]  # that every expert can be had at, rising
+    group_size: Count  # weights that share one scale
+    container: ShortText
+    format: ShortText  # of the replica files, with its version
+    replica_digest: ShortText  # of the bytes of all replicas: another calibration has another one
+    loss_digest: ShortText  # of the loss table in them, which plans are made with
+    missing: Count  # of the 1 to 4 bit replicas of all experts, how many are not here
+    first_missing: tuple[Count, Count, Count] | None = None  # layer, expert, bits
+
+    @property
+    def expert_bytes(self) -> dict[int, int]:
+        """bits -> bytes that one read of an expert moves."""
+        return {width.bits: width.expert_bytes for width in self.widths}
 
 
 class _Identified(msgspec.Struct, frozen=True, tag_field="type"):
@@ -132,8 +162,8 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     num_experts: Count
     hidden_size: Count
     max_tokens: Count = MAX_TOKENS
-    max_body_bytes: Count = MAX_BODY_BYTES
     slots: SlotOffer | None = None
+    served: Served | None = None  # None: the device speaks 1.1 or older
 
 
 class PlanInstalled(Reply, frozen=True, tag="plan_installed"):
@@ -176,6 +206,7 @@ class Description(Reply, frozen=True, tag="description"):
     num_refused: Count
     num_sessions: Count
     foreign_modules: tuple[ShortText, ...]  # of torch, vllm, transformers: none may be loaded in a serving device
+    served: Served | None = None
 
 
 class Goodbye(Reply, frozen=True, tag="goodbye"):

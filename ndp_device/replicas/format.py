@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +75,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"bits must be a rising selection of {list(WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that name what the files hold and how it is read.
+
+        The same bytes have the same digest wherever they lie and whoever wrote them; another calibration has another.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        meaning = (self.format, self.version, self.model_digest, self.container, self.bits, self.group_size)
+        files = [(layer, self.layers[layer].num_bytes, self.layers[layer].blake2b) for layer in sorted(self.layers)]
+        digest.update(msgspec.json.encode((meaning, files)))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -169,6 +182,15 @@ class ReplicaFiles:
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
         return loss.astype(np.float64), relative.astype(np.float64)
+
+    @cached_property
+    def loss_digest(self) -> str:
+        """32 hex digits that name the loss tables of all layers, as they lie in the files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for layer in range(self.manifest.model.num_layers):
+            for table in self.layer_losses(layer):
+                digest.update(table.tobytes())
+        return digest.hexdigest()
 
     def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:
         prefix = f"{expert}" if self.manifest.container == "nested" else f"{expert}.{bits}"

@@ -62,6 +62,11 @@ class ExpertStore:
         self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self._bits}
 
     @property
+    def replicas(self) -> ReplicaFiles | None:
+        """The replica directory; None where only full-precision experts are served."""
+        return self._replicas
+
+    @property
     def replica_source(self) -> str:
         """ "calibrated", "data-free", or "none" where only full-precision experts are served."""
         return "none" if self._replicas is None else self._replicas.manifest.source

@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from engines import BIN, MODEL, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, engine, run_program
+from engines import BIN, MODEL, PROMPTS, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, engine, greedy, run_program
 
+from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
@@ -241,6 +242,35 @@ def test_a_device_with_another_model_is_refused(device: DeviceProcess, tmp_path:
         pass
     assert error.value.code == "digest"
     assert "start the device with the same --model" in sentence(error)
+
+
+def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(device: DeviceProcess):
+    with pytest.raises(ConfigError) as error, engine(settings={"device": device.address, "replicas": str(REPLICAS)}):
+        pass
+    assert f"the device at {device.address} holds no replicas" in sentence(error)
+    assert f"start it with --replicas {REPLICAS}" in sentence(error)
+
+
+def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another calibration is refused, and so is no `replicas` setting at all; neither builds anything in the cache."""
+    device = DeviceProcess.spawn(MODEL, REPLICAS, kernel="reference")
+    try:
+        monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "cache"))
+        with pytest.raises(ConfigError) as error, engine(settings={"device": device.address}):
+            pass
+        assert "and this host has none to plan with: set 'replicas' to the directory" in sentence(error)
+        assert not (tmp_path / "cache").exists()
+        build_data_free(MODEL, tmp_path / "others", show_progress=False)
+        settings = {"device": device.address, "replicas": str(tmp_path / "others")}
+        with pytest.raises(ConfigError) as error, engine(settings=settings):
+            pass
+        assert "(calibrated), the host plans with" in sentence(error)
+        with engine(settings={"device": device.address, "replicas": str(REPLICAS)}) as llm:
+            assert greedy(llm, PROMPTS[:1], 2)
+    finally:
+        device.terminate()
 
 
 def test_a_second_device_on_the_same_address_is_refused(device: DeviceProcess):

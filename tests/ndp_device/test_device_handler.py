@@ -276,7 +276,7 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     if served:
         assert caller.hello(versions=versions).version == msg.VERSION
     else:
-        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.1, the host protocol"):
+        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.2, the host protocol"):
             caller.hello(versions=versions)
 
 

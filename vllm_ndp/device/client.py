@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
@@ -60,12 +60,15 @@ class DeviceClient:
         name: str = "vllm-ndp",
         shared_memory: bool = True,
         transport: Callable[[str], ClientTransport] = ZmqTransport,
+        accept: Callable[[msg.Welcome], object] = lambda welcome: None,
     ) -> None:
+        """accept: raises ConfigError for a device that serves something else than its host plans with; asked at every
+        connection, because a device may come back as another one."""
         self.address, self.expected_digest, self.name = address, expected_digest, name
         self.counters = Counters()
         self.welcome: msg.Welcome | None = None
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
-        self._make_transport = transport
+        self._make_transport, self._accept_welcome = transport, accept
         self._transport: ClientTransport | None = None
         self._pid = os.getpid()
         self._up = False
@@ -101,11 +104,14 @@ class DeviceClient:
         return listed(self._active.missing) if self._active else []
 
     def connect(self, timeout_s: float = 5.0) -> msg.Welcome:
-        """Wait until the device is up. Raises DeviceError if it refuses us, VersionMismatch, or DeviceUnavailable."""
+        """Wait until the device is up. Raises DeviceError if it refuses us, ConfigError if we do not accept it,
+        VersionMismatch, or DeviceUnavailable."""
         deadline = time.monotonic() + timeout_s
         while not self._up:
             self.poll()
             if isinstance(self._reason, DeviceError) and not self._reason.retryable:
+                raise self._reason
+            if isinstance(self._reason, ConfigError):
                 raise self._reason
             if isinstance(self._reason, codec.VersionMismatch):
                 raise codec.VersionMismatch(f"the device at {self.address} cannot be used: {self._reason}")
@@ -251,7 +257,7 @@ class DeviceClient:
             if frames is None:
                 return self._greet()
             self._accept(transport, frames)
-        except (DeviceUnavailable, RemoteProtocolError, DeviceError) as error:
+        except (DeviceUnavailable, RemoteProtocolError, DeviceError, ConfigError) as error:
             self._fail(error)
         return True
 
@@ -327,6 +333,7 @@ class DeviceClient:
         if self._up:
             return
         if isinstance(reply, msg.Welcome):
+            self._accept_welcome(reply)
             self.welcome = reply
             self.uses_shared_memory = reply.slots is not None and transport.attach(reply.slots)
             self._replay = self._plans_to_replay()
@@ -382,6 +389,8 @@ class DeviceClient:
             _log.warning("NDP device at %s is down: %s", self.address, reason)
         elif type(reason) is not type(self._reason) and isinstance(reason, DeviceError):
             _log.warning("NDP device at %s refuses us: %s", self.address, reason)
+        elif type(reason) is not type(self._reason) and isinstance(reason, ConfigError):
+            _log.warning("the NDP device that answers now is not used: %s", reason)
         self._reason = reason
         self._up = False
         self._drop(DeviceUnavailable(f"the device was lost: {reason}"))

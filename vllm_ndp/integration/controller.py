@@ -22,6 +22,7 @@ import vllm
 from ndp_device.cache import default_cache_dir
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import model_digest
+from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, residency
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.integration.device_link import DeviceLink
@@ -87,7 +88,7 @@ class NdpController:
         self.hardware = compat.hardware_of(settings)
         self.dims = _host_dims(vllm_config, self.pool)
         self.clock = StepClock(GpuModel(self.hardware, self.dims))
-        self.balancer = self._make_balancer()
+        self.balancer: Balancer | None = None
         self.migrator = Migrator(compat.engine_cores())
         self.streamer: Streamer
         self.sidecar: RoutingSidecar
@@ -141,21 +142,28 @@ class NdpController:
         num_hot = self.settings.resolve_hot_experts(self.pool.shape.num_experts)
         identity = self.settings.cold_precision == "full"
         self._digest = digest = model_digest(self.model_dir)
-        losses = LossTable.nominal(*self.pool_shape)
-        if not identity and num_hot < self.pool.shape.num_experts:
+        losses, planned = LossTable.nominal(*self.pool_shape), None
+        quantized = not identity and num_hot < self.pool.shape.num_experts
+        if quantized:
             self._replicas = device_link.find_replicas(self.settings, self.model_dir, digest)
+        if self._replicas is not None:
             losses = device_link.load_losses(self._replicas, self.pool.shape)
-        self.device = DeviceLink(self.settings, self.hardware, self.model_dir, digest, self._replicas)
+            planned = PlannedReplicas.of(self._replicas)
+        agreement = Agreement(
+            self.pool.shape, self.hardware, full_precision=identity, quantized=quantized, replicas=planned
+        )
+        self.device = DeviceLink(self.settings, agreement, self.model_dir, digest, self._replicas)
+        self.balancer = self._make_balancer(self.device.served.group_size)
         self.planner = Planner(
             self, compat.policy_of(self.settings), Budget(num_hot, self.settings.avg_bits), losses, identity=identity
         )
         self.streamer = self._make_streamer()
         self.planner.start()
 
-    def _make_balancer(self) -> Balancer | None:
+    def _make_balancer(self, group_size: int) -> Balancer | None:
         """None: hot experts never leave the GPU."""
         spill_bits = self.settings.resolve_spill_bits(self.pool.shape.num_experts)
-        return Balancer(Costs(self.hardware, self.dims), spill_bits) if spill_bits else None
+        return Balancer(Costs(self.hardware, self.dims, group_size=group_size), spill_bits) if spill_bits else None
 
     def _make_streamer(self) -> Streamer:
         slots = self._by_index[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from ndp_device.model_shape import ModelShape
 from ndp_device.probe import Probe
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.timing.spec import Hardware
 from ndp_device.widths import WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.device.agreement import Agreement
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 from vllm_ndp.planning.bitwidths import LossTable
@@ -27,8 +28,12 @@ def say(message: str) -> None:
     print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
 
-def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path:
-    """The replica directory to serve from; builds data-free replicas in the cache when there is none."""
+def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
+    """The replica directory to plan and serve from.
+
+    Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
+    an embedded device; a running device has its own, which replicas made here could only differ from: None.
+    """
     from ndp_device.cache import default_cache_dir
     from ndp_device.calibration.build import build_data_free
 
@@ -38,6 +43,8 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path:
     try:
         ReplicaFiles(cached, model_digest=digest, check_contents=False)
     except ReplicaError:  # none yet, or an earlier build was stopped: the builder keeps what is whole
+        if settings.device != EMBEDDED:
+            return None
         say(
             f"no replicas given for {model_dir.name}: building data-free ones once in {cached} "
             "(`vllm-ndp quantize` makes better ones from calibration text)"
@@ -57,13 +64,6 @@ def load_losses(replicas: Path, shape: ModelShape) -> LossTable:
             "run `vllm-ndp quantize` with --bits 1,2,3,4"
         )
     return LossTable.from_measured(load_loss_table(replicas)[0])
-
-
-def _packed_sizes(model_dir: Path, replicas: Path | None) -> tuple[dict[int, int], int]:
-    """Bytes that one read of an expert moves in the DRAM, by width, and the group size; as the device counts them."""
-    store = ExpertStore(model_dir, replicas, kernel=load_kernel("reference"))
-    sizes = {bits: store.expert_bytes(0, 0, bits) for bits in store.available(0, 0)}
-    return sizes, store.group_size
 
 
 class LocalReplicas:
@@ -89,10 +89,10 @@ class LocalReplicas:
 
 
 class DeviceLink:
-    """`client` speaks to the device; `process` is set when we started it."""
+    """`client` speaks to the device; `process` is set when we started it; `served` is what plans are made from."""
 
     def __init__(
-        self, settings: NdpSettings, hardware: Hardware, model_dir: Path, digest: str, replicas: Path | None
+        self, settings: NdpSettings, agreement: Agreement, model_dir: Path, digest: str, replicas: Path | None
     ) -> None:
         self.process: DeviceProcess | None = None
         self.cores: list[int] = []
@@ -111,27 +111,18 @@ class DeviceLink:
             )
             address = self.process.address
         self.address = address
-        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms)
+        accept = partial(agreement.check, address)
+        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms, accept=accept)
         try:
-            self._agree(settings, hardware)
-            self.expert_bytes, self.group_size = _packed_sizes(model_dir, replicas)
+            self.served = accept(self.client.connect())
+            with Probe(address) as probe:
+                self.description = probe.describe()
             self.local_replicas = (
                 LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
             )
         except BaseException:
             self.close()  # nobody else knows the process we started
             raise
-
-    def _agree(self, settings: NdpSettings, hardware: Hardware) -> None:
-        welcome = self.client.connect()
-        if welcome.config_hash != hardware.config_hash:
-            raise ConfigError(
-                f"the device at {self.address} simulates {welcome.hardware} ({welcome.config_hash:.12}), "
-                f"the settings ask for {settings.hardware} with pe_mode {settings.pe_mode} "
-                f"({hardware.config_hash:.12}): make them equal"
-            )
-        with Probe(self.address) as probe:
-            self.description = probe.describe()
 
     @property
     def pid(self) -> int | None:

@@ -64,6 +64,12 @@ class Costs:
     dims: HostDims
     scales: bool = True
     """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
+    group_size: int = 0
+    """Weights that share a scale; 0 = by the rule that replicas are built with, which the constructor puts here."""
+
+    def __post_init__(self) -> None:
+        if self.group_size == 0:
+            object.__setattr__(self, "group_size", default_group_size(self.dims.hidden, self.dims.intermediate))
 
     @cached_property
     def _known(self) -> dict[Hashable, Any]:
@@ -74,11 +80,6 @@ class Costs:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
-
-    @cached_property
-    def group_size(self) -> int:
-        """Weights that share a scale, by the rule replicas are built with."""
-        return default_group_size(self.dims.hidden, self.dims.intermediate)
 
     @cached_property
     def gpu(self) -> GpuModel:

@@ -58,7 +58,8 @@ class Engine:
         dims = HostDims(**setup.host_dims)
         self.clock = StepClock(GpuModel(hardware, dims))
         self.device = DeviceModel(hardware)
-        self.balancer = Balancer(Costs(hardware, dims), setup.spill_bits) if setup.spill_bits else None
+        costs = Costs(hardware, dims, group_size=setup.group_size)
+        self.balancer = Balancer(costs, setup.spill_bits) if setup.spill_bits else None
         self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
         self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
         self.epoch = 0

@@ -1,0 +1,107 @@
+"""What a host plans with and a device must serve exactly, compared at every handshake: one sentence where they differ.
+
+Knows what a Welcome says and what the host has found on its own disk. Does not know connections, vLLM or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape
+from ndp_device.protocol import messages as msg
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.timing.spec import Hardware
+
+
+@dataclass(frozen=True)
+class PlannedReplicas:
+    """The replica directory whose loss table the host plans with."""
+
+    directory: Path
+    group_size: int
+    digest: str
+    loss_digest: str
+
+    @classmethod
+    def of(cls, directory: Path) -> PlannedReplicas:
+        """Read the manifest and the loss tables; the device vouches for the rest, since it hashes every byte."""
+        files = ReplicaFiles(directory, check_contents=False)
+        return cls(directory, files.manifest.group_size, files.manifest.digest, files.loss_digest)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the device is asked for: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
+
+    shape: ModelShape
+    hardware: Hardware
+    full_precision: bool = False
+    quantized: bool = False
+    replicas: PlannedReplicas | None = None  # None: the host has none of its own
+
+    def check(self, address: str, welcome: msg.Welcome) -> msg.Served:
+        """What the device serves. Raises ConfigError unless it is what the host plans with."""
+        served = welcome.served
+        if served is None:
+            raise ConfigError(
+                f"the device at {address} speaks protocol {welcome.version >> 8}.{welcome.version & 255}, which does "
+                f"not say what it serves: install vllm-ndp with protocol {msg.MAJOR}.{msg.MINOR} or later there too"
+            )
+        if difference := self._difference(welcome, served):
+            raise ConfigError(f"the device at {address} {difference}")
+        return served
+
+    def _difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
+        """How the sentence about this device goes on; empty where it can be used."""
+        if welcome.config_hash != self.hardware.config_hash:
+            return (
+                f"simulates {welcome.hardware} ({welcome.config_hash:.12}), the settings ask for "
+                f"{self.hardware.preset} with pe_mode {self.hardware.array.pe_mode} "
+                f"({self.hardware.config_hash:.12}): make them equal"
+            )
+        theirs = (served.num_layers, served.num_experts, served.hidden_size, served.intermediate_size)
+        ours = (self.shape.num_layers, self.shape.num_experts, self.shape.hidden_size, self.shape.intermediate_size)
+        if theirs != ours:
+            return (
+                f"serves a model of [layers, experts, hidden, intermediate] sizes {list(theirs)}, this one has "
+                f"{list(ours)}: start the device with the same --model"
+            )
+        if self.full_precision and FULL_PRECISION_BITS not in served.expert_bytes:
+            return "holds no checkpoint, which cold_precision 'full' computes from: start it with --model"
+        return self._replica_difference(welcome, served) if self.quantized else ""
+
+    def _replica_difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
+        planned = self.replicas
+        if not served.replica_digest:
+            wanted = "--replicas" if planned is None else f"--replicas {planned.directory}"
+            return f"holds no replicas, which cold experts are computed from: start it with {wanted}"
+        theirs = f"replicas {served.replica_digest:.12} ({welcome.replicas})"
+        if planned is None:
+            return (
+                f"serves {theirs}, and this host has none to plan with: "
+                "set 'replicas' to the directory that the device was started with"
+            )
+        if served.missing and served.first_missing is not None:
+            layer, expert, bits = served.first_missing
+            return (
+                f"lacks {served.missing} replicas, the first of them expert {expert} of layer {layer} at {bits} bits: "
+                f"start it with --replicas {planned.directory}"
+            )
+        if served.group_size != planned.group_size:
+            return (
+                f"serves replicas with {served.group_size} weights to a scale, the host plans with "
+                f"{planned.group_size} ({planned.directory}): use one replica directory for both"
+            )
+        if served.replica_digest != planned.digest:
+            return (
+                f"serves {theirs}, the host plans with {planned.digest:.12} in {planned.directory}: "
+                "use one replica directory for both, as --replicas there and as setting 'replicas' here"
+            )
+        if served.loss_digest != planned.loss_digest:
+            return (
+                f"reads another loss table from its replicas than the host from {planned.directory}: the host's files "
+                "are damaged, check them with `ndp-device verify --replicas`"
+            )
+        return ""
