@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -18,7 +19,7 @@ from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.kernels import load_kernel
 from ndp_device.model_shape import model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer
+from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer, write_manifest
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.packing import unpack
 from ndp_device.replicas.store import ExpertStore
@@ -77,6 +78,21 @@ def test_building_again_writes_the_same_bytes(model_dir: Path, built: Path, tmp_
     build_data_free(model_dir, tmp_path / "again", group_size=8, show_progress=False)
     for file in built.iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_the_digest_of_replicas_is_that_of_their_bytes_and_of_nothing_else(
+    model_dir: Path, built: Path, replicas: Path, tmp_path: Path
+) -> None:
+    """Where they lie, and what the manifest tells of their making, is not part of it; one other byte is."""
+    digest, loss_digest = ReplicaFiles(built).manifest.digest, ReplicaFiles(built).loss_digest
+    manifest = read_manifest(replicas)
+    write_manifest(replicas, msgspec.structs.replace(manifest, solver={"name": "x"}, calibration={"file": "y"}))
+    assert (ReplicaFiles(replicas).manifest.digest, ReplicaFiles(replicas).loss_digest) == (digest, loss_digest)
+    other = manifest.layers | {1: msgspec.structs.replace(manifest.layers[1], blake2b="0" * 32)}
+    assert msgspec.structs.replace(manifest, layers=other).digest != digest
+    build_data_free(model_dir, tmp_path / "wide", group_size=16, show_progress=False)
+    assert ReplicaFiles(tmp_path / "wide").manifest.digest != digest
+    assert ReplicaFiles(tmp_path / "wide").loss_digest != loss_digest
 
 
 def test_an_interrupted_build_goes_on_with_the_layers_that_are_missing(

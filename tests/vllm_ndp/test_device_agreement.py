@@ -16,11 +16,12 @@ import pytest
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError, DeviceUnavailable
-from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape
+from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.timing.shapes import expert_bytes
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.process import DeviceProcess

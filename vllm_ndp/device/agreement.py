@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import FULL_PRECISION_BITS, ModelShape
+from ndp_device.model_shape import ModelShape
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware
+from ndp_device.widths import FULL_PRECISION_BITS
 
 
 @dataclass(frozen=True)
