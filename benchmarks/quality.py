@@ -39,8 +39,8 @@ from transformers import DynamicCache, MixtralForCausalLM
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.model_shape import model_digest
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.store import ExpertStore

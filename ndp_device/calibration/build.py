@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ndp_device.calibration import data_free
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.model_shape import ModelShape, model_digest
+from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import (
     MANIFEST,

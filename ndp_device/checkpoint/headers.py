@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ndp_device.checkpoint.files import checkpoint_files, safetensors_header
 from ndp_device.errors import ReplicaError
-from ndp_device.model_shape import checkpoint_files, safetensors_header
 
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.replicas.replica import Activation
+from ndp_device.model_shape import Activation
 
 Part = Literal["gate", "up", "down"]
 

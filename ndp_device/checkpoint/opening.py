@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, counts_experts, resolve
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape, read_config
+from ndp_device.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.model_shape import Activation
 from ndp_device.replicas.packing import unpack
-from ndp_device.replicas.replica import Activation, Biases, Expert, FullExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Biases, Expert, FullExpert, QuantizedMatrix
 
 Float32 = NDArray[np.float32]
 

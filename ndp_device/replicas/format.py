@@ -23,9 +23,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
-from ndp_device.model_shape import ModelShape
+from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.replica import Activation, Biases, QuantizedExpert, QuantizedMatrix
+from ndp_device.replicas.replica import Biases, QuantizedExpert, QuantizedMatrix
 from ndp_device.widths import WIDTHS
 
 FORMAT = "ndp-moe-replicas"

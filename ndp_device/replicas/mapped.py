@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.files import safetensors_header
 from ndp_device.errors import ReplicaError
-from ndp_device.model_shape import safetensors_header
 
 # safetensors dtype -> (our name, numpy dtype that holds its bytes); numpy has no bfloat16
 _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {

@@ -6,19 +6,15 @@ Knows shapes and dtypes. Does not know files (format.py, checkpoint.py) or arith
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.model_shape import Activation
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
 """The widths an expert can be quantized to; a loss table has one column for each."""
-
-
-Activation = Literal["silu", "swigluoai"]
-"""What stands between the products. silu: silu(gate) * up. swigluoai: gpt-oss's clamped one, with gate at most 7:
-(clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)."""
 
 
 @dataclass(frozen=True)

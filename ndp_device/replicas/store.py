@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.kernels.kernel import Kernel
-from ndp_device.model_shape import model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.replica import Expert

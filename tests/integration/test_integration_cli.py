@@ -11,7 +11,7 @@ import psutil
 import pytest
 from engines import BIN, MODEL, NDP_PROGRAM, REPLICAS, last_json, run_program
 
-from ndp_device.model_shape import model_digest
+from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.device.process import DeviceProcess
 
 DEVICE_PROGRAM = BIN / "ndp-device"

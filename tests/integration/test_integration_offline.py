@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
-from ndp_device.model_shape import model_digest
+from ndp_device.checkpoint.files import model_digest
 
 pytestmark = pytest.mark.vllm
 

@@ -9,7 +9,7 @@ import pytest
 from engines import MODEL, PROMPTS, ROOT, engine
 
 from ndp_device.cache import default_cache_dir
-from ndp_device.model_shape import model_digest
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.replay.exact.live import replay_live

@@ -18,9 +18,9 @@ from ndp_device.calibration import auto_gptq, calibrated, capture, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
 from ndp_device.calibration.hessian import second_moment
 from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
 from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
-from ndp_device.model_shape import model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table

@@ -15,9 +15,9 @@ from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safete
 from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.kernels import load_kernel
-from ndp_device.model_shape import model_digest
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer, write_manifest
 from ndp_device.replicas.loss_table import load_loss_table

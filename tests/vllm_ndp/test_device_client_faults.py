@@ -18,8 +18,8 @@ import psutil
 import pytest
 from device_cases import MODEL, full_plan, make_calls
 
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import DeviceUnavailable
-from ndp_device.model_shape import model_digest
 from ndp_device.transport.shm import MAX_CHANNELS
 from vllm_ndp.device import process as device_process
 from vllm_ndp.device.client import DeviceClient, DeviceProcess

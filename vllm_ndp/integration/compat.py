@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape, model_digest
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
@@ -95,7 +96,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
     directory = model_dir(vllm_config)
-    shape = ModelShape.from_checkpoint(directory)
+    shape = open_checkpoint(directory).shape
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     settings.resolve_spill_bits(shape.num_experts)
     hardware_of(settings)

@@ -20,8 +20,8 @@ import torch
 import vllm
 
 from ndp_device.cache import default_cache_dir
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import model_digest
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, residency
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest

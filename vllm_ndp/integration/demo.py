@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.model_shape import ModelShape
+from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import NdpSettings
 
 PROMPTS = {
@@ -26,7 +26,7 @@ PROMPTS = {
 
 
 def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, tokens: int) -> dict[str, Any]:
-    shape = ModelShape.from_checkpoint(model)
+    shape = open_checkpoint(model).shape
     NdpSettings(hot_experts=hot_experts, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
     beside = model.with_name(model.name + "-replicas")
     if replicas is None and (beside / "manifest.json").exists():

@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape
 from vllm_ndp.config import NdpSettings
 
 
 def run(
     model: Path, prompts_file: Path, out: Path, hot_experts: int | None, avg_bits: float, tokens: int, batch: int
 ) -> dict[str, Any]:
-    shape = ModelShape.from_checkpoint(model)
+    shape = open_checkpoint(model).shape
     hot = shape.num_experts if hot_experts is None else hot_experts
     NdpSettings(hot_experts=hot, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
     prompts = _read_prompts(prompts_file)

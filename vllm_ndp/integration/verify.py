@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ndp_device.model_shape import ModelShape
+from ndp_device.checkpoint.opening import open_checkpoint
 from vllm_ndp.config import NdpSettings
 
 PROMPT_WORDS = (
@@ -29,7 +29,7 @@ REPEATS = 6  # long enough that a 64-token budget cuts every prompt into chunks
 
 
 def run(model: Path, hot_experts: int | None, tokens: int) -> dict[str, Any]:
-    shape = ModelShape.from_checkpoint(model)
+    shape = open_checkpoint(model).shape
     settings = NdpSettings(cold_precision="full", hot_experts=hot_experts)
     settings.resolve_hot_experts(shape.num_experts)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: engines start in seconds and free their memory

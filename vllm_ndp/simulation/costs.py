@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape, read_config
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
@@ -40,7 +41,7 @@ def dims_of(model: str) -> HostDims:
     """Sizes of a public shape by name, or of a checkpoint directory."""
     if model in SHAPES or not Path(model).is_dir():
         return HostDims.of_shape(public_shape(model))
-    shape, config = ModelShape.from_checkpoint(Path(model)), read_config(Path(model))
+    shape, config = open_checkpoint(Path(model)).shape, read_config(Path(model))
     heads = int(config["num_attention_heads"])
     return HostDims(
         hidden=shape.hidden_size,
