@@ -1,7 +1,4 @@
-"""What the device must know about a Mixture-of-Experts model, and the digest that names its weights.
-
-Knows checkpoint directories (config.json and safetensors headers). Does not know torch, replicas or timing.
-"""
+"""Sizes of a Mixture-of-Experts model, and what its experts compute. Values only: knows no file, torch, replica or time."""
 
 from __future__ import annotations
 
