@@ -1,4 +1,4 @@
-"""Sizes of a Mixture-of-Experts model, and what its experts compute. Values only: knows no file, torch, replica or time."""
+"""Sizes of a Mixture-of-Experts model, and what its experts compute. Values only: no file, no torch, no time."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError, DeviceUnavailable
-from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.timing.shapes import expert_bytes
@@ -76,7 +76,7 @@ def position_of(path: Path, tensor: str) -> int:
 
 def agreement(replicas: Path | None = REPLICAS, **changes: object) -> Agreement:
     planned = None if replicas is None else PlannedReplicas.of(replicas)
-    shape = ModelShape.from_checkpoint(MODEL)
+    shape = open_checkpoint(MODEL).shape
     return dataclasses.replace(Agreement(shape, HARDWARE, quantized=True, replicas=planned), **changes)  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_a_device_with_the_same_replicas_is_used_and_says_the_sizes_its_times_co
     welcome = client.connect(30)
     client.close()
     served = agreement().check("here", welcome)
-    shape = ModelShape.from_checkpoint(MODEL)
+    shape = open_checkpoint(MODEL).shape
     assert (served.missing, served.first_missing) == (0, None)
     assert (served.container, served.format, served.group_size) == ("nested", "ndp-moe-replicas 1", 64)
     assert served.expert_bytes == {
@@ -179,7 +179,7 @@ def test_a_damaged_loss_table_of_the_host_is_found(spawn: Spawn, tmp_path: Path)
 
 
 def test_another_shape_and_another_hardware_are_refused(spawn: Spawn) -> None:
-    wider = dataclasses.replace(ModelShape.from_checkpoint(MODEL), intermediate_size=512)
+    wider = dataclasses.replace(open_checkpoint(MODEL).shape, intermediate_size=512)
     assert "sizes [4, 8, 128, 256], this one has [4, 8, 128, 512]" in refusal(spawn(REPLICAS), agreement(shape=wider))
     sentence = refusal(spawn(REPLICAS), agreement(hardware=load_hardware("h200-gen5")))
     assert "simulates h100-ndp512" in sentence
