@@ -50,7 +50,6 @@ def serve(arguments: argparse.Namespace) -> None:
     from ndp_device.config import DeviceConfig
     from ndp_device.handler import Handler
     from ndp_device.server import Server
-    from ndp_device.transport.sockets import flush
     from ndp_device.transport.zmq_server import ZmqServer
 
     spans: Spans = []
@@ -61,7 +60,6 @@ def serve(arguments: argparse.Namespace) -> None:
     print("ready", flush=True)
     Server(transport, handler).run()
     transport.close()
-    flush()
     print(json.dumps(spans), flush=True)
 
 

@@ -6,7 +6,6 @@ Every command's last line on stdout is one JSON object. An error is one sentence
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -20,16 +19,14 @@ from ndp_device.config import DeviceConfig
 from ndp_device.errors import ConfigError, NdpError
 from ndp_device.failpoints import Failpoint, Failpoints
 from ndp_device.handler import Handler
+from ndp_device.log import log_to_stderr
 from ndp_device.probe import Probe, verify_device
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.server import Server
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.timing_cli import app as time_app
-from ndp_device.transport.sockets import flush
 from ndp_device.transport.zmq_server import ZmqServer
-
-MAX_LOG_RECORDS = 10_000
 
 app = typer.Typer(help="An emulated CXL near-data-processing device.", no_args_is_help=True, add_completion=False)
 app.add_typer(time_app, name="time")
@@ -55,7 +52,7 @@ def serve(
     failpoint_seed: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Load the experts, listen, print {"ready": true, …}, serve until SIGTERM."""
-    _log_to_stderr()
+    log_to_stderr()
     if cores:
         _run_on(cores)
     config = DeviceConfig(
@@ -70,7 +67,7 @@ def serve(
         parent_pid=die_with_parent,
         private_dir=private_dir,
     )
-    points = Failpoints([Failpoint.parse(text) for text in failpoint or ()], failpoint_seed)
+    points = Failpoints([Failpoint.parse(text) for text in failpoint], failpoint_seed) if failpoint else None
     transport = ZmqServer(config.address)
     try:
         handler = Handler.from_config(config)
@@ -81,7 +78,6 @@ def serve(
         server.run()
     finally:
         transport.close()
-        flush()
     _print({"stopped": True, "executed": handler.num_executed, "refused": handler.num_refused})
 
 
@@ -154,30 +150,12 @@ def _key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
-class _AtMost(logging.Filter):
-    """A client that misbehaves for days must not fill a disk."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._left = limit
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self._left -= 1
-        return self._left >= 0
-
-
 def _run_on(cores: str) -> None:
     """Before any thread starts, so that all of them inherit it."""
     try:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     except (ValueError, OSError) as error:
         raise ConfigError(f"--cores must list cores of this machine, such as 0,1, got {cores!r}: {error}") from None
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_AtMost(MAX_LOG_RECORDS))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(asctime)s %(levelname)s %(message)s")
 
 
 if __name__ == "__main__":

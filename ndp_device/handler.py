@@ -37,6 +37,8 @@ from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
 
+_MAX_REFUSAL_BYTES = 2048
+
 _TRIM_ABOVE = 1.02
 """Of the packed replicas, while a plan is prepared: often enough to stay small, too seldom to take long."""
 
@@ -125,24 +127,26 @@ class Handler:
             refusal = self._refusal(request_id, "internal", "the device failed on this request; its log says why")
         return codec.encode(refusal)
 
-    def refuse(self, frames: codec.Frames, code: str, message: str) -> tuple[bytes, bytearray]:
-        """Answer without looking at the request."""
-        return codec.encode(self._refusal(codec.peek_id(frames[0]) if frames else 0, code, message, retryable=True))
+    def forget(self, client: bytes) -> None:
+        """Its connection is gone."""
+        self._clients.pop(client, None)
+
+    def knows(self, client: bytes) -> bool:
+        """Whether it has a session."""
+        return client in self._clients
 
     def _refusal(self, request_id: int, code: str, message: str, *, retryable: bool = False) -> msg.Refusal:
         self.num_refused += 1
-        return msg.Refusal(
-            request_id, incarnation=self.incarnation, code=code, message=message[:1024], retryable=retryable
-        )
+        # In bytes: what a peer sent may be quoted, and a header that is too long could not be sent.
+        text = message[:1024].encode(errors="replace")[:_MAX_REFUSAL_BYTES].decode(errors="ignore")
+        return msg.Refusal(request_id, incarnation=self.incarnation, code=code, message=text, retryable=retryable)
 
     def _answer(
         self, name: bytes, request: msg.Request, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.AnyReply, codec.Tensors | None]:
-        client = self._client(name)
-        session = client.session
         match request:
             case msg.Execute():
-                return self._execute(client, request, tensors, waited_us)
+                return self._execute(self._client(name), request, tensors, waited_us)
             case msg.Ping():
                 return (
                     msg.Pong(
@@ -156,21 +160,21 @@ class Handler:
             case msg.Describe():
                 return self._describe(request), None
             case msg.Hello():
-                session.greet(request)
-                client.model = DeviceModel(self._hardware)
+                self._greet(name, request)
                 _log.info("%s connected", request.client)
                 return self._welcome(request, self.offer_memory(name) if request.wants_slots else None), None
             case msg.InstallPlan():
+                session = self._client(name).session
                 session.check_install(request, tensors["replicas"])
                 missing = self._prepare(tensors["replicas"])
                 session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
                 installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
                 return installed, {"missing": missing}
             case msg.ActivatePlan():
-                session.activate(request)
+                self._client(name).session.activate(request)
                 return msg.PlanActivated(request.id, incarnation=self.incarnation, epoch=request.epoch), None
             case msg.Shutdown():
-                session.require_greeting()
+                self._client(name)
                 if not self._may_shut_down:
                     raise DeviceError("forbidden", "a device may be shut down over its ipc address only")
                 self.stopping = True
@@ -179,13 +183,19 @@ class Handler:
     def _client(self, name: bytes) -> _Client:
         client = self._clients.get(name)
         if client is None:
-            while len(self._clients) >= MAX_SESSIONS:
-                self._clients.popitem(last=False)
-            shape = self._store.shape
-            session = Session(self._store.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
-            client = self._clients[name] = _Client(session, DeviceModel(self._hardware))
+            raise DeviceError("no_session", "say Hello first", retryable=True)
         self._clients.move_to_end(name)
         return client
+
+    def _greet(self, name: bytes, hello: msg.Hello) -> None:
+        """Begin a session: nothing but Hello does, so that nothing else can cost another host its own."""
+        shape = self._store.shape
+        session = Session(self._store.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
+        session.greet(hello)
+        self._clients.pop(name, None)
+        while len(self._clients) >= MAX_SESSIONS:
+            self._clients.popitem(last=False)
+        self._clients[name] = _Client(session, DeviceModel(self._hardware))
 
     def _prepare(self, replicas: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.

@@ -13,7 +13,6 @@ import numpy as np
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
@@ -21,6 +20,8 @@ class Probe:
     """A connection that says Hello only when asked to."""
 
     def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
+        from ndp_device.transport.zmq_client import ZmqTransport  # not above: a serving device needs no libzmq
+
         self._address, self._timeout_s = address, timeout_s
         self._transport = ZmqTransport(address)
         self._last_id = 0

@@ -1,4 +1,4 @@
-"""Receive, hand over, reply: one loop, one thread, exactly one reply per request. Knows no message but the queue.
+"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; the transport chooses the next.
 
 The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
 """
@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -22,12 +21,8 @@ from ndp_device.protocol.codec import Frames
 from ndp_device.quiet_cores import QuietCores
 from ndp_device.transport.zmq_server import Received, ZmqServer
 
-MAX_QUEUE = 64
-"""Requests that may wait while one is computed; the next one is told `busy`."""
-
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
-_LONG_NS = 1_000_000  # after serving one request for longer, the others are looked at, so that their wait is known
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
@@ -51,8 +46,8 @@ class Server:
         self._cores = QuietCores()
         self._served_ns = time.monotonic_ns()
         self._preparing = False
-        self._queue: deque[tuple[Received, int]] = deque()
         handler.offer_memory = transport.offer_memory
+        transport.on_gone = handler.forget
         self._stopping = False
 
     def run(self) -> None:
@@ -61,21 +56,16 @@ class Server:
         if self._parent_pid is not None:
             self._follow(self._parent_pid)
         while not (self._stopping or self._handler.stopping or self._orphaned()):
-            if not self._queue:
-                self._wait()
-            if self._queue:
-                start_ns = time.monotonic_ns()
-                self._serve(*self._queue.popleft())
-                if self._queue or time.monotonic_ns() - start_ns > _LONG_NS:
-                    while self._accept(self._transport.receive(0)):
-                        pass
+            if (received := self._wait()) is not None:
+                self._serve(received)
         if self._orphaned():
             self._remove_private_dir()
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
-    def _wait(self) -> None:
+    def _wait(self) -> Received | None:
         """For a request. After a while without one, and on idle cores, prepare what may be asked for, step by step."""
-        if self._accept(self._transport.receive(0 if self._preparing else _IDLE_MS)):
+        received = self._transport.receive(0 if self._preparing else _IDLE_MS)
+        if received is not None:
             self._preparing = False
         else:
             self._preparing = (
@@ -84,23 +74,18 @@ class Server:
                 and time.monotonic_ns() - self._served_ns > _SILENT_NS
                 and self._handler.prepare_ahead()
             )
+        return received
 
-    def _accept(self, received: Received | None) -> bool:
-        """Queue a request, stamped with the time this loop first saw it."""
-        if received is None:
-            return False
-        if len(self._queue) < MAX_QUEUE:
-            self._queue.append((received, time.monotonic_ns()))
-        else:
-            refusal = self._handler.refuse(received.frames, "busy", f"{MAX_QUEUE} requests are waiting already")
-            self._transport.send(received.client, refusal)
-            received.release()
-        return True
-
-    def _serve(self, received: Received, seen_ns: int) -> None:
-        self._handler.queue_depth = len(self._queue)
-        client, waited_us = received.client, (time.monotonic_ns() - seen_ns) // 1000
-        reply = self._handler.reply(client, received.frames, received.damage, waited_us)
+    def _serve(self, received: Received) -> None:
+        handler, client = self._handler, received.client
+        start_ns, executed = time.monotonic_ns(), handler.num_executed
+        handler.queue_depth = self._transport.num_waiting
+        try:
+            reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
+        except Exception:  # a mistake of this program: one peer loses its connection, nobody loses the device
+            _log.exception("a request could not even be refused")
+            self._transport.drop(client)
+            return
         received.release()
         if self._failpoints is None:
             self._transport.send(client, reply)
@@ -108,6 +93,12 @@ class Server:
             for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
                 self._transport.send_as_is(client, outgoing)
         self._served_ns = time.monotonic_ns()
+        self._transport.served(
+            client,
+            self._served_ns - start_ns,
+            computed=handler.num_executed > executed,
+            greeted=handler.knows(client),
+        )
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True

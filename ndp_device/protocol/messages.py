@@ -29,6 +29,9 @@ VERSION = MAJOR << 8 | MINOR
 MAX_HEADER_BYTES = 4096
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 8192
+MAX_PAIRS = 1 << 17
+"""Of one Execute: 8192 rows with 16 experts each. A pair costs the device more than its bytes."""
+
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this in frame 1: one cache line, the widest vector register."""
 

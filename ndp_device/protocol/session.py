@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError
 from ndp_device.protocol.messages import (
+    MAX_PAIRS,
     MAX_TOKENS,
     VERSION,
     ActivatePlan,
@@ -124,6 +125,8 @@ class Session:
         lengths = {len(pair_rows), len(pair_experts), len(pair_bits), len(gates)}
         if len(lengths) != 1:
             raise DeviceError("bad_request", f"the pair tensors must have one length, got {sorted(lengths)}")
+        if len(pair_rows) > MAX_PAIRS:
+            raise DeviceError("bad_request", f"an Execute may have {MAX_PAIRS} pairs, got {len(pair_rows)}")
         # as unsigned numbers the negative ones are the largest: one look instead of two
         if pair_rows.size and pair_rows.view(np.uint32).max() >= rows:
             raise DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {pair_rows.max()}")

@@ -38,6 +38,11 @@ def is_understood(version: int) -> bool:
     return version >> 8 == MAJOR and version >= SINCE
 
 
+def must_cut(body: Buffer, peer_version: int) -> bool:
+    """Whether this body is to leave in fragments."""
+    return len(body) >= CUT_FROM_BYTES and is_understood(peer_version)
+
+
 def is_fragment(frames: Frames) -> bool:
     return bool(frames) and len(frames[0]) > 0 and frames[0][0] == _FIRST_BYTE
 
@@ -83,6 +88,11 @@ class Joining:
         self._body = np.empty(fragment.total, np.uint8).data  # costs memory only as far as bytes arrive
         self._crc = checksum.crc32(self.header[: -checksum.NUM_BYTES], 0)
         self._copy(frames[1])
+
+    @property
+    def num_joined(self) -> int:
+        """Bytes that are here."""
+        return self._joined
 
     def add(self, frames: Frames) -> tuple[bytes, memoryview] | None:
         """The message, checked, if this was its last fragment."""

@@ -36,7 +36,6 @@ BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a mes
 HOST_SPIN_US = 20  # the host shares its cores with vLLM: a longer spin is descheduled and loses milliseconds
 DEVICE_SPIN_US = 1000  # outlasts the gap between two layers
 MAX_CHANNELS = 16
-PROBE_AFTER_S = 10.0
 MAX_CHECKED_BODY_BYTES = 64 << 10
 CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000
 _DOORBELLS, _DOORBELLS_MARK = (
@@ -73,7 +72,6 @@ class ShmChannel:
         self._mapping = mmap.mmap(fd, native.Channel.total_bytes(offer.num_slots, offer.body_room))
         self.ring = native.Channel(self._mapping, fd, *doorbells, offer.num_slots, offer.body_room, is_device)
         self.has_spoken = False  # device: the host has attached and used it
-        self.used_ns = time.monotonic_ns()
         self._closed = False
 
     @classmethod
@@ -168,6 +166,10 @@ class ShmChannel:
     def awake(self) -> None:
         if not self._closed:
             self.ring.awake()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         self._closed = True

@@ -6,6 +6,7 @@ doorbell that wakes a sleeper, and every message the memory cannot take.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import zmq
@@ -15,16 +16,20 @@ from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
-from ndp_device.transport import checksum, fragments, shm, sockets
+from ndp_device.transport import checksum, fragments, shm
 from ndp_device.transport.address import Address
 from ndp_device.transport.base import require_intact
 from ndp_device.transport.shm import ShmChannel
 
 _HOST_QUEUE = 16 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
 _CONNECT_MS = 2000
+_HANDSHAKE_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
+_DOORBELL: list[codec.Buffer] = [b""]
+_ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell
+_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
 class ZmqTransport:
@@ -39,14 +44,14 @@ class ZmqTransport:
         self._given_up = False
         self._lost = False  # the connection broke; what had arrived before is still handed out
         self._spinner = shm.Spinner(shm.HOST_SPIN_US)
-        self._socket = sockets.context().socket(zmq.DEALER)
+        self._socket = _context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, _HOST_QUEUE),
             (zmq.RCVHWM, _HOST_QUEUE),
             (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
             (zmq.IMMEDIATE, 1),
-            (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
+            (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS),
@@ -77,10 +82,10 @@ class ZmqTransport:
             if sent is shm.Put.DONE:
                 return True
             if sent is shm.Put.DOORBELL:
-                self._to_socket(sockets.DOORBELL)
+                self._to_socket(_DOORBELL)
                 return True
         header, body = frames
-        if not sockets.is_cut(body, self._version):
+        if not fragments.must_cut(body, self._version):
             return self._to_socket((checksum.write(header, body), body))
         self._num_cut += 1
         return all(
@@ -113,7 +118,7 @@ class ZmqTransport:
 
     def _to_socket(self, frames: Frames) -> bool:
         try:
-            sockets.send(self._socket, frames)
+            _send(self._socket, frames)
         except zmq.Again:
             return False
         return True
@@ -144,10 +149,10 @@ class ZmqTransport:
             return None
         if fragments.is_fragment(frames):
             return self._join(frames)
-        if self._joining is not None and frames != sockets.DOORBELL:
+        if self._joining is not None and frames != _DOORBELL:
             raise RemoteProtocolError("the device broke off in the middle of a message")
         if len(frames) != 2:
-            if frames == sockets.DOORBELL:
+            if frames == _DOORBELL:
                 return None
             raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
         require_intact(frames[0], frames[1])
@@ -170,6 +175,25 @@ class ZmqTransport:
 
     def _receive_now(self) -> Frames | None:
         try:
-            return [sockets.content(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            return [_content(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One context per process, made when first needed: a forked child must not touch its parent's."""
+    pid = os.getpid()
+    if pid not in _contexts:
+        _contexts[pid] = zmq.Context()
+    return _contexts[pid]
+
+
+def _send(socket: zmq.Socket[bytes], frames: Frames) -> None:
+    large = len(frames[-1]) >= _ZERO_COPY_BYTES  # the codec makes a new body for each message: safe to lend
+    socket.send_multipart(frames, zmq.NOBLOCK, copy=not large)
+
+
+def _content(frame: zmq.Frame) -> codec.Buffer:
+    """Small frames lie anywhere in libzmq's read buffer: copied, they are aligned."""
+    held: codec.Buffer = frame.bytes if len(frame) < _ZERO_COPY_BYTES else frame.buffer
+    return held

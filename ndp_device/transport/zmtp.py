@@ -1,0 +1,187 @@
+"""ZeroMQ's protocol on the wire, as the side that listens: bytes in, messages of frames out. Pure: no socket, no clock.
+
+    greeting (64 bytes) | READY command | then messages, PING commands in between
+
+libzmq is not used here because a peer must not be able to end the device: libzmq's ROUTER gives nameless peers
+predictable names and aborts when another peer has taken the next one, aborts when a descriptor cannot be had, and
+bounds neither the frames of a message nor the bytes that wait. Hosts connect with any ZeroMQ library (DEALER).
+source: rfc.zeromq.org/spec/37 (ZMTP 3.1) with the NULL mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ndp_device.errors import RemoteProtocolError
+from ndp_device.protocol.codec import Buffer, Frames
+from ndp_device.protocol.messages import MAX_BODY_BYTES
+
+MAX_FRAMES = 4
+"""Of one message: two or three are meant, one more is answered by a sentence, five end the connection."""
+
+_MORE, _LONG, _COMMAND = 1, 2, 4
+_SIGNATURE_BYTES = 10
+_GREETING_BYTES = 64
+_MECHANISM = b"NULL".ljust(20, b"\0")
+_MAX_COMMAND_BYTES = 1024
+_COPIED_BYTES = 64 << 10  # a longer frame is read to where it stays
+_SCRATCH_BYTES = 64 << 10
+
+
+def _command(name: bytes, rest: bytes) -> bytes:
+    body = bytes([len(name)]) + name + rest
+    return bytes((_COMMAND, len(body))) + body
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _MECHANISM + bytes(32)
+READY = _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+
+
+def encoded(frames: Frames) -> Iterator[Buffer]:
+    """The bytes of one message, without copying its frames."""
+    last = len(frames) - 1
+    for number, frame in enumerate(frames):
+        more = _MORE if number < last else 0
+        size = len(frame)
+        yield bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
+        if size:
+            yield frame
+
+
+class Reader:
+    """What one peer has sent so far. Give it bytes by `buffer` and `filled`, take messages by `next`."""
+
+    def __init__(self) -> None:
+        self.replies = bytearray()  # of commands: what the peer must be sent
+        self.is_ready = False
+        self.max_frame_bytes = MAX_BODY_BYTES
+        self._greeted = False
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._held = b""  # not looked at yet
+        self._frames: list[Buffer] = []  # of the message that has begun
+        self._long: memoryview | None = None  # its frame that is being filled
+        self._long_more = False
+        self._num_filled = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._held) + self._num_filled + sum(map(len, self._frames))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing that has begun is unfinished."""
+        return not self._held and not self._frames and self._long is None
+
+    @property
+    def is_long(self) -> bool:
+        """A long frame is arriving: more of it is likely to be there already."""
+        return self._long is not None
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes belong."""
+        return self._scratch if self._long is None else self._long[self._num_filled :]
+
+    def filled(self, count: int) -> None:
+        """The first `count` bytes of `buffer` have arrived."""
+        if self._long is None:
+            self._held += bytes(self._scratch[:count])
+            return
+        self._num_filled += count
+
+    def next(self, steps: int = 64) -> tuple[Frames | None, bool]:
+        """(the next message or None, whether another call may pay without more bytes). Looks at `steps` frames at most.
+
+        Raises RemoteProtocolError, after which the connection is of no use.
+        """
+        if self._long is not None:
+            if self._num_filled < len(self._long):
+                return None, False
+            frame, self._long, self._num_filled = self._long.toreadonly(), None, 0
+            if completed := self._add(frame, self._long_more):
+                return completed, bool(self._held)
+        if not self._greeted and not self._greet():
+            return None, False
+        at, held = 0, self._held
+        message: Frames | None = None
+        for _ in range(steps):
+            if len(held) - at < 2:
+                break
+            flags, start = held[at], at + 2
+            if flags & _LONG:
+                start = at + 9
+                if len(held) < start:
+                    break
+                size = int.from_bytes(held[at + 1 : start], "big")
+            else:
+                size = held[at + 1]
+            self._check(flags, size)
+            end = start + size
+            if len(held) < end:
+                if size <= _COPIED_BYTES:
+                    break
+                self._long, self._long_more = np.empty(size, np.uint8).data, bool(flags & _MORE)
+                self._num_filled = len(held) - start  # memory is taken only as far as bytes arrive
+                self._long[: self._num_filled] = held[start:]
+                at = len(held)
+                break
+            at = end
+            if flags & _COMMAND:
+                self._obey(held[start:end])
+            elif message := self._add(held[start:end], bool(flags & _MORE)):
+                break
+        else:
+            self._held = held[at:]
+            return None, True
+        self._held = held[at:]
+        return message, message is not None and bool(self._held)
+
+    def _check(self, flags: int, size: int) -> None:
+        if flags & ~7 or (flags & _COMMAND and flags & _MORE):
+            raise RemoteProtocolError(f"a frame may have flags 0..4 and 6, got {flags}")
+        room = _MAX_COMMAND_BYTES if flags & _COMMAND else self.max_frame_bytes
+        if size > room:
+            raise RemoteProtocolError(f"a frame may have {room} bytes, got {size}")
+        if not flags & _COMMAND and not self.is_ready:
+            raise RemoteProtocolError("a message before READY")
+
+    def _greet(self) -> bool:
+        """Look at the greeting as far as it has arrived."""
+        held = self._held[:_GREETING_BYTES]
+        if held[:1] not in (b"", b"\xff") or (len(held) >= _SIGNATURE_BYTES and not held[9] & 1):
+            raise RemoteProtocolError("this is not ZeroMQ's protocol")
+        if len(held) > _SIGNATURE_BYTES and held[_SIGNATURE_BYTES] < 3:
+            raise RemoteProtocolError("ZMTP 3 is spoken here")
+        if len(held) < _GREETING_BYTES:
+            return False
+        if held[12:32] != _MECHANISM:
+            raise RemoteProtocolError("only the NULL mechanism is spoken here")
+        self._held = self._held[_GREETING_BYTES:]
+        self._greeted = True
+        self.replies += READY
+        return True
+
+    def _obey(self, command: bytes) -> None:
+        name, rest = command[1 : 1 + command[0]] if command else b"", command[1 + command[0] :] if command else b""
+        if name == b"READY":
+            if self.is_ready:
+                raise RemoteProtocolError("READY twice")
+            self.is_ready = True
+        elif name == b"PING" and self.is_ready:
+            self.replies += _command(b"PONG", rest[2:18])  # after the time to live comes a context of 16 bytes at most
+        elif name == b"ERROR":
+            raise RemoteProtocolError("the peer gave up")
+
+    def _add(self, frame: Buffer, more: bool) -> Frames | None:
+        self._frames.append(frame)
+        if len(self._frames) > MAX_FRAMES or sum(map(len, self._frames)) > MAX_BODY_BYTES + (MAX_BODY_BYTES >> 4):
+            raise RemoteProtocolError(f"a message may have {MAX_FRAMES} frames and one of them a body")
+        if more:
+            return None
+        message, self._frames = self._frames, []
+        return message
