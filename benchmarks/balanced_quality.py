@@ -47,7 +47,7 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.systems import SYSTEMS, Placing
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import summarise
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences
 
@@ -93,7 +93,7 @@ def speeds(
 ) -> dict[tuple[float, int], float]:
     """Simulated decode tokens/s for every average width and spill width."""
     batches = Batches.of(from_sequences(provenance, sequences))
-    costs = Costs(load_hardware("h100-ndp512"), dims_of(shape))
+    costs = Costs(load_hardware("h100-ndp512"), model_named(shape))
     out = {}
     for bits, spill in itertools.product(AVG_BITS, SPILL_BITS):
         placing = Placing(

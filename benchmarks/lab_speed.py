@@ -29,7 +29,7 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import VARIANTS, popularity, split_requests
 from vllm_ndp.replay.systems import SYSTEMS, Placing
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
@@ -83,7 +83,7 @@ def main() -> None:
     recorded = recording(trace)
     known, rest = split_requests(trace)
     prior, batches = popularity(known), Batches.of(rest)
-    costs = Costs(load_hardware("h100-ndp512"), dims_of(arguments.model))
+    costs = Costs(load_hardware("h100-ndp512"), model_named(arguments.model))
     costs.device_experts_ps(1)  # not part of any replay: asked once per model and hardware
     started = time.process_time()
     batches.loads  # noqa: B018  arranged once for all systems

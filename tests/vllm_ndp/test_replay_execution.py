@@ -13,29 +13,31 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import NOWHERE, run_pairs, run_prompts
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = Trace.load(ROOT / "tests" / "data" / "tiny-mixtral-trace")
-COSTS = Costs(load_hardware("h100-ndp512"), dims_of("mixtral-8x7b"))
-IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
+IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 
 
 def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
     """The device model itself on one message of (bits, tokens) experts, mean over submit times."""
     pairs = sum(tokens for _, tokens in experts)
-    bytes_in, bytes_out = execute_bytes(rows, pairs, costs.dims.hidden, costs.dims.dtype_bytes)
+    bytes_in, bytes_out = execute_bytes(rows, pairs, costs.shape.hidden_size, costs.shape.dtype_bytes)
     parts = tuple(ExpertWork(0, e, bits, tokens, costs.replica_bytes(bits)) for e, (bits, tokens) in enumerate(experts))
-    work = Work(costs.dims.hidden, costs.dims.intermediate, costs.group_size, rows, bytes_in, bytes_out, parts)
+    work = Work(
+        costs.shape.hidden_size, costs.shape.intermediate_size, costs.group_size, rows, bytes_in, bytes_out, parts
+    )
     return float(np.mean([DeviceModel(costs.hardware).execute(work, 244_140 * i).total_ps for i in range(16)]))
 
 
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
 @pytest.mark.parametrize("experts", [[(2, 1)], [(3, 1), (2, 1)], [(4, 3), (1, 1), (2, 6)], [(16, 1), (3, 2)]], ids=str)
 def test_the_sum_over_experts_is_the_device_model_within_two_percent(model, experts):
-    costs = Costs(load_hardware("h100-ndp512"), dims_of(model))
+    costs = Costs(load_hardware("h100-ndp512"), model_named(model))
     rows = max(tokens for _, tokens in experts)
     table = costs.device_experts_ps(8)
     ours = costs.link_ps(rows, sum(t for _, t in experts)) + costs.device_fill_ps
@@ -121,8 +123,8 @@ def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_
     batches = Batches.of(TRACE.select([0]))
     everything = np.ones((1, 4, 8), bool)
     resident, cold = run_prompts(batches, everything, COSTS), run_prompts(batches, ~everything, COSTS)
-    touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.dims.num_layers / 4
-    stream = touched * COSTS.dims.expert_bytes / 25.6e9 * 1e12
+    touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
+    stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
     assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
 
 

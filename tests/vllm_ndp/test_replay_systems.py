@@ -24,14 +24,14 @@ from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, ratio_se, summarise
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
 PRIOR = popularity(KNOWN)
-COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 GOLDEN = DATA / "golden-replay.json"
 GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
 
@@ -107,7 +107,7 @@ def test_fewer_bits_are_faster_and_lose_more():
 
 def test_each_way_to_migrate_moves_no_more_than_the_one_before():
     moved = {kind: run(migration=kind).migrated_bytes for kind in ("once", "difference", "kept", "free")}
-    assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.dims.expert_bytes  # requests x hot x layers x layers stood for
+    assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.shape.expert_bytes  # requests x hot x layers x layers stood for
     assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
 
 

@@ -12,11 +12,11 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.replay.systems.balanced import offload
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences
 
-COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), dims_of("mixtral-8x7b"))
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 ROWS, TOP_K, EXPERTS = 6, 2, 8
 
 

@@ -22,6 +22,7 @@ import vllm
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
+from ndp_device.model_shape import WholeModel
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, residency
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
@@ -40,7 +41,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,8 +87,8 @@ class NdpController:
         self.step: StepContext | None = None
         self.tracker = RequestTracker()
         self.hardware = compat.hardware_of(settings)
-        self.dims = _host_dims(vllm_config, self.pool)
-        self.clock = StepClock(GpuModel(self.hardware, self.dims))
+        self.shape = _whole_model(vllm_config, self.pool)
+        self.clock = StepClock(GpuModel(self.hardware, self.shape))
         self.balancer: Balancer | None = None
         self.migrator = Migrator(compat.engine_cores())
         self.streamer: Streamer
@@ -163,7 +164,7 @@ class NdpController:
     def _make_balancer(self, group_size: int) -> Balancer | None:
         """None: hot experts never leave the GPU."""
         spill_bits = self.settings.resolve_spill_bits(self.pool.shape.num_experts)
-        return Balancer(Costs(self.hardware, self.dims, group_size=group_size), spill_bits) if spill_bits else None
+        return Balancer(Costs(self.hardware, self.shape, group_size=group_size), spill_bits) if spill_bits else None
 
     def _make_streamer(self) -> Streamer:
         slots = self._by_index[0]
@@ -341,18 +342,14 @@ class NdpController:
         }
 
 
-def _host_dims(vllm_config: VllmConfig, pool: ExpertsPool) -> HostDims:
+def _whole_model(vllm_config: VllmConfig, pool: ExpertsPool) -> WholeModel:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
-    return HostDims(
-        hidden=pool.shape.hidden_size,
-        num_layers=pool.shape.num_layers,
+    return WholeModel.of_experts(
+        pool.shape,
+        dtype=str(model.dtype).removeprefix("torch."),
         num_heads=model.get_num_attention_heads(parallel),
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
-        intermediate=pool.shape.intermediate_size,
-        vocab=model.get_vocab_size(),
-        dtype_bytes=torch.empty((), dtype=model.dtype).element_size(),
-        num_experts=pool.shape.num_experts,
-        top_k=pool.shape.top_k,
+        vocab_size=model.get_vocab_size(),
     )

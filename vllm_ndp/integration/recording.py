@@ -95,7 +95,7 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
         live=LiveSetup(
             preset=settings.hardware,
             overrides=compat.hardware_overrides(settings),
-            host_dims=dataclasses.asdict(controller.clock.model.dims),
+            host_dims=controller.clock.model.shape.recorded(),
             hot_experts=controller.planner.budget.num_hot,
             expert_bytes=controller.device.served.expert_bytes,
             group_size=controller.device.served.group_size,

@@ -22,7 +22,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.replay.systems import SYSTEMS, Placing, System, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.trace import Trace
 
 ORACLE = "oracle"
@@ -100,7 +100,7 @@ def compare(
 ) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
     p = trace.provenance
-    costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
     costs.require(p.num_experts, p.top_k)
     if prior is None:
         if len(trace.prompt_len) < 2:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
+from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
@@ -28,7 +29,7 @@ from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, default_group_size
-from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims
+from vllm_ndp.simulation.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16
 _LONG = 200
@@ -37,24 +38,11 @@ _REPEATS = 8
 _TABLE_BITS = FULL_PRECISION_BITS + 1
 
 
-def dims_of(model: str) -> HostDims:
-    """Sizes of a public shape by name, or of a checkpoint directory."""
+def model_named(model: str) -> WholeModel:
+    """A public shape by name, or the model of a checkpoint directory."""
     if model in SHAPES or not Path(model).is_dir():
-        return HostDims.of_shape(public_shape(model))
-    shape, config = open_checkpoint(Path(model)).shape, read_config(Path(model))
-    heads = int(config["num_attention_heads"])
-    return HostDims(
-        hidden=shape.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads", heads)),
-        head_dim=int(config.get("head_dim") or shape.hidden_size // heads),
-        intermediate=shape.intermediate_size,
-        vocab=int(config["vocab_size"]),
-        dtype_bytes=4 if shape.dtype == "float32" else 2,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-    )
+        return public_shape(model)
+    return WholeModel.of_config(open_checkpoint(Path(model)).shape, read_config(Path(model)))
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class Costs:
     """One model on one hardware."""
 
     hardware: Hardware
-    dims: HostDims
+    shape: WholeModel
     scales: bool = True
     """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
     group_size: int = 0
@@ -70,7 +58,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
-            object.__setattr__(self, "group_size", default_group_size(self.dims.hidden, self.dims.intermediate))
+            object.__setattr__(
+                self, "group_size", default_group_size(self.shape.hidden_size, self.shape.intermediate_size)
+            )
 
     @cached_property
     def _known(self) -> dict[Hashable, Any]:
@@ -84,13 +74,15 @@ class Costs:
 
     @cached_property
     def gpu(self) -> GpuModel:
-        return GpuModel(self.hardware, self.dims)
+        return GpuModel(self.hardware, self.shape)
 
     def replica_bytes(self, bits: int) -> int:
         """What one read of an expert moves in the device's DRAM."""
         if bits == FULL_PRECISION_BITS:
-            return self.dims.expert_bytes
-        return expert_bytes(self.dims.hidden, self.dims.intermediate, bits, self.group_size, scales=self.scales)
+            return self.shape.expert_bytes
+        return expert_bytes(
+            self.shape.hidden_size, self.shape.intermediate_size, bits, self.group_size, scales=self.scales
+        )
 
     def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""
@@ -126,7 +118,7 @@ class Costs:
         """Both ways of one message with `rows` activations, and its launch."""
         if rows == 0:
             return 0
-        bytes_in, bytes_out = execute_bytes(rows, pairs, self.dims.hidden, self.dims.dtype_bytes)
+        bytes_in, bytes_out = execute_bytes(rows, pairs, self.shape.hidden_size, self.shape.dtype_bytes)
         inward, outward = hop_in(self.hardware.link, bytes_in), hop_out(self.hardware.link, bytes_out)
         return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
 
@@ -134,7 +126,7 @@ class Costs:
         """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
 
         def measure() -> NDArray[np.float64]:
-            pairs = range(max_rows * self.dims.top_k + 1)
+            pairs = range(max_rows * self.shape.top_k + 1)
             return np.array([[self.link_ps(r, p) for p in pairs] for r in range(max_rows + 1)], np.float64)
 
         table: NDArray[np.float64] = self._once(("links", max_rows), measure)
@@ -146,11 +138,11 @@ class Costs:
 
     def resident_ps(self, touched: int, pairs: int) -> int:
         """`touched` experts in GPU memory serving `pairs` rows in all."""
-        dims = self.dims
+        shape = self.shape
         return int(
             self._once(
                 ("resident", touched, pairs),
-                lambda: self.gpu.roofline_ps(touched * dims.expert_bytes, 2 * dims.expert_weights * pairs),
+                lambda: self.gpu.roofline_ps(touched * shape.expert_bytes, 2 * shape.weights_per_expert * pairs),
             )
         )
 
@@ -160,7 +152,7 @@ class Costs:
 
     def fetch_ps(self, num_bytes: int | None = None) -> int:
         """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
-        return bulk_ps(self.hardware.link, self.dims.expert_bytes if num_bytes is None else num_bytes)
+        return bulk_ps(self.hardware.link, self.shape.expert_bytes if num_bytes is None else num_bytes)
 
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """One layer of a decode step with `rows` rows, for each total context in kv_tokens."""
@@ -174,20 +166,20 @@ class Costs:
 
     def require(self, num_experts: int, top_k: int) -> None:
         """Raises ConfigError unless a trace with these sizes can be replayed on this model."""
-        if (num_experts, top_k) != (self.dims.num_experts, self.dims.top_k):
+        if (num_experts, top_k) != (self.shape.num_experts, self.shape.top_k):
             raise ConfigError(
-                f"the trace has {num_experts} experts top-{top_k}, the model {self.dims.num_experts} "
-                f"top-{self.dims.top_k}: name a model of the trace's routing shape"
+                f"the trace has {num_experts} experts top-{top_k}, the model {self.shape.num_experts} "
+                f"top-{self.shape.top_k}: name a model of the trace's routing shape"
             )
 
 
 def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:
     """Mean over the refresh interval of a command with num_experts equal experts and the bytes of one row."""
-    dims, dram = costs.dims, costs.hardware.dram
-    bytes_in, bytes_out = execute_bytes(1, 1, dims.hidden, dims.dtype_bytes)
+    shape, dram = costs.shape, costs.hardware.dram
+    bytes_in, bytes_out = execute_bytes(1, 1, shape.hidden_size, shape.dtype_bytes)
     work = Work(
-        hidden_size=dims.hidden,
-        intermediate_size=dims.intermediate,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
         group_size=costs.group_size,
         tokens=tokens,
         bytes_in=bytes_in,

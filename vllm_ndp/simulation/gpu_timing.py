@@ -11,62 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ndp_device.errors import ConfigError
+from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.migration import Migration, migration
-from ndp_device.timing.shapes import PublicShape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
-
-
-@dataclass(frozen=True)
-class HostDims:
-    """Sizes of the model that the GPU side needs; dtype_bytes is that of weights and KV cache."""
-
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    dtype_bytes: int
-    num_experts: int
-    top_k: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ConfigError(f"host dimension {name} must be at least 1, got {value}")
-
-    @classmethod
-    def of_shape(cls, shape: PublicShape, dtype_bytes: int = 2) -> HostDims:
-        return cls(
-            hidden=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            intermediate=shape.intermediate_size,
-            vocab=shape.vocab_size,
-            dtype_bytes=dtype_bytes,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-        )
-
-    @property
-    def attention_weights(self) -> int:
-        """Query, key, value and output projections and the router of one layer."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden * (2 * query + 2 * key_value + self.num_experts)
-
-    @property
-    def expert_weights(self) -> int:
-        return 3 * self.hidden * self.intermediate
-
-    @property
-    def expert_bytes(self) -> int:
-        return self.expert_weights * self.dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -74,7 +23,7 @@ class GpuModel:
     """Stateless: sizes in, picoseconds out."""
 
     hardware: Hardware
-    dims: HostDims
+    shape: WholeModel
 
     def roofline_ps(self, num_bytes: int, flops: int) -> int:
         """The slower of HBM (at the preset's efficiency) and the tensor cores."""
@@ -89,29 +38,29 @@ class GpuModel:
         """
         if rows == 0:
             return 0
-        dims = self.dims
+        shape = self.shape
         pairs = kv_tokens if attended is None else attended
-        kv_bytes = 2 * kv_tokens * dims.num_kv_heads * dims.head_dim * dims.dtype_bytes
-        flops = 2 * rows * dims.attention_weights + 4 * pairs * dims.num_heads * dims.head_dim
-        return self.roofline_ps(dims.attention_weights * dims.dtype_bytes + kv_bytes, flops)
+        values = shape.attention_weights + kv_tokens * shape.kv_values
+        flops = 2 * rows * shape.attention_weights + 4 * pairs * shape.num_heads * shape.head_dim
+        return self.roofline_ps(values * shape.dtype_bytes, flops)
 
     def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
         """Experts in GPU memory: each one with at least a row is read once."""
         touched = sum(1 for pairs in pairs_per_hot_expert if pairs)
         return self.roofline_ps(
-            touched * self.dims.expert_bytes, 2 * self.dims.expert_weights * sum(pairs_per_hot_expert)
+            touched * self.shape.expert_bytes, 2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert)
         )
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
         """Experts that come over PCIe to be computed at once on the GPU: copy and compute overlap."""
         if num_cold_experts == 0:
             return 0
-        num_bytes = num_cold_experts * self.dims.expert_bytes
-        compute = self.roofline_ps(num_bytes, 2 * self.dims.expert_weights * pairs)
+        num_bytes = num_cold_experts * self.shape.expert_bytes
+        compute = self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
         return max(bulk_ps(self.hardware.link, num_bytes), compute)
 
     def migration(self, num_experts: int) -> Migration:
-        return migration(self.hardware, num_experts * self.dims.expert_bytes)
+        return migration(self.hardware, num_experts * self.shape.expert_bytes)
 
     def migration_ps(self, num_experts: int) -> int:
         return self.migration(num_experts).total_ps
@@ -120,9 +69,9 @@ class GpuModel:
         """Embedding rows and the output projection; rows = tokens whose logits are wanted."""
         if rows == 0:
             return 0
-        weights = self.dims.hidden * self.dims.vocab
-        embedding_bytes = rows * self.dims.hidden * self.dims.dtype_bytes
-        return self.roofline_ps(weights * self.dims.dtype_bytes + embedding_bytes, 2 * rows * weights)
+        shape = self.shape
+        values = shape.head_weights + rows * shape.hidden_size
+        return self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     overrides: dict[str, str | int | bool]
     host_dims: dict[str, int]
-    """Fields of simulation.gpu_timing.HostDims."""
+    """What WholeModel.recorded gives."""
     hot_experts: int
     expert_bytes: dict[int, int]
     """Bytes that one read of a cold expert moves in the device's DRAM, by width."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
+from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
@@ -23,7 +24,7 @@ from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock, StepTime
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
 from vllm_ndp.traces.format import CACHED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -55,10 +56,10 @@ class Engine:
     def __init__(self, trace: Trace, setup: LiveSetup, policy: Policy, loss: LossTable, budget: Budget) -> None:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.policy, self.loss, self.budget = trace, setup, policy, loss, budget
-        dims = HostDims(**setup.host_dims)
-        self.clock = StepClock(GpuModel(hardware, dims))
+        shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
+        self.clock = StepClock(GpuModel(hardware, shape))
         self.device = DeviceModel(hardware)
-        costs = Costs(hardware, dims, group_size=setup.group_size)
+        costs = Costs(hardware, shape, group_size=setup.group_size)
         self.balancer = Balancer(costs, setup.spill_bits) if setup.spill_bits else None
         self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
         self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
@@ -185,11 +186,11 @@ class Engine:
         tokens: dict[tuple[int, int], int] = {}
         for expert, width in zip(experts.tolist(), map(int, bits), strict=True):
             tokens[expert, width] = tokens.get((expert, width), 0) + 1
-        num_rows, dims = len(np.unique(rows)), self.setup.host_dims
-        bytes_in, bytes_out = execute_bytes(num_rows, len(rows), dims["hidden"], self.setup.activation_bytes)
+        num_rows, shape = len(np.unique(rows)), self.clock.model.shape
+        bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, self.setup.activation_bytes)
         work = Work(
-            hidden_size=dims["hidden"],
-            intermediate_size=dims["intermediate"],
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
             group_size=self.setup.group_size,
             tokens=num_rows,
             bytes_in=bytes_in,

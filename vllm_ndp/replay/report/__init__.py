@@ -19,7 +19,7 @@ from vllm_ndp.replay.exact.live import recorded_policy
 from vllm_ndp.replay.exact.timeline import chrome_trace
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
-from vllm_ndp.simulation.costs import Costs, dims_of
+from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -30,7 +30,7 @@ def write_report(
     trace: Trace, settings: CompareSettings, out: Path, loss: LossTable | None = None
 ) -> dict[str, object]:
     """Analyse, compare and draw; returns what the command prints last."""
-    costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
     comparison = compare(trace, settings, loss=loss)
     analysis = analyse(trace, settings.num_hot)
     sweep: list[Summary] = []
@@ -56,18 +56,18 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
         policy, budget = recorded_policy(trace)
         setup = p.live
     else:
-        costs = Costs(load_hardware(settings.hardware, **settings.overrides), dims_of(settings.model))
+        costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
         costs.require(p.num_experts, p.top_k)
         num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
         policy, budget = load_policy("prefill", PolicySettings(bits=settings.bits)), Budget(num_hot, settings.avg_bits)
         setup = LiveSetup(
             preset=settings.hardware,
             overrides=dict(settings.overrides),
-            host_dims=dataclasses.asdict(costs.dims),
+            host_dims=costs.shape.recorded(),
             hot_experts=num_hot,
             expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
             group_size=costs.group_size,
-            activation_bytes=costs.dims.dtype_bytes,
+            activation_bytes=costs.shape.dtype_bytes,
         )
     engine = Engine(trace, setup, policy, loss, budget)
     runs = [engine.run(int(step)) for step in islice(engine.steps, steps)]

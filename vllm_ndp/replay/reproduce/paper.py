@@ -16,7 +16,7 @@ from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
-from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims
+from vllm_ndp.simulation.gpu_timing import GpuModel
 from vllm_ndp.traces.trace import Trace
 
 MS_PS = 1e9
@@ -88,8 +88,8 @@ def times_of(model: str, hbm_efficiency: float = 1.0) -> Times:
     hardware = load_hardware(
         "h100-ndp512", **{"dram.kind": "ideal", "gpu.hbm_efficiency_percent": round(100 * hbm_efficiency)}
     )
-    host = GpuModel(hardware, HostDims.of_shape(shape))
-    num_bytes = host.dims.expert_bytes
+    host = GpuModel(hardware, shape)
+    num_bytes = host.shape.expert_bytes
     return Times(
         attention=host.attention_ps(1, 0) / MS_PS,
         device=num_bytes / hardware.dram.peak_bytes_per_s * 1e3,

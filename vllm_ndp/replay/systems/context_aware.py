@@ -111,7 +111,7 @@ def finish(
         gpu_ps=split.gpu_ps,
         prefill_ps=run_prompts(batches, before, costs),
         migration_ps=np.array([costs.gpu.migration_ps(round(count)) for count in moved], np.float64),
-        migrated_bytes=(float(moved.sum()) + copied_experts) * costs.dims.expert_bytes,
+        migrated_bytes=(float(moved.sum()) + copied_experts) * costs.shape.expert_bytes,
         hot_pairs=int((executed & (widths == 0)).sum()),
         total_pairs=int(executed.sum()),
         cold_bits=float(widths[cold].sum()),

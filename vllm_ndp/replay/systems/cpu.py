@@ -22,6 +22,6 @@ class HostCpu:
         """[tokens]: one expert read from a memory of that rate and multiplied by n rows; 0 rows cost nothing."""
         rows = np.arange(max_tokens + 1)
         read = weight_bytes / bytes_per_s
-        compute = 2.0 * costs.dims.expert_weights * rows / self.flops_per_s
+        compute = 2.0 * costs.shape.weights_per_expert * rows / self.flops_per_s
         times: NDArray[np.float64] = np.where(rows > 0, np.maximum(read, compute) * PS_PER_S, 0.0)
         return times

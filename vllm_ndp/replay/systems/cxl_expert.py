@@ -31,9 +31,9 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     near = popular_placement(placing.prior, num_hot + (batches.num_experts - num_hot) // 2)
     tiers = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
-    warm_ps = cpu.experts_ps(costs, b, costs.dims.expert_bytes, cpu.memory_bytes_per_s)
-    activation_bytes = 2 * costs.dims.hidden * costs.dims.dtype_bytes * ACTIVATION_RATIO
-    cold_ps = cpu.experts_ps(costs, b, costs.dims.expert_bytes * COLD_BITS / 16, cpu.cxl_bytes_per_s)
+    warm_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    activation_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * ACTIVATION_RATIO
+    cold_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes * COLD_BITS / 16, cpu.cxl_bytes_per_s)
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
     loaded = gpu_pairs = warm_pairs = cold_pairs = 0

@@ -21,8 +21,8 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     g, b, d, layers, _ = batches.shape
     resident = popular_placement(placing.prior, placing.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)
-    on_cpu = cpu.experts_ps(costs, b, costs.dims.expert_bytes, cpu.memory_bytes_per_s)
-    activations = 2 * costs.dims.hidden * costs.dims.dtype_bytes * np.arange(b + 1)
+    on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
+    activations = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * np.arange(b + 1)
     hop = np.array([costs.fetch_ps(int(n)) for n in activations], np.float64)
     fetch = costs.fetch_ps()
     moe, gpu_ps = np.zeros((2, g, d, layers))

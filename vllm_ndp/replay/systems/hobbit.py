@@ -61,7 +61,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     low_hit = visits(loads.with_rows(np.where(wanted, low, 0)), low_start, low_slots, PRIORITY).hit
     high_misses, low_misses = add_up((high > 0) & ~high_hit), add_up(wanted & ~low_hit)
     compute = add_up(gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low]))
-    low_bytes = costs.dims.expert_bytes * LOW_BITS // 16
+    low_bytes = costs.shape.expert_bytes * LOW_BITS // 16
     fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
     hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))
     executed = np.broadcast_to(batches.pairs, batches.ids.shape)
@@ -75,7 +75,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         moe_ps=fetch - hidden + compute,
         gpu_ps=compute,
         resident=high_start,
-        fetched_experts=float(high_misses.sum()) + float(low_misses.sum()) * low_bytes / costs.dims.expert_bytes,
+        fetched_experts=float(high_misses.sum()) + float(low_misses.sum()) * low_bytes / costs.shape.expert_bytes,
         hot_pairs=int(high[high_hit].sum() + low[low_hit].sum() + low[(low > 0) & there].sum()),
         cold_bits=float(LOW_BITS * low_pairs),
         cold_pairs=low_pairs,

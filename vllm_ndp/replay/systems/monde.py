@@ -74,7 +74,7 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
         gpu_ps=on_gpu,
         prefill_ps=run_prompts(batches, nothing, costs),
         migration_ps=np.zeros(g),
-        migrated_bytes=moved * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        migrated_bytes=moved * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=moved_pairs,
         total_pairs=pairs,
         cold_bits=float(FULL_PRECISION_BITS * (pairs - moved_pairs)),

@@ -98,7 +98,7 @@ def without_device(
         gpu_ps=gpu_ps,
         prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
         migration_ps=np.zeros(g),
-        migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.dims.expert_bytes,
+        migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=hot_pairs,
         total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
         cold_bits=cold_bits,
@@ -111,7 +111,7 @@ def without_device(
 def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
     """[G, B]: each prompt in full precision; experts that are not resident [G, L, E] are streamed over the link."""
     g, b, _, layers, _ = batches.shape
-    factor = costs.dims.num_layers / layers
+    factor = costs.shape.num_layers / layers
     out = np.zeros((g, b))
     for group in range(g):
         here = resident[group]
@@ -125,5 +125,5 @@ def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> 
             )
             attended = rows * (rows + 1) // 2
             attention = costs.gpu.attention_ps(rows, rows, attended) + costs.overhead_ps
-            out[group, request] = factor * layer_ps + costs.dims.num_layers * attention + costs.gpu.head_ps(1)
+            out[group, request] = factor * layer_ps + costs.shape.num_layers * attention + costs.gpu.head_ps(1)
     return out

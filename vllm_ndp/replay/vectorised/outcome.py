@@ -110,7 +110,7 @@ def _with_error(value: float, error: float) -> str:
 
 def layer_factor(batches: Batches, costs: Costs) -> float:
     """How many layers of the model one layer of the trace stands for."""
-    return costs.dims.num_layers / batches.shape[3]
+    return costs.shape.num_layers / batches.shape[3]
 
 
 def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs) -> NDArray[np.float64]:
@@ -130,7 +130,7 @@ def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.f
         here = rows == count
         attention[here] = costs.attention_ps(count, batches.kv_tokens[here])
         head[here] = costs.gpu.head_ps(count)
-    layers = costs.dims.num_layers * (attention + costs.overhead_ps)
+    layers = costs.shape.num_layers * (attention + costs.overhead_ps)
     total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
     return np.where(rows > 0, total, np.nan)
 
