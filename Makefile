@@ -8,19 +8,23 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
+# Two processes of about 1.5 GB each. Whole files go to one of them, so that engines started for a file are shared in it.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: docs demo test test-fast test-vllm check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) --durations=25
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not vllm and not slow and not gpu"
+	$(PYTEST) --durations=10 -m "not vllm and not slow and not gpu"
 
 test-vllm: $(READY)
-	$(BIN)/python -m pytest -m "vllm"
+	$(PYTEST) -m "vllm"
 
 check: $(READY)
 	$(BIN)/ruff format --check .

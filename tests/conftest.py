@@ -1,4 +1,4 @@
-"""What tests of every room share: fixtures that need more than Python."""
+"""What tests of every room share: their order, and fixtures that need more than Python."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def browser() -> Browser:
     if found is None:
         pytest.skip(MISSING)
     return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that start engines, then those with slow tests: two workers then end together.
+
+    `make test` hands out whole files (`--dist loadfile`), so fixtures of a module are made once.
+    """
+    marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("vllm", "slow")}
+    items.sort(key=lambda item: (item.path not in marked["vllm"], item.path not in marked["slow"]))
