@@ -44,7 +44,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import summarise
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -96,14 +96,14 @@ def speeds(
     costs = Costs(load_hardware("h100-ndp512"), model_named(shape))
     out = {}
     for bits, spill in itertools.product(AVG_BITS, SPILL_BITS):
-        placing = Placing(
+        options = ReplayOptions(
             policy=load_policy("prefill", PolicySettings(prior=prior)),
             budget=Budget(hot, bits),
             loss=loss,
             prior=prior,
-            options={"spill_bits": spill} if spill else {},
+            own={"spill_bits": spill} if spill else {},
         )
-        outcome = SYSTEMS["balanced" if spill else "context_aware"].replay(batches, costs, placing)
+        outcome = SYSTEMS["balanced" if spill else "context_aware"].replay(batches, costs, options)
         out[bits, spill] = summarise(outcome, batches, costs).decode_tokens_per_s
     return out
 

@@ -27,7 +27,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import VARIANTS, popularity, split_requests
-from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.recorder import TraceWriter
@@ -88,7 +88,7 @@ def main() -> None:
     started = time.process_time()
     batches.loads  # noqa: B018  arranged once for all systems
     arranging = batches.num_decisions / (time.process_time() - started)
-    placing = Placing(
+    options = ReplayOptions(
         policy=load_policy("prefill", PolicySettings(prior=prior)),
         budget=Budget(settings.num_experts // 2, 2.0),
         loss=LossTable.nominal(settings.num_layers, settings.num_experts),
@@ -100,11 +100,11 @@ def main() -> None:
     speeds: dict[str, float] = {}
     for _ in range(arguments.rounds):
         for system in SYSTEMS.values():
-            for options in VARIANTS.get(system.name, ({},)):
+            for own in VARIANTS.get(system.name, ({},)):
                 started = time.process_time()
-                system.replay(batches, costs, replace(placing, options=options))
+                system.replay(batches, costs, replace(options, own=own))
                 speed = batches.num_decisions / (time.process_time() - started)
-                name = " ".join([system.name, *map(str, options.values())])
+                name = " ".join([system.name, *map(str, own.values())])
                 speeds[name] = max(speeds.get(name, 0.0), speed)
     for name, speed in speeds.items():
         table.add_row(name, f"{speed:,.0f}")

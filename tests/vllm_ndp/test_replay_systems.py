@@ -17,7 +17,7 @@ from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
-from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, Placing
+from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions
 from vllm_ndp.replay.systems.context_aware import few_moves, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
@@ -36,15 +36,15 @@ GOLDEN = DATA / "golden-replay.json"
 GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
 
 
-def placing_of(policy: str = "prefill", **changes) -> Placing:
-    options = {"budget": Budget(4, 2.0), **changes}
-    return Placing(
-        policy=load_policy(policy, PolicySettings(prior=PRIOR)), loss=LossTable.nominal(4, 8), prior=PRIOR, **options
+def options_of(policy: str = "prefill", **changes) -> ReplayOptions:
+    fields = {"budget": Budget(4, 2.0), **changes}
+    return ReplayOptions(
+        policy=load_policy(policy, PolicySettings(prior=PRIOR)), loss=LossTable.nominal(4, 8), prior=PRIOR, **fields
     )
 
 
 def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", **changes) -> Outcome:
-    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, placing_of(policy, **changes))
+    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, options_of(policy, **changes))
 
 
 def golden_rows() -> list[dict]:
@@ -114,7 +114,7 @@ def test_each_way_to_migrate_moves_no_more_than_the_one_before():
 def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
     alone, shared = run(), run(bits_for="batch")
     assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
-    _, _, bits = plan_groups(Batches.of(TRACE, 4), placing_of(bits_for="batch"))
+    _, _, bits = plan_groups(Batches.of(TRACE, 4), options_of(bits_for="batch"))
     assert (bits == bits[:, :1]).all()
     budget = Budget(2, 2.0)
     own, shared = (run(batch=12, budget=budget, bits_for=bits_for) for bits_for in ("request", "batch"))
@@ -144,8 +144,8 @@ def test_mondes_rounding_decides_how_many_experts_move(active, rounding, wanted)
 
 
 def test_monde_at_batch_one_floor_stays_on_the_device_and_ceil_waits_for_a_copy_in_every_layer():
-    floor = run("monde", options={"h_rounding": "floor"})
-    ceil = run("monde", options={"h_rounding": "ceil"})
+    floor = run("monde", own={"h_rounding": "floor"})
+    ceil = run("monde", own={"h_rounding": "ceil"})
     assert floor.hot_pairs == 0
     assert ceil.hot_pairs == ceil.total_pairs // 2
     assert floor.moe_ps.mean() == pytest.approx(2 * 0.688e9, rel=0.01)
@@ -158,7 +158,7 @@ def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
     assert (balanced.moe_ps <= plain.moe_ps + 1e-3).all()
     assert balanced.moe_ps.sum() < 0.9 * plain.moe_ps.sum()
     assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
-    saved = [plain.moe_ps.sum() - run("balanced", options={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
+    saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
     assert saved[0] > saved[1] > saved[2] > 0
 
 
@@ -208,7 +208,7 @@ def test_a_summary_adds_layers_attention_and_head():
 
 
 @pytest.mark.parametrize(
-    ("system", "options", "says"),
+    ("system", "own", "says"),
     [
         ("monde", {"h_rounding": "up"}, "h_rounding"),
         ("hobbit", {"t1": "much"}, "t1 must lie in 0..1, got 'much'"),
@@ -224,9 +224,9 @@ def test_a_summary_adds_layers_attention_and_head():
         ("adaptive", {"frequency": "fifo"}, "frequency must be"),
     ],
 )
-def test_an_impossible_option_is_refused(system, options, says):
+def test_an_impossible_option_is_refused(system, own, says):
     with pytest.raises(ConfigError, match=says):
-        run(system, options=options)
+        run(system, own=own)
 
 
 def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():

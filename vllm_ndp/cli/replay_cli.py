@@ -36,7 +36,7 @@ from vllm_ndp.replay.reproduce import (
     reproduce_moepic,
     reproduce_paper,
 )
-from vllm_ndp.replay.systems import SYSTEMS, Placing
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.traces.importers import IMPORTERS, ImportSettings, import_trace
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
@@ -141,10 +141,12 @@ def compare_command(
     batch_rule: Annotated[str, typer.Option(help="sum, max, tokens or fairness.")] = "sum",
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False,
     migration: Annotated[str, typer.Option(help="free, once, difference, kept or budgeted.")] = "kept",
-    moves: Annotated[int, typer.Option(help="budgeted: exchanges per layer and prefill.")] = Placing.migration_budget,
+    moves: Annotated[
+        int, typer.Option(help="budgeted: exchanges per layer and prefill.")
+    ] = ReplayOptions.migration_budget,
     hysteresis: Annotated[
         float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
-    ] = Placing.hysteresis,
+    ] = ReplayOptions.hysteresis,
     prior: PriorOption = None,
     prior_tokens: Annotated[float, typer.Option(help="Tokens the prior is worth.")] = PolicySettings.prior_tokens,
     replicas: ReplicasOption = None,

@@ -19,7 +19,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.replay.systems import SYSTEMS, Placing, System, require_options, system_named
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, System, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -51,12 +51,12 @@ class CompareSettings:
     bits: str = "importance"
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
-    bits_for: str = Placing.bits_for
+    bits_for: str = ReplayOptions.bits_for
     affinity: bool = False
     """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
-    migration_budget: int = Placing.migration_budget
-    hysteresis: float = Placing.hysteresis
+    migration_budget: int = ReplayOptions.migration_budget
+    hysteresis: float = ReplayOptions.hysteresis
     options: dict[str, float | str] = field(default_factory=dict)
     """Of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
     seed: int = 0
@@ -123,9 +123,9 @@ def compare(
             skipped.append(f"batch {batch}: only {len(trace.prompt_len)} requests to replay")
             continue
         batches = Batches.of(trace, batch, affinity=settings.affinity)
-        for system, policy, options in _combinations(settings):
+        for system, policy, own in _combinations(settings):
             name = policy or "prefill"
-            placing = Placing(
+            options = ReplayOptions(
                 policy=policies.get(name) or load_policy("prefill", policy_settings),
                 budget=budget,
                 loss=loss,
@@ -135,10 +135,10 @@ def compare(
                 migration_budget=settings.migration_budget,
                 hysteresis=settings.hysteresis,
                 bits_for=settings.bits_for,
-                options=options,
+                own=own,
             )
             started = time.perf_counter()
-            outcome = system.replay(batches, costs, placing)
+            outcome = system.replay(batches, costs, options)
             seconds.append(time.perf_counter() - started)
             rows.append(summarise(outcome, batches, costs))
             outcomes.append((outcome, batches))

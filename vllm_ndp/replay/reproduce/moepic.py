@@ -23,7 +23,6 @@ BUDGETS = (15, 20, 30)
 """Experts' bytes per layer in GPU memory; the published budget of the theta sweep is not public."""
 LOAD_MS, COMPUTE_MS = 165.0, 57.0
 PUBLISHED_HITS = {"lcp": 62.21, "lfu": 60.68, "lru": 56.38, "random": 49.69}
-PUBLISHED_REDUCTION = (37.97, 48.67)
 SETTINGS = SyntheticSettings(
     **SHAPE, num_requests=16, prompt_len=32, decode_len=512, concentration=20.0, signal=0.35, drift=0.8, seed=1
 )

@@ -16,7 +16,7 @@ from vllm_ndp.replay.systems.hobbit import HOBBIT
 from vllm_ndp.replay.systems.moe_infinity import MOE_INFINITY
 from vllm_ndp.replay.systems.moepic import MOEPIC
 from vllm_ndp.replay.systems.monde import MONDE
-from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -42,7 +42,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "gpu_on_demand": ("cache",),
     "moepic": ("theta",),
 }
-"""What `Placing.options` may name, by system."""
+"""What `ReplayOptions.own` may name, by system."""
 
 
 def require_options(names: Iterable[str], systems: Iterable[str]) -> None:
@@ -61,4 +61,4 @@ def system_named(name: str) -> System:
     return SYSTEMS[name]
 
 
-__all__ = ["OPTIONS", "SYSTEMS", "Placing", "System", "require_options", "system_named"]
+__all__ = ["OPTIONS", "SYSTEMS", "ReplayOptions", "System", "require_options", "system_named"]

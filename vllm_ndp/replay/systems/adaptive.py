@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.replay._lanes import follow
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
-from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
@@ -23,11 +23,11 @@ MEMORY_TOKENS = {"decayed": 128.0, "lfu": 1e12, "lru": 2.0}
 """Counts fade with this time constant: never (least frequently used leaves), at once (least recently), or between."""
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    frequency = placing.word("frequency", "decayed", tuple(MEMORY_TOKENS))
-    memory = placing.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    frequency = options.word("frequency", "decayed", tuple(MEMORY_TOKENS))
+    memory = options.number("memory_tokens", MEMORY_TOKENS[frequency], 1.0, 1e15)
     g = batches.shape[0]
-    hot, before, bits = plan_groups(batches, placing)
+    hot, before, bits = plan_groups(batches, options)
     # A newcomer takes the leaver's place; the leaver takes the newcomer's bits, so the bit budget is kept.
     current, bits = hot.copy(), bits.copy()
     heat = np.stack([_prompt_heat(batches, group, memory) for group in range(g)])
@@ -35,9 +35,9 @@ def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
     copies_per_step = _copies_per_step(batches, costs, bits)
     loads = batches.loads
     copied = follow(
-        batches.ids, loads.experts, loads.rows, copies_per_step, memory, placing.hysteresis, heat, current, bits, widths
+        batches.ids, loads.experts, loads.rows, copies_per_step, memory, options.hysteresis, heat, current, bits, widths
     )
-    outcome = finish("adaptive", batches, costs, placing, widths, hot, before, copied * layer_factor(batches, costs))
+    outcome = finish("adaptive", batches, costs, options, widths, hot, before, copied * layer_factor(batches, costs))
     outcome.policy += f" then {frequency}"
     outcome.notes["copies"] = copied
     return outcome

@@ -14,7 +14,7 @@ from ndp_device.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_SPILL_BITS
 from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
-from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs
 from vllm_ndp.replay.vectorised.outcome import Outcome
@@ -37,12 +37,12 @@ def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int
     return np.where(hot & offloaded.ravel()[loads.places], bits, widths).astype(np.uint8)
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    bits = placing.whole("spill_bits", DEFAULT_SPILL_BITS, WIDTHS[0], WIDTHS[-1])
-    hot, before, planned = plan_groups(batches, placing)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    bits = options.whole("spill_bits", DEFAULT_SPILL_BITS, WIDTHS[0], WIDTHS[-1])
+    hot, before, planned = plan_groups(batches, options)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
     offloaded = offload(batches, widths, costs, bits)
-    outcome = finish("balanced", batches, costs, placing, offloaded, hot, before)
+    outcome = finish("balanced", batches, costs, options, offloaded, hot, before)
     outcome.policy += f", spill {bits}"
     outcome.notes["spilled_pairs"] = int(((offloaded != widths) & batches.pairs).sum())
     return outcome

@@ -12,36 +12,38 @@ from numpy.typing import NDArray
 from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
-from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs, run_prompts
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
 
-def plan_groups(batches: Batches, placing: Placing) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.uint8]]:
+def plan_groups(
+    batches: Batches, options: ReplayOptions
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.uint8]]:
     """(hot, hot before) [G, L, E] and bits [G, B, L, E] of every group in turn."""
     g, b, _, layers, _ = batches.shape
     shape = (layers, batches.num_experts)
     hot, before = np.zeros((2, g, *shape), np.bool_)
     bits = np.zeros((g, b, *shape), np.uint8)
     current = np.zeros(shape, np.bool_)
-    current[:, : placing.budget.num_hot] = True  # as the plugin starts: the lowest ids, before anything is known
+    current[:, : options.budget.num_hot] = True  # as the plugin starts: the lowest ids, before anything is known
     for group in range(g):
         before[group] = current
-        known = (batches.decodes if placing.clairvoyant else batches.prompts)[group]
-        scores = [placing.policy.score(stats) for stats in known]
-        if placing.clairvoyant:  # no fixed placement covers more of the group's decode, whatever the batch rule
+        known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
+        scores = [options.policy.score(stats) for stats in known]
+        if options.clairvoyant:  # no fixed placement covers more of the group's decode, whatever the batch rule
             counts = np.sum([stats.counts for stats in known], axis=0).astype(np.float64)
-            placement = top_experts(counts, placing.budget.num_hot)
+            placement = top_experts(counts, options.budget.num_hot)
         else:
-            placement = placing.policy.place(scores, Placement(current), placing.budget)
-        if placing.migration == "budgeted":
+            placement = options.policy.place(scores, Placement(current), options.budget)
+        if options.migration == "budgeted":
             ranking = np.sum([score.values for score in scores], axis=0)
-            placement = Placement(few_moves(current, ranking, placing.migration_budget, placing.hysteresis))
+            placement = Placement(few_moves(current, ranking, options.migration_budget, options.hysteresis))
         current = hot[group] = placement.hot
-        for request, score in enumerate(scores_for_bits(scores, placing.bits_for)):
-            bits[group, request] = placing.policy.assign(score, placement, placing.loss, placing.budget).bits
+        for request, score in enumerate(scores_for_bits(scores, options.bits_for)):
+            bits[group, request] = options.policy.assign(score, placement, options.loss, options.budget).bits
     return hot, before, bits
 
 
@@ -59,31 +61,31 @@ def few_moves(hot: NDArray[np.bool_], ranking: NDArray[np.float64], most: int, h
 
 
 def moved_experts(
-    batches: Batches, placing: Placing, hot: NDArray[np.bool_], before: NDArray[np.bool_]
+    batches: Batches, options: ReplayOptions, hot: NDArray[np.bool_], before: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
     """[G], experts that must cross the link between prefill and decode."""
-    if placing.migration == "free":
+    if options.migration == "free":
         moves = np.zeros_like(hot)
-    elif placing.migration == "once":
+    elif options.migration == "once":
         moves = hot
     else:
         moves = hot & ~before
-        if placing.migration in ("kept", "budgeted"):
+        if options.migration in ("kept", "budgeted"):
             streamed = np.array([np.any([stats.counts > 0 for stats in group], axis=0) for group in batches.prompts])
             moves = moves & ~streamed
     count: NDArray[np.int64] = moves.sum(axis=(1, 2), dtype=np.int64)
     return count
 
 
-def gate_loss(batches: Batches, widths: NDArray[np.uint8], placing: Placing) -> float:
+def gate_loss(batches: Batches, widths: NDArray[np.uint8], options: ReplayOptions) -> float:
     """Mean over decode pairs of gate x loss of the width it ran at, in units of that expert's loss at 1 bit.
 
     In its own units because output energies of experts differ by many orders (one that serves only the first token of
     a text can outweigh all others together). 0 in full precision.
     """
-    layers, experts = placing.loss.mse.shape[:2]
+    layers, experts = options.loss.mse.shape[:2]
     table = np.zeros((layers, experts, 256))
-    table[:, :, 1:5] = placing.loss.mse / np.maximum(placing.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
+    table[:, :, 1:5] = options.loss.mse / np.maximum(options.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
     lost = table[np.arange(layers)[:, None], batches.ids, widths] * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 
@@ -92,7 +94,7 @@ def finish(
     name: str,
     batches: Batches,
     costs: Costs,
-    placing: Placing,
+    options: ReplayOptions,
     widths: NDArray[np.uint8],
     hot: NDArray[np.bool_],
     before: NDArray[np.bool_],
@@ -100,12 +102,12 @@ def finish(
 ) -> Outcome:
     """Run pairs at the widths [G, B, D, L, k] and account for them; copied_experts moved during decode."""
     split = run_pairs(batches, widths, costs)
-    moved = moved_experts(batches, placing, hot, before) * layer_factor(batches, costs)
+    moved = moved_experts(batches, options, hot, before) * layer_factor(batches, costs)
     executed = np.broadcast_to(batches.pairs, widths.shape)
     cold = executed & (widths > 0)
     return Outcome(
         system=name,
-        policy=placing.policy_name,
+        policy=options.policy_name,
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
         gpu_ps=split.gpu_ps,
@@ -116,15 +118,15 @@ def finish(
         total_pairs=int(executed.sum()),
         cold_bits=float(widths[cold].sum()),
         cold_pairs=int(cold.sum()),
-        loss=gate_loss(batches, widths, placing),
+        loss=gate_loss(batches, widths, options),
     )
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    hot, before, bits = plan_groups(batches, placing)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    hot, before, bits = plan_groups(batches, options)
     # [G, B, L, E] looked up by [G, B, D, L, k]
     widths = np.take_along_axis(bits[:, :, None], batches.ids, axis=4)
-    return finish("context_aware", batches, costs, placing, widths, hot, before)
+    return finish("context_aware", batches, costs, options, widths, hot, before)
 
 
 CONTEXT_AWARE = System(

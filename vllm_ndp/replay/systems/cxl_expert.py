@@ -11,7 +11,7 @@ import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.cpu import HostCpu
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
@@ -23,12 +23,12 @@ COLD_BITS = 4
 ACTIVATION_RATIO = 0.5  # source: seed 002, 8-bit activations
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     cpu = HostCpu()
     g, b, d, layers, _ = batches.shape
-    num_hot = placing.budget.num_hot
-    hot = popular_placement(placing.prior, num_hot)
-    near = popular_placement(placing.prior, num_hot + (batches.num_experts - num_hot) // 2)
+    num_hot = options.budget.num_hot
+    hot = popular_placement(options.prior, num_hot)
+    near = popular_placement(options.prior, num_hot + (batches.num_experts - num_hot) // 2)
     tiers = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
     gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
     warm_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_ndp.replay.systems.cpu import HostCpu
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
@@ -16,10 +16,10 @@ from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     cpu = HostCpu()
     g, b, d, layers, _ = batches.shape
-    resident = popular_placement(placing.prior, placing.budget.num_hot)
+    resident = popular_placement(options.prior, options.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)
     on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     activations = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * np.arange(b + 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -16,10 +16,10 @@ from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    kind = placing.word("cache", "none", ("none", *CACHE_PRIORITIES))
-    capacity = 0 if kind == "none" else placing.budget.num_hot
-    start = popular_placement(placing.prior, capacity)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    kind = options.word("cache", "none", ("none", *CACHE_PRIORITIES))
+    capacity = 0 if kind == "none" else options.budget.num_hot
+    start = popular_placement(options.prior, capacity)
     rows = batches.loads.rows
     hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
     missing = (rows > 0) & ~hit

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.timing.units import ceil_div
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -42,15 +42,15 @@ def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = 
     return classes
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    t1 = placing.number("t1", T1, 0.0, 1.0)
-    t2 = placing.number("t2", max(T2, t1), t1, 1.0)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    t1 = options.number("t1", T1, 0.0, 1.0)
+    t2 = options.number("t2", max(T2, t1), t1, 1.0)
     per_place = 16 // LOW_BITS
-    places = placing.budget.num_hot
-    low_slots = placing.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
+    places = options.budget.num_hot
+    low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
     high_slots = places - ceil_div(low_slots, per_place)
-    high_start = popular_placement(placing.prior, high_slots)
-    both = popular_placement(placing.prior, min(high_slots + low_slots, batches.num_experts))
+    high_start = popular_placement(options.prior, high_slots)
+    both = popular_placement(options.prior, min(high_slots + low_slots, batches.num_experts))
     low_start = both & ~high_start
     loads, gpu = batches.loads, costs.gpu_experts_ps(batches.shape[1])
     classes = np.where(batches.pairs, precision_classes(batches.weights, t1, t2), SKIP)

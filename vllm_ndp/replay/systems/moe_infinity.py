@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -19,13 +19,13 @@ from vllm_ndp.simulation.costs import Costs
 PRIOR_TOKENS = 16.0  # [O] how many tokens the earlier sequences are worth
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     _, b, _, _, k = batches.shape
-    expected = Priority("expected", PRIOR_TOKENS * k * placing.prior.values)
-    start = popular_placement(placing.prior, placing.budget.num_hot)
+    expected = Priority("expected", PRIOR_TOKENS * k * options.prior.values)
+    start = popular_placement(options.prior, options.budget.num_hot)
     # The prompt belongs to the sequence.
     prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
-    hit, predicted, _ = visits(batches.loads, start, placing.budget.num_hot, expected, frequency=prompts, predict=k * b)
+    hit, predicted, _ = visits(batches.loads, start, options.budget.num_hot, expected, frequency=prompts, predict=k * b)
     rows = batches.loads.rows
     compute = add_up(costs.gpu_experts_ps(b)[rows])
     misses, early = add_up((rows > 0) & ~hit), add_up(predicted)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.systems.system import Placing, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import lcp, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -46,14 +46,14 @@ def layer_ps(
     return result
 
 
-def hit_rates(batches: Batches, placing: Placing) -> NDArray[np.float64]:
+def hit_rates(batches: Batches, options: ReplayOptions) -> NDArray[np.float64]:
     """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace."""
     experts = batches.num_experts
     first = batches.loads.groups(slice(_CALIBRATION_GROUPS))
     used = np.maximum((first.rows > 0).sum(axis=(0, 1, 3)), 1)
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
     rates = [
-        visits(first, popular_placement(placing.prior, count), count, lcp(RHO, OMEGA)).hit.sum(axis=(0, 1, 3)) / used
+        visits(first, popular_placement(options.prior, count), count, lcp(RHO, OMEGA)).hit.sum(axis=(0, 1, 3)) / used
         for count in slots.tolist()
     ]
     every = np.arange(experts + 1)
@@ -86,21 +86,21 @@ def solve(
     return best[np.arange(layers), share], share.astype(np.float64)
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     _, b, _, layers, k = batches.shape
     gpu, fetch = costs.gpu_experts_ps(b), float(costs.fetch_ps())
     attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
     window = attention + float(gpu[1]) * min(k * b, batches.num_experts)
     rows = batches.loads.rows
     used = float(add_up(rows > 0).mean())
-    if "theta" in placing.options:
-        theta = np.full(layers, placing.number("theta", 0.0, 0.0, 1.0))
-        share = np.full(layers, float(placing.budget.num_hot))
+    if "theta" in options.own:
+        theta = np.full(layers, options.number("theta", 0.0, 0.0, 1.0))
+        share = np.full(layers, float(options.budget.num_hot))
     else:
-        rates = hit_rates(batches, placing)
-        theta, share = solve(rates, placing.budget.num_hot, used, fetch, used * float(gpu[1]), window)
+        rates = hit_rates(batches, options)
+        theta, share = solve(rates, options.budget.num_hot, used, fetch, used * float(gpu[1]), window)
     tops = [num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)]
-    start = np.stack([popular_placement(placing.prior, count)[layer] for layer, count in enumerate(tops)])
+    start = np.stack([popular_placement(options.prior, count)[layer] for layer, count in enumerate(tops)])
     hit = visits(batches.loads, start, np.array(tops), lcp(RHO, OMEGA)).hit
     hits = add_up(hit).astype(np.float64)
     misses = add_up(rows > 0) - hits

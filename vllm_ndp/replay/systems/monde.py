@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.systems.system import Placing, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_prompts
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
@@ -32,8 +32,8 @@ def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray
     return rounded.astype(np.int64)
 
 
-def replay(batches: Batches, costs: Costs, placing: Placing) -> Outcome:
-    rounding = placing.word("h_rounding", "cost", ROUNDINGS)
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    rounding = options.word("h_rounding", "cost", ROUNDINGS)
     g, b, d, layers, _ = batches.shape
     device, gpu, links = costs.device_experts_ps(b)[FULL_PRECISION_BITS], costs.gpu_experts_ps(b), costs.links_ps(b)
     fetch, share = costs.fetch_ps(), moved_share(costs)

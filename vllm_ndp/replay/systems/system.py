@@ -24,7 +24,7 @@ kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves
 
 
 @dataclass(frozen=True)
-class Placing:
+class ReplayOptions:
     """What every system is told; it uses what it has a use for."""
 
     policy: Policy
@@ -41,7 +41,8 @@ class Placing:
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "request"
     """request: each has its own widths, as published · batch: one width per expert, so that all share its read."""
-    options: dict[str, float | str] = field(default_factory=dict)
+    own: dict[str, float | str] = field(default_factory=dict)
+    """What single systems have beside it (OPTIONS), by name."""
 
     def __post_init__(self) -> None:
         if self.migration not in MIGRATIONS:
@@ -55,7 +56,7 @@ class Placing:
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """An option in low..high. Raises ConfigError for anything else."""
-        value = self.options.get(name, default)
+        value = self.own.get(name, default)
         if isinstance(value, str) or not low <= value <= high:
             raise ConfigError(f"{name} must lie in {low:g}..{high:g}, got {value!r}")
         return value
@@ -67,7 +68,7 @@ class Placing:
         return int(value)
 
     def word(self, name: str, default: str, known: tuple[str, ...]) -> str:
-        value = self.options.get(name, default)
+        value = self.own.get(name, default)
         if value not in known:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         return str(value)
@@ -84,7 +85,7 @@ class System:
     name: str
     assumptions: tuple[str, ...]
     follows_policy: bool
-    replay: Callable[[Batches, Costs, Placing], Outcome]
+    replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
 
 
 def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]:
