@@ -28,7 +28,7 @@ class DeviceConfig:
 
     def __post_init__(self) -> None:
         if self.model_dir is None and self.replicas_dir is None:
-            raise ConfigError("a device needs experts: give --model, --replicas, or both")
+            raise ConfigError("a device needs experts: give a model, --replicas, or both")
         if self.kernel not in KERNELS:
             raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
         if self.prepare not in PREPARE:

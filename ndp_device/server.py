@@ -50,11 +50,13 @@ class Server:
         transport.on_gone = handler.forget
         self._stopping = False
 
-    def run(self) -> None:
+    def run(self, announce: Callable[[], None] = lambda: None) -> None:
+        """Serve until told to stop. `announce` is called once a signal would already end this in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         if self._parent_pid is not None:
             self._follow(self._parent_pid)
+        announce()
         while not (self._stopping or self._handler.stopping or self._orphaned()):
             if (received := self._wait()) is not None:
                 self._serve(received)

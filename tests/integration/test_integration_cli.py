@@ -72,7 +72,7 @@ def test_the_shipped_replicas_are_whole():
     ("arguments", "wanted"),
     [
         (["verify", "no/such/model"], "no config.json in no/such/model"),
-        (["demo", "--model", "docs"], "no config.json in docs"),
+        (["demo", "docs"], "no config.json in docs"),
         (["demo", "--hot-experts", "9"], "'hot_experts' is 9, the model has only 8"),
         (["demo", "--avg-bits", "4.5"], "'avg_bits' must lie in 1..4, got 4.5"),
     ],
@@ -90,9 +90,9 @@ def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["serve", "--address", "tcp://0.0.0.0:5555", "--model", str(MODEL)], "only loopback is allowed"),
+        (["serve", "--address", "tcp://0.0.0.0:5555", str(MODEL)], "only loopback is allowed"),
         (["serve", "--address", "ipc://{tmp}/device"], "a device needs experts"),
-        (["serve", "--address", "ipc://{tmp}/device", "--model", str(MODEL), "--hardware", "h10"], "unknown hardware"),
+        (["serve", "--address", "ipc://{tmp}/device", str(MODEL), "--hardware", "h10"], "unknown hardware"),
         (["serve", "--address", "ipc://{tmp}/device", "--replicas", "docs"], "docs holds no replicas"),
         (["describe", "ipc://{tmp}/nobody", "--timeout-s", "0.3"], "nobody"),
         (["verify"], "verify needs one thing to look at"),

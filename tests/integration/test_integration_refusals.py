@@ -274,7 +274,7 @@ def test_a_host_never_plans_with_replicas_it_made_itself_beside_a_device_that_ha
 
 
 def test_a_second_device_on_the_same_address_is_refused(device: DeviceProcess):
-    second = run_program(BIN / "ndp-device", "serve", "--address", device.address, "--model", MODEL)
+    second = run_program(BIN / "ndp-device", "serve", MODEL, "--address", device.address)
     assert second.returncode == 2
     assert f"a device with pid {device.pid} already listens" in second.stderr
     assert "Traceback" not in second.stderr
@@ -284,7 +284,7 @@ def test_a_second_device_on_the_same_address_is_refused(device: DeviceProcess):
 def test_a_tcp_address_in_use_is_refused():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        second = run_program(BIN / "ndp-device", "serve", "--address", f"tcp://127.0.0.1:{port}", "--model", MODEL)
+        second = run_program(BIN / "ndp-device", "serve", "--address", f"tcp://127.0.0.1:{port}", MODEL)
     assert second.returncode == 2
     assert "another process listens there; choose another address" in second.stderr
 

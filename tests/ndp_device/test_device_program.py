@@ -99,7 +99,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
     address: str, model_dir: Path, replicas_dir: Path
 ) -> None:
-    with serving(address, "--model", str(model_dir), "--replicas", str(replicas_dir)) as (process, ready):
+    with serving(address, str(model_dir), "--replicas", str(replicas_dir)) as (process, ready):
         assert ready == {
             "ready": True,
             "address": address,
@@ -121,7 +121,7 @@ def test_a_device_says_when_it_is_ready_answers_questions_and_stops_on_sigterm(
 
 
 def test_a_serving_device_has_no_torch_and_no_vllm_in_it(address: str, model_dir: Path, replicas_dir: Path) -> None:
-    with serving(address, "--model", str(model_dir), "--replicas", str(replicas_dir)) as (process, _):
+    with serving(address, str(model_dir), "--replicas", str(replicas_dir)) as (process, _):
         assert last_line(run("verify", address).stdout)["ok"] is True
         assert last_line(run("describe", address, *PATIENT).stdout)["foreign_modules"] == []
         mapped = Path(f"/proc/{process.pid}/maps").read_text()
@@ -144,16 +144,16 @@ def test_a_replica_directory_is_verified_without_a_device(replicas_dir: Path, tm
 
 
 def test_a_second_device_on_one_path_is_refused_with_the_pid_of_the_first(address: str, model_dir: Path) -> None:
-    with serving(address, "--model", str(model_dir)) as (process, ready):
-        assert f"pid {process.pid} already listens" in refused("serve", "--model", str(model_dir), "--address", address)
+    with serving(address, str(model_dir)) as (process, ready):
+        assert f"pid {process.pid} already listens" in refused("serve", str(model_dir), "--address", address)
         assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == ready["incarnation"]
 
 
 def test_a_device_that_was_killed_leaves_nothing_that_stops_the_next(address: str, model_dir: Path) -> None:
-    with serving(address, "--model", str(model_dir)) as (process, first):
+    with serving(address, str(model_dir)) as (process, first):
         process.kill()
         process.wait()
-        with serving(address, "--model", str(model_dir)) as (_, second):
+        with serving(address, str(model_dir)) as (_, second):
             assert second["incarnation"] != first["incarnation"]
             assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == second["incarnation"]
 
@@ -163,11 +163,11 @@ def test_a_port_in_use_is_named(model_dir: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        assert f"cannot listen on {address}" in refused("serve", "--model", str(model_dir), "--address", address)
+        assert f"cannot listen on {address}" in refused("serve", str(model_dir), "--address", address)
 
 
 def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
-    with serving("tcp://127.0.0.1:0", "--model", str(model_dir)) as (process, ready):
+    with serving("tcp://127.0.0.1:0", str(model_dir)) as (process, ready):
         listening = [c.laddr for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
         assert [f"tcp://{host}:{port}" for host, port in listening] == [ready["address"]]
         assert listening[0].ip == "127.0.0.1"
@@ -225,12 +225,12 @@ def test_unknown_hardware_and_a_model_that_is_none_are_one_sentence(
     address: str, model_dir: Path, tmp_path: Path
 ) -> None:
     assert "did you mean 'h100-ndp512'" in refused(
-        "serve", "--model", str(model_dir), "--address", address, "--hardware", "h100-ndp5"
+        "serve", str(model_dir), "--address", address, "--hardware", "h100-ndp5"
     )
-    assert "config.json" in refused("serve", "--model", str(tmp_path), "--address", address)
-    assert "--model" in refused("serve", "--address", address)
+    assert "config.json" in refused("serve", str(tmp_path), "--address", address)
+    assert "give a model" in refused("serve", "--address", address)
     assert "no device answered" in refused("ping", address, "--timeout-s", "0.2")
-    assert "section.field=value" in refused("serve", "--model", str(model_dir), "--address", address, "--set", "x")
+    assert "section.field=value" in refused("serve", str(model_dir), "--address", address, "--set", "x")
 
 
 def test_a_device_ends_with_its_parent_but_not_with_the_thread_that_started_it(address: str, model_dir: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_device_ends_with_its_parent_but_not_with_the_thread_that_started_it(a
 import subprocess, sys, threading, os, time
 def start():
     global device
-    device = subprocess.Popen({[*PROGRAM, "serve", "--address", address, "--model", str(model_dir)]!r}
+    device = subprocess.Popen({[*PROGRAM, "serve", "--address", address, str(model_dir)]!r}
         + ["--die-with-parent", str(os.getpid())], stdout=subprocess.PIPE)
 thread = threading.Thread(target=start); thread.start(); thread.join()
 device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
@@ -255,7 +255,7 @@ device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
 
 
 def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
-    with serving("tcp://127.0.0.1:0", "--model", str(model_dir)) as (process, ready):
+    with serving("tcp://127.0.0.1:0", str(model_dir)) as (process, ready):
         host, port = ready["address"].removeprefix("tcp://").rsplit(":", 1)
         resident = psutil.Process(process.pid).memory_info().rss
         greeting = bytes([0xFF, *[0] * 8, 0x7F, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -274,7 +274,7 @@ def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
 
 
 def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(address: str, model_dir: Path) -> None:
-    with serving(address, "--model", str(model_dir)):
+    with serving(address, str(model_dir)):
         for frames in ([b"one"], [b"one", b"two", b"three"], [b"", b""]):
             transport = ZmqTransport(address)
             assert eventually(lambda: transport._to_socket(frames))  # noqa: B023
@@ -288,7 +288,7 @@ def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(add
 
 
 def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> None:
-    with serving(address, "--model", str(model_dir)) as (process, _):
+    with serving(address, str(model_dir)) as (process, _):
         with Probe(address, timeout_s=60) as probe:
             probe.hello()
             probe.ask(msg.Shutdown(probe.next_id()))
@@ -297,7 +297,7 @@ def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> Non
 
 def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
     """Each reply is held back for 200 ms, so the last of four requests lies in the queue for 400 or more of its 300."""
-    with serving(address, "--model", str(model_dir), "--failpoint", "delay=1:200"):
+    with serving(address, str(model_dir), "--failpoint", "delay=1:200"):
         transport = ZmqTransport(address)
         requests: list[tuple[msg.Message, codec.Tensors]] = [
             (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="test"), {}),

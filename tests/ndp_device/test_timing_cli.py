@@ -24,7 +24,7 @@ def last_line(*arguments: str) -> dict[str, Any]:
 
 
 def test_dram_prints_what_the_model_says() -> None:
-    line = last_line("dram", "--bytes", "1MiB")
+    line = last_line("dram", "1MiB")
     expected = transfer(load_hardware("h100-ndp512").dram, 2**20)
     assert line["mean_ps"] == expected.mean_ps
     assert {"mean_ps", "min_ps", "max_ps", "gb_per_s", "efficiency"} <= line.keys()
@@ -36,27 +36,27 @@ def test_dram_prints_what_the_model_says() -> None:
         ["--refresh", "off"],
         ["--bank-group-interleave", "off"],
         ["--outstanding", "4"],
-        ["--preset", "h100-ndp512-lpddr5", "--refresh", "per-bank"],
+        ["--hardware", "h100-ndp512-lpddr5", "--refresh", "per-bank"],
         ["--set", "dram.rfc=1315"],
         ["--density", "32"],
         ["--streams", "2", "--placement", "same-bank"],
     ],
 )
 def test_dram_ablations_change_the_time(options: list[str]) -> None:
-    plain = ["--preset", options[1]] if options[0] == "--preset" else []
-    size = ["--bytes", "262144"]
+    plain = ["--hardware", options[1]] if options[0] == "--hardware" else []
+    size = ["262144"]
     assert last_line("dram", *size, *options)["mean_ps"] != last_line("dram", *size, *plain)["mean_ps"]
 
 
 @pytest.mark.parametrize("case", ["hit", "closed", "conflict"])
 def test_idle_prints_picoseconds(case: str) -> None:
-    assert last_line("idle", "--preset", "h100-ndp512", "--case", case)["ps"] == idle_ps(
+    assert last_line("idle", "--hardware", "h100-ndp512", case)["ps"] == idle_ps(
         load_hardware("h100-ndp512").dram, case
     )
 
 
 def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
-    options = ["--model", "mixtral-8x7b", "--bits", "3", "--tokens", "4"]
+    options = ["mixtral-8x7b", "--bits", "3", "--tokens", "4"]
     line = last_line("expert", *options, "--pe-mode", "fp16_dequant")
     stages = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
     total = sum(line[f"{stage}_ps"] for stage in stages) - line["overlap_saved_ps"]
@@ -67,7 +67,7 @@ def test_expert_prints_every_stage_and_the_other_modes_beside_it() -> None:
 
 
 def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
-    line = last_line("hardware", "--preset", "h200-gen5", "--set", "gpu.hbm_efficiency_percent=80")
+    line = last_line("hardware", "h200-gen5", "--set", "gpu.hbm_efficiency_percent=80")
     assert line["values"]["gpu.hbm_efficiency_percent"] == 80
     assert line["config_hash"] == load_hardware("h200-gen5", hbm_efficiency_percent=80).config_hash
 
@@ -75,20 +75,20 @@ def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["dram", "--bytes", "12 parsecs"], "--bytes must be a whole number"),
-        (["dram", "--bytes", "0"], "at least 1"),
-        (["dram", "--bytes", "64", "--set", "rfc"], "section.field=value"),
-        (["dram", "--bytes", "64", "--set", "dram.channels=0"], "dram.channels must be at least 1"),
-        (["dram", "--bytes", "64", "--density", "24"], "one of [16, 32] Gbit, got 24"),
-        (["idle", "--case", "warm"], "hit, closed, conflict"),
+        (["dram", "12 parsecs"], "BYTES must be a whole number"),
+        (["dram", "0"], "at least 1"),
+        (["dram", "64", "--set", "rfc"], "section.field=value"),
+        (["dram", "64", "--set", "dram.channels=0"], "dram.channels must be at least 1"),
+        (["dram", "64", "--density", "24"], "one of [16, 32] Gbit, got 24"),
+        (["idle", "warm"], "hit, closed, conflict"),
         (["expert", "--bits", "5"], "bits must be one of"),
         (["expert", "--bits", "3", "--tokens", "0"], "--tokens"),
-        (["expert", "--bits", "3", "--model", "gpt"], "unknown model"),
+        (["expert", "gpt", "--bits", "3"], "unknown model"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ndp_device.timing_cli", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ndp_device", "time", *arguments], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert words in done.stderr

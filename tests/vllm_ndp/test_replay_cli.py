@@ -28,7 +28,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
 
 def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
     done = run(
-        "compare", "--trace", TRACE, "--systems", "context_aware, monde", "--policies", "prefill,oracle",
+        "compare", TRACE, "--systems", "context_aware, monde", "--policies", "prefill,oracle",
         "--batch", "1,4,64", "--csv", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
     )  # fmt: skip
     result = last_json(done)
@@ -57,14 +57,14 @@ def test_reproduce_paper_prints_rows_with_what_was_published():
 def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
     trace, prior = str(tmp_path / "trace"), str(tmp_path / "prior.npy")
     made = last_json(
-        run("trace-synth", "--out", trace, "--model", "mixtral-8x7b", "--requests", "8", "--prompt-len", "16",
+        run("trace-synth", "mixtral-8x7b", "--out", trace, "--requests", "8", "--prompt-len", "16",
             "--decode-len", "16")
     )  # fmt: skip
     assert (made["requests"], made["layers"], made["experts"]) == (8, 32, 8)
-    analysed = last_json(run("analyze", "--trace", trace, "--prior-out", prior))
+    analysed = last_json(run("analyze", trace, "--prior-out", prior))
     assert analysed["coverage"]["oracle"]["mean"] > analysed["coverage"]["random"]["mean"]
     assert np.load(prior).shape == (32, 8)
-    used = last_json(run("compare", "--trace", trace, "--systems", "fiddler", "--prior", prior))
+    used = last_json(run("compare", trace, "--systems", "fiddler", "--prior", prior))
     assert used["num_requests"] == 8
 
 
@@ -81,25 +81,25 @@ def test_a_foreign_recording_is_imported(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare", "--trace", "nowhere"], "is not a trace"),
-        (["compare", "--trace", TRACE, "--policies", "prefil"], "did you mean 'prefill'"),
-        (["compare", "--trace", TRACE, "--systems", "mondo"], "did you mean 'monde'"),
-        (["compare", "--trace", TRACE, "--model", "olmoe"], "8 experts top-2, the model 64 top-8"),
-        (["compare", "--trace", TRACE, "--hardware", "h100-ndp513"], "did you mean"),
-        (["compare", "--trace", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
-        (["compare", "--trace", TRACE, "--batch", "one"], "whole numbers"),
-        (["compare", "--trace", TRACE, "--hot", "9"], r"0..8"),
-        (["compare", "--trace", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
+        (["compare", "nowhere"], "is not a trace"),
+        (["compare", TRACE, "--policies", "prefil"], "did you mean 'prefill'"),
+        (["compare", TRACE, "--systems", "mondo"], "did you mean 'monde'"),
+        (["compare", TRACE, "--model", "olmoe"], "8 experts top-2, the model 64 top-8"),
+        (["compare", TRACE, "--hardware", "h100-ndp513"], "did you mean"),
+        (["compare", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
+        (["compare", TRACE, "--batch", "one"], "whole numbers"),
+        (["compare", TRACE, "--hot-experts", "9"], r"0..8"),
+        (["compare", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
         (
-            ["compare", "--trace", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
+            ["compare", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
             "/nowhere/t.csv cannot be used",
         ),
-        (["analyze", "--trace", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
-        (["report", TRACE, "--steps", "-1"], "--steps must be at least 1"),
-        (["reproduce", "nothing"], "paper, cxl-expert, hobbit, moepic"),
-        (["reproduce", "moepic", "--trace", TRACE], "--trace belongs to paper and hobbit"),
+        (["analyze", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
+        (["report", TRACE, "--steps", "-1"], "'--steps'"),
+        (["reproduce", "nothing"], "'paper', 'cxl-expert', 'hobbit', 'moepic'"),
+        (["reproduce", "moepic", TRACE], "a trace belongs to paper and hobbit"),
         (["reproduce", "paper", "--physical"], "--physical belongs to cxl-expert"),
-        (["replay", "--trace", TRACE], "live run"),
+        (["replay", TRACE], "live run"),
     ],
 )
 def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):

@@ -1,35 +1,62 @@
-"""`vllm-ndp quantize`: make the replicas of a model. Knows arguments and the last line; the work is ndp_device's."""
+"""`vllm-ndp quantize`: make the replicas of a model. Knows options and the last line; ndp_device/calibration/ works."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import numpy as np
 import typer
 
-from ndp_device.calibration.build import SolverName, build_calibrated, build_data_free
+from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
-from ndp_device.replicas.loss_table import load_loss_table
-from ndp_device.widths import WIDTHS
+from vllm_ndp.cli.options import CheckpointArgument, integers
+
+app = typer.Typer()
 
 
+@command(
+    app,
+    "quantize",
+    examples=(
+        "vllm-ndp quantize models/tiny-mixtral --out replicas --bits 1,2",
+        "vllm-ndp quantize models/tiny-mixtral --out calibrated --calibration models/tiny-mixtral/calibration.txt",
+    ),
+)
 def quantize(
-    model: Annotated[Path, typer.Argument(help="directory of a Hugging Face Mixtral checkpoint")],
-    out: Annotated[Path, typer.Option(help="directory for the replicas; an interrupted job goes on where it stopped")],
-    calibration: Annotated[Path | None, typer.Option(help="UTF-8 text; without it: data-free replicas")] = None,
-    bits: Annotated[str | None, typer.Option(help="widths, such as 1,2,3,4; default: all the solver can")] = None,
-    solver: Annotated[SolverName, typer.Option(help="nested stores 4 planes for all widths, the others 10")] = "nested",
-    group_size: Annotated[int | None, typer.Option(help="weights per scale; default 128, small models 64")] = None,
-    samples: Annotated[int, typer.Option(min=8, help="calibration sequences; every 8th is held out")] = 128,
-    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per calibration sequence")] = 512,
-    seed: Annotated[int, typer.Option(help="which sequences are drawn")] = 0,
+    model: CheckpointArgument,
+    out: Annotated[
+        Path, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
+    ],
+    calibration: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to calibrate with; default: replicas from the weights alone.")
+    ] = None,
+    bits: Annotated[
+        str | None, typer.Option(help="Widths with commas between them, such as 1,2,3,4; default: all of the solver's.")
+    ] = None,
+    solver: Annotated[
+        Literal["nested", "independent", "auto-gptq"],
+        typer.Option(help="nested stores 4 bit planes for all widths, the others 10."),
+    ] = "nested",
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=8, help="Calibration sequences; every 8th is held out.")] = 128,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per calibration sequence.")] = 512,
+    seed: Annotated[int, typer.Option(help="Chooses which sequences are drawn.")] = 0,
 ) -> None:
-    """Quantize every expert of MODEL to 1, 2, 3 and 4 bits and measure what each width loses."""
+    """Quantize every expert of a model.
+
+    To 1, 2, 3 and 4 bits, and measures what each width loses.
+    """
+    import numpy as np
+
+    from ndp_device.calibration.build import build_calibrated, build_data_free
+    from ndp_device.replicas.loss_table import load_loss_table
+    from ndp_device.widths import WIDTHS
+
     started = time.monotonic()
-    widths = parse_bits(bits)
+    widths = None if bits is None else integers(bits, "--bits")
     if calibration is None:
         if solver != "nested":
             raise ConfigError(f"--solver {solver} needs text: add --calibration FILE")
@@ -47,22 +74,13 @@ def quantize(
             seed=seed,
         )
     _, relative = load_loss_table(out)
-    report = {
-        "experts": manifest.model.num_layers * manifest.model.num_experts,
-        "seconds": round(time.monotonic() - started, 3),
-        "relative_loss": {str(b): float(f"{np.mean(relative[..., b - 1]):.4g}") for b in manifest.bits},
-        "bytes": sum(file.num_bytes for file in manifest.layers.values()),
-        "source": manifest.source,
-        "out": str(out),
-    }
-    print(json.dumps(report))
-
-
-def parse_bits(text: str | None) -> tuple[int, ...] | None:
-    """ "1,2,3" -> (1, 2, 3)."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--bits must be widths with commas between them, such as 1,2,3,4, got {text!r}") from None
+    print_json(
+        {
+            "experts": manifest.model.num_layers * manifest.model.num_experts,
+            "seconds": round(time.monotonic() - started, 3),
+            "relative_loss": {str(b): float(f"{np.mean(relative[..., b - 1]):.4g}") for b in manifest.bits},
+            "bytes": sum(file.num_bytes for file in manifest.layers.values()),
+            "source": manifest.source,
+            "out": str(out),
+        }
+    )

@@ -62,8 +62,9 @@ class DeviceProcess:
 
         The device ends when this process does, not when the thread that calls this does.
         """
-        options = {"--model": model_dir, "--replicas": replicas_dir, "--pe-mode": pe_mode}
+        options = {"--replicas": replicas_dir, "--pe-mode": pe_mode}
         arguments = ["--hardware", hardware, "--kernel", kernel]
+        arguments += [] if model_dir is None else [str(model_dir)]
         arguments += [text for option, value in options.items() if value for text in (option, str(value))]
         if cores:
             arguments += ["--cores", ",".join(map(str, cores))]

@@ -1,0 +1,162 @@
+"""What the command lines of `ndp-device` and `vllm-ndp` share: examples in every help, old spellings, how commands end.
+
+A command prints one JSON object as its last line. An error is one sentence on stderr and exit code 2. What a command
+works on (a trace, a model, the address of a device) is an argument; how it works is an option. Knows typer, and imports
+nothing that takes time, so that a help appears at once. Knows no command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from ndp_device.errors import ConfigError, NdpError
+
+Function = Callable[..., None]
+
+
+def program(summary: str, examples: Sequence[str], **options: Any) -> typer.Typer:
+    """Make an application, or a group of commands within one.
+
+    Its help is plain text: boxes break the examples where a line is long, and cost as much time as everything else.
+    """
+    return typer.Typer(
+        help=summary,
+        epilog=_epilog(examples),
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=False,
+        **options,
+    )
+
+
+def command(
+    app: typer.Typer, name: str, *, examples: Sequence[str], renamed: Mapping[str, str | None] | None = None
+) -> Callable[[Function], Function]:
+    """Register a function as the command `name`.
+
+    Parameters whose type is a frozen dataclass become one option per field. `renamed` holds options that are still
+    accepted: old spelling -> new spelling, or None where the value is now an argument.
+    """
+
+    def register(function: Function) -> Function:
+        app.command(name, cls=_accepting(renamed or {}), epilog=_epilog(examples))(_ungrouped(function))
+        return function
+
+    return register
+
+
+def run(app: typer.Typer, name: str) -> None:
+    """Run the command that sys.argv asks for and end the process."""
+    try:
+        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False))
+    except typer.TyperException as error:  # typer could not read the command line
+        context = getattr(error, "ctx", None)
+        see = f" (see {context.command_path} --help)" if context is not None else ""
+        sentence = " ".join(error.format_message().split()).rstrip(".") + see
+    except NdpError as error:
+        sentence = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sentence = f"{error.filename} cannot be used: {error.strerror}"
+    print(f"{name}: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """Print the last line of a command."""
+    print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def assignments(pairs: Sequence[str] | None, option: str, form: str = "name=value") -> dict[str, str]:
+    """Read the values of an option that is given as `--set name=value`, any number of times."""
+    read = {}
+    for pair in pairs or ():
+        name, _, value = pair.partition("=")
+        if not (name and value):
+            raise ConfigError(f"{option} needs {form}, got {pair!r}")
+        read[name] = value
+    return read
+
+
+def require_writable(*files: Path | None) -> None:
+    """Refuse a file that cannot be written before the work starts, not after it."""
+    for file in files:
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            reason = "it is a directory" if file.is_dir() else f"there is no directory {file.absolute().parent}"
+            raise ConfigError(f"{file} cannot be used: {reason}")
+
+
+def _epilog(examples: Sequence[str]) -> str:
+    """Lay out one example a line; "\\b" keeps the lines as they are."""
+    return "Examples:\n\n\b\n" + "\n".join(f"$ {example}" for example in examples)
+
+
+def _accepting(renamed: Mapping[str, str | None]) -> type[TyperCommand]:
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            notices: list[str] = []
+            current = list(_in_current_words(args, renamed, notices))
+            rest = super().parse_args(ctx, current)
+            for notice in notices:
+                print(f"{ctx.command_path}: {notice}", file=sys.stderr)
+            return rest
+
+    return Command
+
+
+def _in_current_words(args: Sequence[str], renamed: Mapping[str, str | None], notices: list[str]) -> Iterator[str]:
+    """Yield the words with old options replaced; those that are arguments now come last."""
+    arguments: list[str] = []
+    words = iter(args)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option not in renamed:
+            yield word
+            continue
+        new = renamed[option]
+        if new is not None:
+            notices.append(f"{option} is now called {new}")
+            yield new + equals + value
+        elif given := value if equals else next(words, ""):
+            notices.append(f"{option} is no longer needed: give {given} as an argument")
+            arguments.append(given)
+    yield from arguments
+
+
+def _ungrouped(function: Function) -> Function:
+    """Give typer a signature in which every dataclass has been replaced by its fields."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY))
+            continue
+        group = groups[parameter.name]
+        kinds = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
+            default = parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(
+                inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=kinds[field.name])
+            )
+
+    @functools.wraps(function)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in dataclasses.fields(group)})
+        function(**values)
+
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call

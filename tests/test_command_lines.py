@@ -1,0 +1,279 @@
+"""`vllm-ndp` and `ndp-device` from outside: what a help promises is true, old spellings work, errors are one line.
+
+Every example of every help is read by the real parser, and run for real unless it would start vLLM or take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ndp_device.__main__ import app as ndp_device
+from vllm_ndp.cli.app import app as vllm_ndp
+from vllm_ndp.cli.options import HardwareOptions, PlanOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+TRACE = "tests/data/tiny-mixtral-trace"
+APPS: dict[str, typer.Typer] = {"vllm-ndp": vllm_ndp, "ndp-device": ndp_device}
+PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
+HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
+NOT_RUN = {
+    r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
+    r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
+    r"vllm-ndp quantize .*--calibration": "takes minutes",
+    r"ndp-device (serve|ping|describe|verify ipc)": "run together, see test_the_device_examples_work_together",
+}
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Every command and group, as the words that name it."""
+
+    def below(path: tuple[str, ...], node: Any) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, child in getattr(node, "commands", {}).items():
+            yield from below((*path, name), child)
+
+    return [path for name, node in PROGRAMS.items() for path in below((name,), node)]
+
+
+def node_of(path: tuple[str, ...]) -> Any:
+    node: Any = PROGRAMS[path[0]]
+    for name in path[1:]:
+        node = node.commands[name]
+    return node
+
+
+def examples(path: tuple[str, ...]) -> list[str]:
+    """What its help shows after "$ "."""
+    node = node_of(path)
+    text = node.get_help(node.context_class(node, info_name=path[-1]))
+    return re.findall(r"^\s*\$ (.*)$", text, flags=re.MULTILINE)
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """Read a command line as the program does, up to the point where the command would start."""
+    node, parent = PROGRAMS[words[0]], None
+    context = node.make_context(words[0], words[1:])
+    while hasattr(node, "commands"):
+        parent = context
+        rest = [*parent._protected_args, *parent.args]
+        _, node, rest = node.resolve_command(parent, rest)
+        context = node.make_context(node.name, rest, parent=parent)
+    return {"command": context.command_path, **context.params}
+
+
+def run(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / words[0]), *words[1:]]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=os.environ | env)
+
+
+EXAMPLES = list(dict.fromkeys(example for path in commands() for example in examples(path)))
+RUN = [example for example in EXAMPLES if not any(re.match(pattern, example) for pattern in NOT_RUN)]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory from which the examples find the bundled model and trace, and where they may write."""
+    directory = tmp_path_factory.mktemp("desk")
+    for name in ("models", "tests"):
+        (directory / name).symlink_to(ROOT / name)
+    return directory
+
+
+def shell(example: str, desk: Path, *, wait: bool = True) -> Any:
+    environment = os.environ | {"HOME": str(desk), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    options: dict[str, Any] = {"cwd": desk, "env": environment, "text": True}
+    if wait:
+        return subprocess.run(["bash", "-c", example], capture_output=True, timeout=300, **options)
+    words = ["bash", "-c", f"exec {example}"]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_every_help_has_an_example_of_its_own_command(path: tuple[str, ...]) -> None:
+    assert examples(path) != []
+    assert all(example.startswith(" ".join(path)) for example in examples(path))
+    summary = node_of(path).get_short_help_str(1000)
+    assert len(summary) <= 62 or len(path) == 1, f"{summary!r} is cut off in the list of commands"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_read_by_the_parser(example: str) -> None:
+    """Names and types of all options; a wrong one raises."""
+    if example.endswith("--help"):
+        with pytest.raises(typer.Exit):
+            parse(shlex.split(example))
+    else:
+        assert example.startswith(parse(shlex.split(example))["command"])
+
+
+@pytest.mark.parametrize("example", RUN)
+def test_every_example_that_is_cheap_runs(example: str, desk: Path) -> None:
+    done = shell(example, desk)
+    assert done.returncode == 0, done.stderr
+    if not example.endswith("--help"):
+        assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
+
+
+def test_the_device_examples_work_together(desk: Path) -> None:
+    """Both examples of serve, and with the first one running those that ask a device."""
+    served, by_tcp = examples(("ndp-device", "serve"))
+    asked = [example for example in EXAMPLES if re.match(r"ndp-device (ping|describe|verify ipc)", example)]
+    assert len(asked) == 3
+    for serve, questions in ((served, asked), (by_tcp, [])):
+        device = shell(serve, desk, wait=False)
+        try:
+            assert json.loads(device.stdout.readline())["ready"] is True
+            for question in questions:
+                done = shell(f"{question} --timeout-s 60", desk)
+                assert done.returncode == 0, done.stderr
+            device.send_signal(signal.SIGTERM)
+            output, _ = device.communicate(timeout=60)
+            assert json.loads(output.splitlines()[-1])["stopped"] is True
+        finally:
+            device.kill()
+            device.communicate()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_help_waits_for_no_heavy_library(name: str) -> None:
+    """One fresh process prints every help and then says what it has imported."""
+    module = {"vllm-ndp": "vllm_ndp.cli.app", "ndp-device": "ndp_device.__main__"}[name]
+    paths = [path[1:] for path in commands() if path[0] == name]
+    script = (
+        f"import sys\nfrom {module} import app\n"
+        f"for path in {paths!r}:\n"
+        f"    app(args=[*path, '--help'], prog_name={name!r}, standalone_mode=False)\n"
+        f"print(*[heavy for heavy in {HEAVY!r} if heavy in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Examples:") == len(paths)
+    assert done.stderr.split() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "completed"),
+    [("vllm-ndp", "vllm-ndp comp", "compare"), ("ndp-device", "ndp-device serve --repl", "--replicas")],
+)
+def test_completion_answers_without_any_heavy_library(name: str, typed: str, completed: str) -> None:
+    variable = f"_{name.upper().replace('-', '_')}_COMPLETE"
+    environment = {
+        variable: "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+        "PYTHONPROFILEIMPORTTIME": "1",
+    }
+    done = run(name, **environment)
+    assert completed in done.stdout.split()
+    imported = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.count("|") == 2}
+    assert "typer" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"vllm-ndp compare --trace {TRACE} --hot 2", f"vllm-ndp compare {TRACE} --hot-experts 2"),
+        ("vllm-ndp compare t --bits mse", "vllm-ndp compare t --bit-rule mse"),
+        (f"vllm-ndp replay --trace={TRACE}", f"vllm-ndp replay {TRACE}"),
+        (f"vllm-ndp analyze --trace {TRACE} --hot=2", f"vllm-ndp analyze {TRACE} --hot-experts=2"),
+        (f"vllm-ndp report {TRACE} --hot 2", f"vllm-ndp report {TRACE} --hot-experts 2"),
+        (f"vllm-ndp reproduce --trace {TRACE} paper", f"vllm-ndp reproduce paper {TRACE}"),
+        ("vllm-ndp trace-synth --model olmoe --out t", "vllm-ndp trace-synth olmoe --out t"),
+        ("vllm-ndp demo --model m --tokens 3", "vllm-ndp demo m --tokens 3"),
+        ("ndp-device serve --address ipc:///a --model m", "ndp-device serve m --address ipc:///a"),
+        ("ndp-device time dram --bytes 64 --preset h200-gen5", "ndp-device time dram 64 --hardware h200-gen5"),
+        ("ndp-device time idle --case hit", "ndp-device time idle hit"),
+        ("ndp-device time expert --bits 3 --model olmoe", "ndp-device time expert olmoe --bits 3"),
+        ("ndp-device time hardware --preset h200-gen5", "ndp-device time hardware h200-gen5"),
+    ],
+)  # fmt: skip
+def test_an_old_spelling_means_the_same_and_says_what_it_is_called_now(
+    old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse(shlex.split(old)) == parse(shlex.split(new))
+    notices = capsys.readouterr().err.splitlines()
+    options = {word.partition("=")[0] for word in old.split() if word.startswith("--")}
+    replaced = options - {word.partition("=")[0] for word in new.split()}
+    assert len(notices) == len(replaced) > 0
+    assert all(any(f": {option} is " in notice for notice in notices) for option in replaced)
+
+
+def test_a_notice_leaves_the_last_line_alone() -> None:
+    done = run("ndp-device", "time", "idle", "--case", "hit")
+    assert done.returncode == 0
+    assert done.stderr == "ndp-device time idle: --case is no longer needed: give hit as an argument\n"
+    assert json.loads(done.stdout) == json.loads(run("ndp-device", "time", "idle", "hit").stdout)
+
+
+def test_defaults_that_a_help_shows_are_those_of_the_settings() -> None:
+    """Options repeat them because the settings cannot be imported without numpy."""
+    from vllm_ndp.replay.compare import CompareSettings
+
+    settings, plans, where = CompareSettings(), PlanOptions(), HardwareOptions()
+    assert (where.model, where.hardware, where.overrides()) == (settings.model, settings.hardware, settings.overrides)
+    assert (plans.hot_experts, plans.avg_bits, plans.bit_rule, plans.bits_for) == (
+        settings.num_hot,
+        settings.avg_bits,
+        settings.bits,
+        settings.bits_for,
+    )
+    assert (plans.batch_rule, plans.prior_tokens) == (settings.batch_rule, settings.prior_tokens)
+    assert (plans.migration, plans.moves, plans.hysteresis) == (
+        settings.migration,
+        settings.migration_budget,
+        settings.hysteresis,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["vllm-ndp", "comparr"], "No such command 'comparr'"),
+        (["vllm-ndp", "compare"], "Missing argument 'TRACE' (see vllm-ndp compare --help)"),
+        (["vllm-ndp", "compare", TRACE, "--system", "all"], "--systems"),
+        (["vllm-ndp", "compare", TRACE, "--avg-bits", "two"], "'--avg-bits'"),
+        (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
+        (["vllm-ndp", "quantize", "m", "--out", "o", "--solver", "best"], "'--solver'"),
+        (["ndp-device", "time"], "Missing command (see ndp-device time --help)"),
+        (["ndp-device", "serve", "--kernel", "fast", "--address", "ipc:///a/b"], "'--kernel'"),
+        (["ndp-device", "time", "idle", "hit", "--set", "rfc"], "--set needs section.field=value, got 'rfc'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(words: list[str], says: str) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert done.stderr.startswith(f"{words[0]}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["report", TRACE, "--out", "{tmp}/a.html", "--perfetto", "{tmp}/no/b.json"], "there is no directory"),
+        (["report", TRACE, "--out", "{tmp}"], "it is a directory"),
+        (["compare", TRACE, "--csv", "{tmp}/no/t.csv"], "{tmp}/no/t.csv cannot be used"),
+        (["analyze", TRACE, "--prior-out", "{tmp}/no/p.npy"], "{tmp}/no/p.npy cannot be used"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
+    done = run("vllm-ndp", *(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says.replace("{tmp}", str(tmp_path)) in done.stderr
+    assert list(tmp_path.iterdir()) == []

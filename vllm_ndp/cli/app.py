@@ -1,0 +1,20 @@
+"""`vllm-ndp`: where every command lives. How commands read their line and end: ndp_device/command_line.py.
+
+The files of commands import what they need when a command runs: a help must not wait for numpy, pyarrow or vLLM.
+"""
+
+from __future__ import annotations
+
+from ndp_device.command_line import program, run
+from vllm_ndp.cli import engine, quantize, replay_cli, traces
+
+app = program(
+    "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
+    examples=("vllm-ndp demo", "vllm-ndp compare --help"),
+)
+for commands in (engine.app, quantize.app, traces.app, replay_cli.app):
+    app.add_typer(commands)
+
+
+def main() -> None:
+    run(app, "vllm-ndp")

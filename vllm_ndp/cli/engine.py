@@ -1,0 +1,85 @@
+"""Commands that start a real vLLM: demo, verify, record. Knows their options; integration/ does the work."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ndp_device.command_line import command, print_json
+from ndp_device.errors import NdpError
+from vllm_ndp.cli.options import AvgBitsOption, CheckpointArgument, OutOption
+
+app = typer.Typer()
+
+
+@command(
+    app,
+    "demo",
+    examples=("vllm-ndp demo", "vllm-ndp demo models/tiny-mixtral --hot-experts 4 --avg-bits 3"),
+    renamed={"--model": None},
+)
+def demo(
+    model: CheckpointArgument = Path("models/tiny-mixtral"),
+    replicas: Annotated[
+        Path | None, typer.Option(help="Replica directory; default: MODEL-replicas if there is one.")
+    ] = None,
+    hot_experts: Annotated[int, typer.Option(help="Hot experts per layer.")] = 2,
+    avg_bits: AvgBitsOption = 2.0,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 48,
+) -> None:
+    """Serve a few prompts and show both clocks.
+
+    Runs vLLM with the plugin and a real device process.
+    """
+    print_json(_integration("demo").run(model, replicas, hot_experts, avg_bits, tokens))
+
+
+@command(app, "verify", examples=("vllm-ndp verify models/tiny-mixtral --tokens 16",))
+def verify(
+    model: CheckpointArgument,
+    hot_experts: Annotated[int | None, typer.Option(help="Hot experts per layer; default: half of them.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 32,
+) -> None:
+    """Compare with stock vLLM, token by token.
+
+    In fp32, greedy, with a full-precision device, eager and compiled. Exit code 1 if any token differs.
+    """
+    result = _integration("verify").run(model, hot_experts, tokens)
+    print_json(result)
+    if result["tokens_identical"] != result["tokens_total"] or result["sidecar_mismatches"]:
+        raise typer.Exit(1)
+
+
+@command(
+    app,
+    "record",
+    examples=(
+        "vllm-ndp record models/tiny-mixtral --prompts models/tiny-mixtral/calibration.txt --out recorded",
+        "vllm-ndp record models/tiny-mixtral --prompts prompts.txt --out recorded --hot-experts 4 --batch 4",
+    ),
+)
+def record(
+    model: CheckpointArgument,
+    prompts: Annotated[Path, typer.Option(help="UTF-8 text; blank lines separate prompts.")],
+    out: OutOption,
+    hot_experts: Annotated[
+        int | None, typer.Option(help="Hot experts per layer; default: all, which records routing only.")
+    ] = None,
+    avg_bits: AvgBitsOption = 3.0,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
+    batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
+) -> None:
+    """Run prompts through vLLM and keep their routing as a trace."""
+    print_json(_integration("record").run(model, prompts, out, hot_experts, avg_bits, tokens, batch))
+
+
+def _integration(module: str) -> Any:
+    try:
+        return importlib.import_module(f"vllm_ndp.integration.{module}")
+    except ModuleNotFoundError as error:
+        raise NdpError(
+            f"this command needs vLLM, which cannot be imported ({error}): pip install 'vllm-ndp[cpu]' or '[cuda]'"
+        ) from None

@@ -1,0 +1,108 @@
+"""Options that several commands share, in groups that are handed on as one value. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ndp_device.command_line import assignments
+from ndp_device.errors import ConfigError
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
+CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
+OutOption = Annotated[Path, typer.Option(help="Directory of the trace to write; must be empty or absent.")]
+ReplicasOption = Annotated[
+    Path | None, typer.Option(help="Replica directory whose loss table is used; default: what the run used.")
+]
+PriorOption = Annotated[
+    Path | None, typer.Option(help="Popularity of experts as .npy, layers x experts (see analyze --prior-out).")
+]
+HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]
+AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.")]
+BatchOption = Annotated[str, typer.Option(help="Batch sizes with commas between them.")]
+
+OLD_TRACE: dict[str, str | None] = {"--trace": None}
+OLD_HOT: dict[str, str | None] = {"--hot": "--hot-experts"}
+
+
+@dataclass(frozen=True)
+class HardwareOptions:
+    """Which model on which hardware the simulated times are for."""
+
+    model: Annotated[
+        str, typer.Option(help="Sizes that times are simulated for: a public shape or a checkpoint directory.")
+    ] = "mixtral-8x7b"
+    hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512"
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+    ] = None
+
+    def overrides(self) -> dict[str, str | int]:
+        pairs = assignments(self.set_, "--set", "section.field=value")
+        return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in pairs.items()}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How hot experts and bits are chosen, and how experts move."""
+
+    hot_experts: HotOption = None
+    avg_bits: AvgBitsOption = 2.0
+    bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, mse or uniform.")] = "importance"
+    bits_for: Annotated[
+        str, typer.Option(help="request: bits of each request alone; batch: the same bits for all that run together.")
+    ] = "request"
+    batch_rule: Annotated[
+        str, typer.Option(help="How scores of a batch become one hot set: sum, max, tokens or fairness.")
+    ] = "sum"
+    migration: Annotated[
+        str, typer.Option(help="How experts become hot: free, once, difference, kept or budgeted.")
+    ] = "kept"
+    moves: Annotated[int, typer.Option(help="budgeted: exchanges per layer and prefill.")] = 1
+    hysteresis: Annotated[
+        float, typer.Option(help="budgeted, adaptive: how much more important a newcomer must be.")
+    ] = 0.1
+    prior: PriorOption = None
+    prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
+    replicas: ReplicasOption = None
+
+
+@dataclass(frozen=True)
+class SystemOptions:
+    """What is compared with what."""
+
+    systems: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
+    policies: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
+    batch: BatchOption = "1"
+    affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
+    option: Annotated[
+        list[str] | None, typer.Option(help="Option of a system, e.g. spill_bits=2 or frequency=lru.")
+    ] = None
+
+    def of_systems(self) -> dict[str, float | str]:
+        return {name: _number_or_text(value) for name, value in assignments(self.option, "--option").items()}
+
+
+def integers(text: str, option: str) -> tuple[int, ...]:
+    """Read "1,4,16" as (1, 4, 16)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"{option} must be whole numbers with commas between them, such as 1,2,3,4, got {text!r}"
+        ) from None
+
+
+def names(text: str, every: tuple[str, ...]) -> tuple[str, ...]:
+    """Read "a, b" as ("a", "b"), and "all" as every name there is."""
+    return every if text == "all" else tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value

@@ -1,0 +1,95 @@
+"""Commands that make traces without vLLM: trace-import, trace-synth. Knows their options; traces/ does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ndp_device.command_line import command, print_json
+from vllm_ndp.cli.options import OutOption
+
+if TYPE_CHECKING:
+    from vllm_ndp.traces.trace import Trace
+
+app = typer.Typer()
+
+
+@command(
+    app,
+    "trace-import",
+    examples=("vllm-ndp trace-import models/tiny-mixtral/traces/sampled.npz --format npz --out imported",),
+)
+def trace_import(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File or directory that another program recorded.")],
+    out: OutOption,
+    kind: Annotated[str, typer.Option("--format", help="vllm, sglang, megatron, flame or npz.")],
+    model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
+    num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
+    sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of those sequences.")] = 256,
+) -> None:
+    """Read routing that another program recorded into a trace.
+
+    Of vLLM, SGLang, Megatron or FLAME-MoE, or from .npz.
+    """
+    from vllm_ndp.traces.importers import ImportSettings, import_trace
+
+    trace = import_trace(source, kind, ImportSettings(model, num_experts, sequence_len, prompt_len))
+    _save(trace, out)
+
+
+@command(
+    app,
+    "trace-synth",
+    examples=(
+        "vllm-ndp trace-synth mixtral-8x7b --out synthetic --requests 8 --prompt-len 16 --decode-len 16",
+        "vllm-ndp trace-synth olmoe --out null --signal 0 --requests 4 --prompt-len 16 --decode-len 16",
+    ),
+    renamed={"--model": None},
+)
+def trace_synth(
+    out: OutOption,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Public shape whose layers, experts and top-k are used.")
+    ] = "mixtral-8x7b",
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 32,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256,
+    decode_len: Annotated[int, typer.Option(help="Decode tokens of each.")] = 256,
+    concentration: Annotated[float, typer.Option(help="Popularity of experts: small is skewed, large is even.")] = 5.0,
+    signal: Annotated[float, typer.Option(help="How much requests differ; 0 is the null.")] = 1.0,
+    drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+) -> None:
+    """Make a trace with known skew, request signal and drift."""
+    from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+
+    settings = SyntheticSettings.of_shape(
+        model,
+        num_requests=requests,
+        prompt_len=prompt_len,
+        decode_len=decode_len,
+        concentration=concentration,
+        signal=signal,
+        drift=drift,
+        seed=seed,
+    )
+    _save(synthetic_trace(settings, model), out)
+
+
+def _save(trace: Trace, out: Path) -> None:
+    trace.save(out)
+    p = trace.provenance
+    print_json(
+        {
+            "trace": str(out),
+            "model": p.model,
+            "requests": len(trace.prompt_len),
+            "rows": len(trace.step),
+            "layers": p.num_layers,
+            "experts": p.num_experts,
+            "top_k": p.top_k,
+            "weights": p.weights,
+        }
+    )
