@@ -181,3 +181,32 @@ def test_every_fault_that_is_claimed_names_tests_that_exist() -> None:
     ]
     assert len(parts) > 30, "the pattern finds less than the table holds"
     assert [(letter, part) for letter, part in parts if not any(part in name for name in names[letter])] == []
+
+
+def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
+    """Words that name a command are looked up in the real programs, and every --option after them among its own."""
+    from typer.main import get_command
+
+    from ndp_device.__main__ import app as ndp_device
+    from vllm_ndp.cli.app import app as vllm_ndp
+
+    programs = {"vllm-ndp": get_command(vllm_ndp), "ndp-device": get_command(ndp_device)}
+    pattern = re.compile(r"(?:^|`|\$ )((?:vllm-ndp|ndp-device) [^`\n]*)", re.MULTILINE)
+    wrong, seen = [], 0
+    for page in PAGES:
+        if "log" in page.parts:
+            continue
+        for line in pattern.findall(page.read_text()):
+            words = line.replace("\\|", "|").split()
+            node = programs[words[0]]
+            for word in words[1:]:
+                if word not in getattr(node, "commands", {}):
+                    break
+                node = node.commands[word]
+            seen += node is not programs[words[0]]
+            alternatives = [word for word in words[1:2] if node is programs[words[0]] and word.isidentifier()]
+            options = {name for parameter in node.params for name in (*parameter.opts, *parameter.secondary_opts)}
+            unknown = [word for word in re.findall(r"(?<!\S)\[?(--[\w-]+)", line) if word not in options]
+            wrong += [(page.name, line, word) for word in (*alternatives, *unknown)]
+    assert seen > 10, "the pattern finds less than the pages hold"
+    assert wrong == []
