@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caller import ALL, Caller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,10 +24,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.transport import checksum
 from ndp_device.widths import PLAN_BITS
-
-ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -45,42 +43,6 @@ def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def handler(model_dir: Path, replicas_dir: Path) -> Handler:
     config = DeviceConfig(address="ipc:///x", model_dir=model_dir, replicas_dir=replicas_dir, kernel="reference")
     return Handler.from_config(config)
-
-
-class Caller:
-    """One client of a handler."""
-
-    def __init__(self, handler: Handler, name: bytes = b"a") -> None:
-        self.handler, self.name, self.last_id = handler, name, 0
-
-    def ask(
-        self, kind: type[msg.Message], tensors: codec.Tensors | None = None, waited_us: int = 0, **fields: Any
-    ) -> Any:
-        self.last_id += 1
-        header, body = codec.encode(kind(self.last_id, **fields), tensors)
-        frames = (checksum.write(header, body), body)
-        reply, arrays = codec.decode_reply(*self.handler.reply(self.name, frames, checksum.damage(*frames), waited_us))
-        assert reply.id == self.last_id
-        assert reply.incarnation == self.handler.incarnation
-        if isinstance(reply, msg.Refusal):
-            raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
-        return (reply, *arrays.values()) if arrays else reply
-
-    def hello(self, **fields: Any) -> msg.Welcome:
-        return self.ask(msg.Hello, **{"versions": (msg.VERSION, msg.VERSION), "client": "test"} | fields)
-
-    def install(self, epoch: int, replicas: NDArray[np.uint8] = ALL, expected_epoch: int = 0) -> NDArray[np.uint8]:
-        return self.ask(msg.InstallPlan, {"replicas": replicas}, epoch=epoch, expected_epoch=expected_epoch)[1]
-
-    def ready(self, replicas: NDArray[np.uint8] = ALL) -> Caller:
-        self.hello()
-        self.install(1, replicas)
-        self.ask(msg.ActivatePlan, epoch=1)
-        return self
-
-    def execute(self, tensors: codec.Tensors, waited_us: int = 0, **fields: Any) -> tuple[msg.Result, NDArray[Any]]:
-        defaults = {"epoch": 1, "layer": 0, "step": 0, "submit_ps": 0, "ttl_us": 1000}
-        return self.ask(msg.Execute, tensors, waited_us, **defaults | fields)
 
 
 def pairs(rows: list[int], experts: list[int], bits: list[int], *, num_rows: int = 2, seed: int = 0) -> codec.Tensors:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
+from paths import MODEL
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -14,7 +14,6 @@ from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.shapes import SHAPES
 
-MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny-mixtral"
 SMALL = ModelShape("small", 2, 4, 2, 8, 16)
 
 RECORDED_IN_2026 = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import EMBEDDED, NdpSettings
@@ -181,7 +181,7 @@ def test_a_running_device_is_not_told_when_to_prepare():
 
 
 def test_the_documented_settings_are_the_ones_that_exist():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    page = (ROOT / "docs" / "compatibility.md").read_text()
     table = page.partition("| setting | default | effect |")[2].partition("\n\n")[0]
     documented = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(documented) == sorted(NAMES)

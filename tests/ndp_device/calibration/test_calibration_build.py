@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from paths import MODEL
 
 from ndp_device.calibration import auto_gptq, calibrated, capture, gptq
 from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated
@@ -27,8 +28,7 @@ from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.replicas.packing import unpack
 from ndp_device.replicas.replica import QuantizedExpert
 
-TINY_MIXTRAL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
-SHIPPED = TINY_MIXTRAL.with_name("tiny-mixtral-replicas")
+SHIPPED = MODEL.with_name("tiny-mixtral-replicas")
 SEQUENCES, LENGTH = 16, 64
 pytestmark = pytest.mark.slow
 needs_auto_gptq = pytest.mark.skipif(
@@ -55,14 +55,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     transformers.MixtralForCausalLM(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY_MIXTRAL / name, directory / name)
+        shutil.copy(MODEL / name, directory / name)
     return directory
 
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text((TINY_MIXTRAL / "calibration.txt").read_text()[:20_000])
+    path.write_text((MODEL / "calibration.txt").read_text()[:20_000])
     return path
 
 
@@ -235,8 +235,8 @@ def test_settings_no_solver_can_follow_are_refused(build: Callable[..., Any], tm
 
 
 def test_the_shipped_replicas_are_of_the_shipped_model_and_lose_what_they_say() -> None:
-    files = ReplicaFiles(SHIPPED, model_digest=model_digest(TINY_MIXTRAL))
-    text = TINY_MIXTRAL / "calibration.txt"
+    files = ReplicaFiles(SHIPPED, model_digest=model_digest(MODEL))
+    text = MODEL / "calibration.txt"
     assert files.manifest.source == "calibrated"
     assert files.manifest.calibration["blake2b"] == capture.file_digest(text.read_bytes())
     _, relative = load_loss_table(SHIPPED)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from paths import MODEL
 
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.data_free import Fitted, fit_in_numpy, fit_natively
@@ -17,7 +18,6 @@ from ndp_device.replicas.packing import unpack
 from ndp_device.replicas.replica import FullExpert, QuantizedExpert, QuantizedMatrix
 
 ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
 
 
 def stored(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:

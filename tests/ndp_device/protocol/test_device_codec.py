@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
 from typing import Any, get_args
 
 import msgpack
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import DATA
 
 from ndp_device.errors import LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
@@ -21,7 +21,7 @@ from ndp_device.timing.work import Timing, execute_bytes
 from ndp_device.transport import checksum
 from ndp_device.transport.base import require_intact
 
-GOLDEN = Path(__file__).resolve().parent.parent / "data" / "protocol-golden.json"
+GOLDEN = DATA / "protocol-golden.json"
 
 TIMING = Timing(
     **dict.fromkeys(Timing.__dataclass_fields__, 7)

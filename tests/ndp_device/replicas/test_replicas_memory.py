@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caller import Caller
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
-from test_device_handler import Caller
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.handler import Handler

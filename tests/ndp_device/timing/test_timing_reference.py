@@ -8,16 +8,16 @@ the offer to the last data returned. Numbers only: the simulator itself is no pa
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import DATA
 
 from ndp_device.timing.dram_controller import Controller, Idle
 from ndp_device.timing.dram_map import ConcurrentStreams, StreamMap
 from ndp_device.timing.spec import density_overrides, load_hardware
 
-TABLE = Path(__file__).parents[1] / "data" / "dram-cycles.csv"
+TABLE = DATA / "dram-cycles.csv"
 ROWS = list(csv.DictReader(TABLE.open()))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from paths import ROOT
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
@@ -24,7 +25,7 @@ from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 
 BODY = random.Random(0).randbytes(fragments.CUT_FROM_BYTES + 12345)
-PEER = Path(__file__).resolve().parents[2] / "benchmarks" / "protocol_roundtrip.py"
+PEER = ROOT / "benchmarks" / "protocol_roundtrip.py"
 
 
 def header(number: int = 1, ndp: int = msg.VERSION) -> bytes:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("test_device_shm.py", "test_device_codec.py", "test_device_fragments.py")
+TESTS = ("transport/test_device_shm.py", "protocol/test_device_codec.py", "transport/test_device_fragments.py")
 RUN = """
 import importlib.util, sys
 import pytest

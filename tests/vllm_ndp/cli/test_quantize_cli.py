@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import MODEL
 
 from ndp_device.replicas.format import ReplicaFiles
-
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
 
 
 def run_quantize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

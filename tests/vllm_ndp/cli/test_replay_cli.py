@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import DATA
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 TRACE = str(DATA / "tiny-mixtral-trace")
 PROGRAM = Path(sys.executable).parent / "vllm-ndp"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paths import MODEL
 
 from ndp_device.config import DeviceConfig
 from ndp_device.handler import Handler
@@ -17,8 +18,6 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.transport.base import InProcessTransport
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.device.client import DeviceClient, ExecuteHandle
-
-MODEL = Path(__file__).resolve().parent.parent.parent / "models" / "tiny-mixtral"
 
 
 @dataclass(frozen=True)

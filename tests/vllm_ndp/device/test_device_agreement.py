@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from paths import MODEL, ROOT
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -26,8 +27,6 @@ from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.process import DeviceProcess
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-MODEL = ROOT / "models" / "tiny-mixtral"
 REPLICAS = ROOT / "models" / "tiny-mixtral-replicas"
 HARDWARE = load_hardware("h100-ndp512")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from paths import MODEL
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.bitwidths import LossTable
@@ -107,10 +106,9 @@ def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path, monke
 
 
 def test_the_shipped_prior_is_the_popularity_of_the_calibration_routing():
-    model = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
-    with np.load(model / "traces" / "calib.npz") as file:
+    with np.load(MODEL / "traces" / "calib.npz") as file:
         ids = file["idx"].reshape(-1, 4, 2)
     counts = np.stack([np.bincount(ids[:, layer].ravel(), minlength=8) for layer in range(4)])
-    prior = read_prior(model / "prior.npy")
+    prior = read_prior(MODEL / "prior.npy")
     assert np.allclose(prior.values, counts / counts.sum(axis=1, keepdims=True))
     assert load_policy("prefill_prior", PolicySettings(prior=prior)).name == "prefill_prior"

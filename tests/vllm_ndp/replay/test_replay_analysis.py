@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import DATA
 
 from ndp_device.errors import TraceError
 from vllm_ndp.planning.bitwidths import LossTable
@@ -18,7 +19,6 @@ from vllm_ndp.replay.report import write_report, write_timeline
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from paths import DATA
 
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.model import DeviceModel
@@ -17,8 +16,7 @@ from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
-ROOT = Path(__file__).resolve().parents[2]
-TRACE = Trace.load(ROOT / "tests" / "data" / "tiny-mixtral-trace")
+TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
 IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from paths import DATA
 
 from vllm_ndp.replay.reproduce import reproduce_cxl_expert, reproduce_hobbit, reproduce_moepic, reproduce_paper
 from vllm_ndp.replay.reproduce.moepic import BUDGETS
@@ -108,7 +107,7 @@ def test_hobbits_figures_imply_a_miss_rate_of_16_percent():
 
 def test_a_trace_gives_both_models_ratios_near_the_rows_without_migration():
     """Replayed with banks, refresh, link and scales: between row F and row A, never near the published ratios."""
-    trace = Trace.load(Path(__file__).resolve().parents[1] / "data" / "tiny-mixtral-trace")
+    trace = Trace.load(DATA / "tiny-mixtral-trace")
     result = reproduce_paper(trace)
     for model in (X7, X22):
         for bits, low, high in ((3, 5.8, 7.2), (2, 6.8, 8.6)):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import DATA
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
@@ -28,7 +28,6 @@ from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
 PRIOR = popularity(KNOWN)
 COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
@@ -56,7 +55,7 @@ def golden_rows() -> list[dict]:
 
 
 def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
-    """After a change that is meant to move them: python tests/vllm_ndp/test_replay_systems.py writes them anew."""
+    """After a change that is meant to move them: PYTHONPATH=tests python FILE, with this file, writes them anew."""
     golden = json.loads(GOLDEN.read_text())
     assert {row["system"] for row in golden} == set(SYSTEMS)
     assert golden_rows() == golden

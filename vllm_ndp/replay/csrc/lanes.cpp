@@ -1,6 +1,6 @@
 // What replay does step by step because each step depends on the one before: expert caches, and a hot set that follows
 // decode; and the search for what balances a layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py,
-// adaptive.py and balanced.py are the users, tests/vllm_ndp/lane_reference.py is the same in numpy.
+// adaptive.py and balanced.py are the users, tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
