@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
+from engines import IN_PROCESS
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines in this process start in seconds and free their memory
+os.environ |= IN_PROCESS | {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",  # barriers of several threads cost 50 times the work on a shared machine

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import MODEL, ROOT, VLLM_PROGRAM, last_json, run_program
+from engines import MODEL, PATIENT_DEADLINE_MS, ROOT, VLLM_PROGRAM, last_json, run_program
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +32,16 @@ def test_vllm_bench_throughput_runs_with_the_plugin(tmp_path: Path):
 def test_our_throughput_benchmark_prints_both_clocks_of_both_arms():
     done = run_program(
         *(sys.executable, ROOT / "benchmarks" / "benchmark_throughput.py", "--rounds", "1", "--prompts", "2"),
-        *("--batch", "2", "--input-len", "16", "--output-len", "8", "--settings", '{"deadline_ms": 20000}'),
+        *(
+            "--batch",
+            "2",
+            "--input-len",
+            "16",
+            "--output-len",
+            "8",
+            "--settings",
+            json.dumps({"deadline_ms": PATIENT_DEADLINE_MS}),
+        ),
         timeout_s=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,8 +13,11 @@ import time
 import pytest
 from engines import PROMPTS, engine, greedy, token_ids
 
+from vllm_ndp.config import NdpSettings
+
 pytestmark = pytest.mark.vllm
 TOKENS = 160
+DEFAULT_DEADLINE_MS = NdpSettings().deadline_ms
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +28,18 @@ def llm():  # type: ignore[no-untyped-def]
 
 @pytest.fixture(scope="module")
 def undisturbed(llm):  # type: ignore[no-untyped-def]
+    """Tokens of a run to which nothing was done; on a busy machine some answers come later than 300 ms there too."""
     outputs = greedy(llm, PROMPTS, TOKENS)
-    assert all(output.kv_transfer_params["ndp"]["fallback_pairs"] == 0 for output in outputs)
+    assert_every_decode_pair_is_in_the_report(outputs, TOKENS)
     return token_ids(outputs)
+
+
+def assert_every_decode_pair_is_in_the_report(outputs, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    """All tokens but the first are decode rows of 4 layers and 2 experts; each was computed, some by the device."""
+    for output in outputs:
+        report = output.kv_transfer_params["ndp"]
+        assert report["hot_pairs"] + report["cold_pairs"] + report["fallback_pairs"] == (tokens - 1) * 4 * 2
+        assert report["cold_pairs"] > 0
 
 
 def totals(llm):  # type: ignore[no-untyped-def]
@@ -104,9 +116,17 @@ def test_a_device_that_is_frozen_while_a_plan_is_made_delays_no_prompt_for_long(
     wait_until_used_again(llm)
 
 
+def test_at_the_default_deadline_every_pair_is_computed_once_and_no_token_depends_on_where(undisturbed) -> None:  # type: ignore[no-untyped-def]
+    """How many answers are late depends on the machine; what is generated and what is counted does not."""
+    with engine(settings={"cold_precision": "full", "hot_experts": 2, "deadline_ms": DEFAULT_DEADLINE_MS}) as llm:
+        outputs = greedy(llm, PROMPTS, TOKENS)
+    assert_every_decode_pair_is_in_the_report(outputs, TOKENS)
+    assert token_ids(outputs) == undisturbed
+
+
 def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token() -> None:
     """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered."""
-    settings = {"hot_experts": 2, "avg_bits": 2.0, "fallback": "same"}
+    settings = {"hot_experts": 2, "avg_bits": 2.0, "fallback": "same", "deadline_ms": DEFAULT_DEADLINE_MS}
     with engine(settings=settings) as llm:
         with_device = greedy(llm, PROMPTS, 48)
         llm.reset_prefix_cache()
@@ -117,5 +137,5 @@ def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token() -> None:
             os.kill(device_pid(llm), signal.SIGCONT)
     reports = [output.kv_transfer_params["ndp"] for output in without]
     assert all(report["cold_pairs"] == 0 and report["fallback_pairs"] > 0 for report in reports)
-    assert all(output.kv_transfer_params["ndp"]["fallback_pairs"] == 0 for output in with_device)
+    assert_every_decode_pair_is_in_the_report(with_device, 48)
     assert token_ids(without) == token_ids(with_device)

@@ -21,13 +21,13 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, VLLM_PROGRAM, device_processes, user_environment
+from engines import MODEL, PATIENT_DEADLINE_MS, PROMPTS, REPLICAS, VLLM_PROGRAM, device_processes, user_environment
 
 pytestmark = pytest.mark.vllm
 
 NAME = "tiny-mixtral"
 TOKENS = 12
-SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": 20_000}
+SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 START_TIMEOUT_S = 400  # about 25 s on a quiet machine
 

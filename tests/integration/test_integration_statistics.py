@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engines import MODEL, engine
+from engines import MODEL, PATIENT_DEADLINE_MS, engine
 
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -35,7 +35,7 @@ def llm():  # type: ignore[no-untyped-def]
 
     with engine(
         quantization="ndp",
-        additional_config={"ndp": {"cold_precision": "full", "hot_experts": 3}},
+        additional_config={"ndp": {"cold_precision": "full", "hot_experts": 3, "deadline_ms": PATIENT_DEADLINE_MS}},
         dtype="float32",
         max_num_batched_tokens=48,
         max_num_seqs=6,
