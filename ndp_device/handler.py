@@ -13,7 +13,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
-from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.timing.work import execute_bytes
 from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 
 MAX_SESSIONS = 64
@@ -67,7 +66,6 @@ class Handler:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
         self._served = served_by(store)
-        self._expert_work = lru_cache(1 << 16)(self._new_expert_work)  # decoding asks for the same few again and again
         self._foresight = Foresight(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
@@ -103,7 +101,6 @@ class Handler:
 
         `damage`: what its transport found wrong with them. `waited_us`: how long the request lay here unread.
         """
-        request_id = codec.peek_id(frames[0]) if frames else 0
         try:
             if len(frames) != 2:
                 raise RemoteProtocolError(f"a message has two frames, got {len(frames)}")
@@ -113,18 +110,20 @@ class Handler:
             message, answer = self._answer(client, request, tensors, waited_us)
             return codec.encode(message, answer)
         except DeviceError as error:
-            refusal = self._refusal(request_id, error.code, error.message, retryable=error.retryable)
+            refusal = self._refusal(_id_of(frames), error.code, error.message, retryable=error.retryable)
         except codec.VersionMismatch as error:
-            refusal = self._refusal(request_id, "version", str(error))
+            refusal = self._refusal(_id_of(frames), "version", str(error))
         except RemoteProtocolError as error:
-            refusal = self._refusal(request_id, "bad_request", str(error), retryable=True)
+            refusal = self._refusal(_id_of(frames), "bad_request", str(error), retryable=True)
         except MemoryError:
-            refusal = self._refusal(request_id, "out_of_memory", "not enough memory for this request", retryable=True)
+            refusal = self._refusal(
+                _id_of(frames), "out_of_memory", "not enough memory for this request", retryable=True
+            )
         except NdpError as error:
-            refusal = self._refusal(request_id, "internal", str(error))
+            refusal = self._refusal(_id_of(frames), "internal", str(error))
         except Exception:
-            _log.exception("request %d failed", request_id)
-            refusal = self._refusal(request_id, "internal", "the device failed on this request; its log says why")
+            _log.exception("request %d failed", _id_of(frames))
+            refusal = self._refusal(_id_of(frames), "internal", "the device failed on this request; its log says why")
         return codec.encode(refusal)
 
     def forget(self, client: bytes) -> None:
@@ -269,41 +268,24 @@ class Handler:
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.Result, codec.Tensors]:
         x, rows, experts, bits, gates = tensors.values()
-        rows = rows.copy()  # a slot can be written by its host even after this check
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
-        distinct: dict[tuple[int, int], int] = {}
-        index = [distinct.setdefault(pair, len(distinct)) for pair in pairs]
-        prepared = [self._store.get(request.layer, expert, width) for expert, width in distinct]
-        pair_experts = np.array(index, np.int32)
-        y = self._kernel.execute(_as_float32(x), prepared, rows, pair_experts, gates)
-        counts = np.bincount(pair_experts, minlength=len(distinct)).tolist()
-        work = self._work(request.layer, x, len(rows), distinct, counts)
-        timing = client.model.execute(work, request.submit_ps)
+        prepared, sizes = self._store.get_all(request.layer, pairs.experts, pairs.bits)
+        y = self._kernel.execute(_as_float32(x), prepared, pairs.rows, pairs.places, gates)
+        shape = self._store.shape
+        timing = client.model.execute_experts(
+            shape.hidden_size,
+            shape.intermediate_size,
+            *execute_bytes(len(x), len(pairs.rows), shape.hidden_size, x.itemsize),
+            pairs.bits,
+            pairs.counts,
+            sizes,
+            request.submit_ps,
+        )
         self.num_executed += 1
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
-
-    def _work(
-        self, layer: int, x: NDArray[Any], pairs: int, distinct: dict[tuple[int, int], int], counts: list[int]
-    ) -> Work:
-        shape = self._store.shape
-        bytes_in, bytes_out = execute_bytes(len(x), pairs, shape.hidden_size, x.itemsize)
-        return Work(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            group_size=self._store.group_size,
-            tokens=len(x),
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
-            experts=tuple(
-                [self._expert_work(layer, *pair, count) for pair, count in zip(distinct, counts, strict=True)]
-            ),
-        )
-
-    def _new_expert_work(self, layer: int, expert: int, bits: int, tokens: int) -> ExpertWork:
-        return ExpertWork(layer, expert, bits, tokens, self._store.expert_bytes(layer, expert, bits))
 
     def _welcome(self, request: msg.Hello, slots: msg.SlotOffer | None) -> msg.Welcome:
         shape = self._store.shape
@@ -372,6 +354,11 @@ def served_by(store: ExpertStore) -> msg.Served:
         missing=len(missing),
         first_missing=missing[0] if missing else None,
     )
+
+
+def _id_of(frames: codec.Frames) -> int:
+    """Of a request that is refused; one that is served has said it."""
+    return codec.peek_id(frames[0]) if frames else 0
 
 
 def _as_float32(x: NDArray[Any]) -> NDArray[np.float32]:

@@ -185,7 +185,9 @@ def _pack(kind: type[Message], tensors: Mapping[str, NDArray[Any]]) -> tuple[tup
     return layout.specs, body
 
 
-def _unpack(kind: type[Message], specs: tuple[TensorSpec, ...], body: Buffer) -> Tensors:
+@lru_cache(maxsize=1024)
+def _claimed_layout(kind: type[Message], specs: tuple[TensorSpec, ...]) -> _Layout:
+    """Raises RemoteProtocolError unless the tensors lie as a sender of this protocol lays them."""
     try:
         layout = _layout(kind, tuple((spec.name, spec.dtype, spec.shape) for spec in specs))
     except ValueError as error:
@@ -193,6 +195,11 @@ def _unpack(kind: type[Message], specs: tuple[TensorSpec, ...], body: Buffer) ->
     if layout.specs != specs:
         wanted, got = ([spec.offset for spec in where] for where in (layout.specs, specs))
         raise RemoteProtocolError(f"the tensors of {kind.__name__} must start at bytes {wanted}, got {got}")
+    return layout
+
+
+def _unpack(kind: type[Message], specs: tuple[TensorSpec, ...], body: Buffer) -> Tensors:
+    layout = _claimed_layout(kind, specs)
     if layout.num_bytes != len(body):
         raise RemoteProtocolError(
             f"the tensors of {kind.__name__} take {layout.num_bytes} bytes, but its body has {len(body)}"

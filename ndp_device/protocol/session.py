@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError
+from ndp_device.protocol.distinct import DistinctPairs, distinct
 from ndp_device.protocol.messages import (
     MAX_PAIRS,
     MAX_TOKENS,
@@ -108,8 +109,8 @@ class Session:
         pair_experts: NDArray[np.int32],
         pair_bits: NDArray[np.uint8],
         gates: NDArray[np.float32],
-    ) -> list[tuple[int, int]]:
-        """(expert, bits) of each pair. The kernel may rely on: indices in range, one length, every replica promised."""
+    ) -> DistinctPairs:
+        """The pairs by expert. The kernel may rely on: indices in range, one length, every replica promised."""
         self.require_greeting()
         if self.active is None or request.epoch != self.active.epoch:
             raise DeviceError(
@@ -122,25 +123,39 @@ class Session:
             )
         if request.layer >= self.num_layers:
             raise DeviceError("bad_request", f"layer must be below {self.num_layers}, got {request.layer}")
-        lengths = {len(pair_rows), len(pair_experts), len(pair_bits), len(gates)}
-        if len(lengths) != 1:
-            raise DeviceError("bad_request", f"the pair tensors must have one length, got {sorted(lengths)}")
+        if not len(pair_rows) == len(pair_experts) == len(pair_bits) == len(gates):
+            lengths = sorted({len(pair_rows), len(pair_experts), len(pair_bits), len(gates)})
+            raise DeviceError("bad_request", f"the pair tensors must have one length, got {lengths}")
         if len(pair_rows) > MAX_PAIRS:
             raise DeviceError("bad_request", f"an Execute may have {MAX_PAIRS} pairs, got {len(pair_rows)}")
-        # as unsigned numbers the negative ones are the largest: one look instead of two
-        if pair_rows.size and pair_rows.view(np.uint32).max() >= rows:
-            raise DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {pair_rows.max()}")
-        pairs = list(zip(pair_experts.tolist(), pair_bits.tolist(), strict=True))
-        for expert, bits in set(pairs):
+        flags = self.active.flags[request.layer]
+        pairs = distinct(pair_rows, pair_experts, pair_bits, flags, rows)
+        if pairs is None:
+            raise self._refused_pair(request, rows, pair_rows, pair_experts, pair_bits, flags)
+        return pairs
+
+    def _refused_pair(
+        self,
+        request: Execute,
+        rows: int,
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        pair_bits: NDArray[np.uint8],
+        flags: NDArray[np.uint8],
+    ) -> DeviceError:
+        """Which pair it is that may not be computed."""
+        for row, expert, bits in zip(pair_rows.tolist(), pair_experts.tolist(), pair_bits.tolist(), strict=True):
+            if not 0 <= row < rows:
+                return DeviceError("bad_request", f"pair_rows must lie in 0..{rows - 1}, got {row}")
             if not 0 <= expert < self.num_experts:
-                raise DeviceError("bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {expert}")
-            if not self.active.flags[request.layer, expert] & FLAG_OF_BITS[bits]:
-                raise DeviceError(
+                return DeviceError("bad_request", f"pair_experts must lie in 0..{self.num_experts - 1}, got {expert}")
+            if not flags[expert] & FLAG_OF_BITS[bits]:
+                return DeviceError(
                     "not_loaded",
                     f"expert {expert} of layer {request.layer} at {bits} bits "
                     f"is not in the plan of epoch {request.epoch}",
                 )
-        return pairs
+        return DeviceError("bad_request", "the pairs changed while they were checked")
 
 
 def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:

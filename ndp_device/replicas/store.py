@@ -115,6 +115,19 @@ class ExpertStore:
         self._used[bits][layer, expert] = self._now
         return prepared
 
+    def get_all(self, layer: int, experts: Sequence[int], bits: Sequence[int]) -> tuple[list[Any], list[int]]:
+        """get() and expert_bytes() of several experts of a layer, each at its own width."""
+        self._now += 1
+        prepared: list[Any] = []
+        sizes: list[int] = []
+        for expert, width in zip(experts, bits, strict=True):
+            key = (layer, expert, width)
+            one, size = self._prepared.get(key), self._bytes.get(key)
+            prepared.append(self.get(*key) if one is None else one)
+            sizes.append(self.expert_bytes(*key) if size is None else size)
+            self._used[width][layer, expert] = self._now
+        return prepared, sizes
+
     def ask_again(self, bits: int, experts: NDArray[np.bool_]) -> None:
         """As if get() were called for each of these [L, E], all of which are prepared."""
         self._now += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.dram_controller import Controller, Idle, Lines
@@ -79,6 +79,19 @@ class Streams:
         cycles, met = profile.cycles_and_refreshes(undisturbed, start_ps * FS_PER_PS // dram.tck_fs)
         rows = dram.channels * (ceil_div(lines, dram.lines_per_row) + met * profile.rows_reopened)
         return Stream(dram.cycles_to_ps(cycles), dram.cycles_to_ps(cycles - undisturbed), rows)
+
+    def constants(self) -> dict[str, Any]:
+        """All that `read` depends on, for the same closed form in another language (csrc/commands.cpp)."""
+        dram = self._dram
+        profile = self._profile or _Profile((0,), (0, 1), 0, (0, 1), (0, 1), 0, 0, 0, 0)
+        return {
+            "channels": dram.channels,
+            "line_bytes": dram.line_bytes,
+            "lines_per_row": dram.lines_per_row,
+            "tck_fs": dram.tck_fs,
+            "ideal_bytes_per_s": dram.ideal_bytes_per_s if self._profile is None else 0,
+            **vars(profile),
+        }
 
 
 def idle_ps(dram: DramSpec, case: str) -> int:

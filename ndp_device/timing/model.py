@@ -8,9 +8,11 @@ buffers into the arrays, expert after expert, gate and up before down; both link
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
@@ -22,6 +24,8 @@ from ndp_device.timing.work import Timing, Work
 from ndp_device.widths import FULL_PRECISION_BITS
 
 _NOTHING = Stream(0, 0, 0)
+_LATEST_NATIVE_PS = 1 << 61
+"""26 days of simulated time: later commands are computed in Python, whose integers have no end."""
 
 
 class _Phase(NamedTuple):
@@ -60,23 +64,29 @@ class _Phase(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class _Command:
-    """What one Work takes whenever it is submitted."""
+class _Hops(NamedTuple):
+    """The link's part of a command, which depends on its two sizes only."""
 
-    phases: tuple[_Phase, ...]
     inbound: Hop
     outbound: Hop
+    femtojoule: int
+
+
+class _Run(NamedTuple):
+    """What DRAM and arrays made of one command."""
+
+    end_ps: int
+    dram_ps: int
+    refresh_stall_ps: int
+    row_activations: int
     compute_ps: int
     dequant_ps: int
     vector_ps: int
     weight_bytes: int
     fp16_macs: int
-    femtojoule: int  # without the rows that are opened
 
 
-@dataclass(frozen=True)
-class _Bulk:
+class _Bulk(NamedTuple):
     """A migration under way: until when, and which part of the DRAM's time it takes."""
 
     until_ps: int = 0
@@ -152,11 +162,13 @@ class _Pipeline:
 class DeviceModel:
     """Simulated state of one device: when each resource is free again. Nothing else, and no clock."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, *, native: bool = True) -> None:
+        """native: use the same arithmetic in C++ where it is built; the Python below is what it is held equal to."""
         self.hardware = hardware
         self._streams = Streams(hardware.dram)
+        self._native = _new_commands(hardware.array, self._streams) if native else None
         self._phases = lru_cache(maxsize=4096)(self._new_phases)  # a model has few sizes of experts,
-        self._commands = lru_cache(maxsize=4096)(self._new_command)  # and decoding few sizes of commands
+        self._hops = lru_cache(maxsize=4096)(self._new_hops)  # and decoding few sizes of messages
         self._macs_per_s = hardware.array.macs_per_s
         self._peak_bytes_per_s = hardware.dram.peak_bytes_per_s
         self._config_hash = hardware.config_hash
@@ -167,42 +179,56 @@ class DeviceModel:
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
-        hardware = self.hardware
-        command = self._commands(
+        experts = work.experts
+        return self.execute_experts(
             work.hidden_size,
             work.intermediate_size,
             work.bytes_in,
             work.bytes_out,
-            tuple([(expert.bits, expert.tokens, expert.dram_bytes) for expert in work.experts]),
+            [expert.bits for expert in experts],
+            [expert.tokens for expert in experts],
+            [expert.dram_bytes for expert in experts],
+            submit_ps,
         )
-        inbound, outbound = command.inbound, command.outbound
+
+    def execute_experts(
+        self,
+        hidden: int,
+        intermediate: int,
+        bytes_in: int,
+        bytes_out: int,
+        bits: Sequence[int],
+        tokens: Sequence[int],
+        dram_bytes: Sequence[int],
+        submit_ps: int,
+    ) -> Timing:
+        """The same, for sizes known to be possible: bits, rows and DRAM bytes of each expert, in reading order."""
+        array = self.hardware.array
+        inbound, outbound, link_fj = self._hops(bytes_in, bytes_out)
         ready = submit_ps + inbound.launch_ps
         wire_start = max(ready, self._link_in_free_ps)
-        self._link_in_free_ps = wire_start + inbound.serial_ps
-        arrived = wire_start + inbound.wire_ps + hardware.array.command_ps
+        arrived = wire_start + inbound.wire_ps + array.command_ps
 
         start = max(arrived, self._device_free_ps)
-        pipeline = _Pipeline(hardware.array, self._streams, self._bulk, start, dram_free_ps=start, array_free_ps=start)
-        for phase in command.phases:
-            pipeline.run(phase)
-        end = pipeline.finish()
+        run = self._run(hidden, intermediate, bits, tokens, dram_bytes, start)
+        end, dram_ps, refresh_stall, rows, compute, dequant, vector, weight_bytes, fp16_macs = run
+        self._link_in_free_ps = wire_start + inbound.serial_ps
         self._device_free_ps = end
 
         out_start = max(end + outbound.launch_ps, self._link_out_free_ps)
         self._link_out_free_ps = out_start + outbound.serial_ps
         done = out_start + outbound.wire_ps + outbound.completion_ps
 
-        compute, dequant, vector = command.compute_ps, command.dequant_ps, command.vector_ps
         queue = (wire_start - ready) + (start - arrived) + (out_start - end - outbound.launch_ps)
-        launch = inbound.launch_ps + hardware.array.command_ps + outbound.launch_ps
+        launch = inbound.launch_ps + array.command_ps + outbound.launch_ps
         shares = {
             "link": launch + inbound.wire_ps + outbound.wire_ps + outbound.completion_ps,
             "queue": queue,
-            "dram": pipeline.dram_ps,
+            "dram": dram_ps,
             "compute": max(compute, dequant) + vector,
         }
         span = end - start
-        energy_fj = command.femtojoule + pipeline.row_activations * hardware.energy.activate_fj
+        energy_fj = link_fj + self._dram_femtojoule(weight_bytes) + rows * self.hardware.energy.activate_fj
         return Timing(
             submit_ps=submit_ps,
             start_ps=start,
@@ -210,24 +236,24 @@ class DeviceModel:
             launch_ps=launch,
             link_in_ps=inbound.wire_ps,
             queue_ps=queue,
-            dram_ps=pipeline.dram_ps,
+            dram_ps=dram_ps,
             compute_ps=compute,
             dequant_ps=dequant,
             vector_ps=vector,
-            overlap_saved_ps=pipeline.dram_ps + compute + dequant + vector - span,
+            overlap_saved_ps=dram_ps + compute + dequant + vector - span,
             link_out_ps=outbound.wire_ps,
             completion_ps=outbound.completion_ps,
             total_ps=done - submit_ps,
             bound=max(shares, key=shares.__getitem__),
-            weight_bytes=command.weight_bytes,
-            bytes_in=work.bytes_in,
-            bytes_out=work.bytes_out,
-            row_activations=pipeline.row_activations,
-            refresh_stall_ps=pipeline.refresh_stall_ps,
-            array_utilisation=_ratio(command.fp16_macs * PS_PER_S, self._macs_per_s * span),
-            dram_efficiency=_ratio(command.weight_bytes * PS_PER_S, self._peak_bytes_per_s * pipeline.dram_ps),
+            weight_bytes=weight_bytes,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            row_activations=rows,
+            refresh_stall_ps=refresh_stall,
+            array_utilisation=_ratio(fp16_macs * PS_PER_S, self._macs_per_s * span),
+            dram_efficiency=_ratio(weight_bytes * PS_PER_S, self._peak_bytes_per_s * dram_ps),
             energy_pj=energy_fj // 1000,
-            pe_mode=hardware.array.pe_mode,
+            pe_mode=array.pe_mode,
             config_hash=self._config_hash,
         )
 
@@ -243,24 +269,58 @@ class DeviceModel:
         self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
         return done
 
-    def _new_command(
-        self, hidden: int, intermediate: int, bytes_in: int, bytes_out: int, experts: tuple[tuple[int, int, int], ...]
-    ) -> _Command:
-        """experts: bits, tokens and DRAM bytes of each, in the order in which they are read."""
-        link = self.hardware.link
-        phases = tuple(phase for expert in experts for phase in self._phases(hidden, intermediate, *expert))
-        weight_bytes = sum(phase.num_bytes for phase in phases)
-        return _Command(
-            phases,
-            hop_in(link, bytes_in),
-            hop_out(link, bytes_out),
+    def _run(
+        self,
+        hidden: int,
+        intermediate: int,
+        bits: Sequence[int],
+        tokens: Sequence[int],
+        dram_bytes: Sequence[int],
+        start_ps: int,
+    ) -> _Run:
+        """The experts of one command through DRAM and arrays, from start_ps on."""
+        native, bulk = self._native, self._bulk
+        if native is None or max(start_ps, bulk.until_ps) >= _LATEST_NATIVE_PS:
+            return self._run_in_python(hidden, intermediate, bits, tokens, dram_bytes, start_ps)
+        sizes = (hidden, intermediate, bits, tokens, dram_bytes)
+        while isinstance(run := native.run(*sizes, start_ps, *bulk), int):  # the place of an expert it has not seen
+            size = (hidden, intermediate, bits[run], tokens[run], dram_bytes[run])
+            native.add(size, *self._phases(*size))
+        return _Run._make(run)
+
+    def _run_in_python(
+        self,
+        hidden: int,
+        intermediate: int,
+        bits: Sequence[int],
+        tokens: Sequence[int],
+        dram_bytes: Sequence[int],
+        start_ps: int,
+    ) -> _Run:
+        sizes = zip(bits, tokens, dram_bytes, strict=True)
+        phases = [phase for size in sizes for phase in self._phases(hidden, intermediate, *size)]
+        pipeline = _Pipeline(
+            self.hardware.array, self._streams, self._bulk, start_ps, dram_free_ps=start_ps, array_free_ps=start_ps
+        )
+        for phase in phases:
+            pipeline.run(phase)
+        return _Run(
+            pipeline.finish(),
+            pipeline.dram_ps,
+            pipeline.refresh_stall_ps,
+            pipeline.row_activations,
             sum(phase.compute_ps for phase in phases),
             sum(phase.dequant_ps for phase in phases),
             sum(phase.vector_ps for phase in phases),
-            weight_bytes,
+            sum(phase.num_bytes for phase in phases),
             sum(phase.fp16_macs for phase in phases),
-            self._femtojoule(bytes_in, bytes_out, weight_bytes),
         )
+
+    def _new_hops(self, bytes_in: int, bytes_out: int) -> _Hops:
+        link = self.hardware.link
+        link_bits = 8 * (wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out))
+        femtojoule = link_bits * self.hardware.energy.link_bit_fj
+        return _Hops(hop_in(link, bytes_in), hop_out(link, bytes_out), femtojoule)
 
     def _new_phases(
         self, hidden: int, intermediate: int, bits: int, tokens: int, dram_bytes: int
@@ -281,12 +341,19 @@ class DeviceModel:
             _Phase.of(array, down_bytes, down_lines, down, 0, macs),
         )
 
-    def _femtojoule(self, bytes_in: int, bytes_out: int, weight_bytes: int) -> int:
-        """DRAM reads without row openings, link bits, and each weight written to and read from the scratchpad once."""
-        energy, link = self.hardware.energy, self.hardware.link
-        link_bits = 8 * (wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out))
-        per_access = energy.dram_line32_fj + 2 * energy.scratchpad_access_fj
-        return ceil_div(weight_bytes, 32) * per_access + link_bits * energy.link_bit_fj
+    def _dram_femtojoule(self, weight_bytes: int) -> int:
+        """DRAM reads without row openings, and each weight written to and read from the scratchpad once."""
+        energy = self.hardware.energy
+        return ceil_div(weight_bytes, 32) * (energy.dram_line32_fj + 2 * energy.scratchpad_access_fj)
+
+
+def _new_commands(array: ArraySpec, streams: Streams) -> Any:
+    """The C++ pipeline with the constants of this device; None where it is not built."""
+    try:
+        module = importlib.import_module("ndp_device._commands")
+    except ImportError:
+        return None
+    return module.Commands(double_buffered=array.double_buffered, **streams.constants())
 
 
 def _share_ps(whole_ps: int, num_bytes: int, of_bytes: int) -> int:

@@ -5,8 +5,10 @@ Knows no hardware and no clock: `model.py` turns a Work into a Timing.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ndp_device.errors import ConfigError
 from ndp_device.widths import TIMED_BITS
@@ -67,8 +69,7 @@ class Work:
         return sum(expert.dram_bytes for expert in self.experts)
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(msgspec.Struct, frozen=True):
     """One command on the device. Every *_ps is simulated.
 
     total_ps = launch + link_in + queue + (dram + compute + dequant + vector - overlap_saved) + link_out + completion
@@ -101,4 +102,4 @@ class Timing:
     config_hash: str
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return msgspec.structs.asdict(self)

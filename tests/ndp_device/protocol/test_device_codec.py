@@ -24,7 +24,7 @@ from ndp_device.transport.base import require_intact
 GOLDEN = DATA / "protocol-golden.json"
 
 TIMING = Timing(
-    **dict.fromkeys(Timing.__dataclass_fields__, 7)
+    **dict.fromkeys(Timing.__struct_fields__, 7)
     | {"bound": "dram", "array_utilisation": 0.5, "dram_efficiency": 0.25, "pe_mode": "int8", "config_hash": "c0ffee"}
 )
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
