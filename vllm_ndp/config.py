@@ -17,6 +17,7 @@ from vllm_ndp.planning.importance import BITS_FOR
 
 EMBEDDED = "embedded"
 DEFAULT_SPILL_BITS = 3
+MAX_DEADLINE_MS = 3_600_000.0
 _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
@@ -105,8 +106,10 @@ class NdpSettings:
                 f"ndp setting 'spill_bits' has no effect with execution {self.execution!r} and cold_precision "
                 f"{self.cold_precision!r}: drop it, or use execution 'balanced' with quantized cold experts"
             )
-        if self.deadline_ms <= 0:
-            raise ConfigError(f"ndp setting 'deadline_ms' must be positive, got {self.deadline_ms}")
+        if not 0 < self.deadline_ms <= MAX_DEADLINE_MS:
+            raise ConfigError(
+                f"ndp setting 'deadline_ms' must be positive and at most {MAX_DEADLINE_MS:.0f}, got {self.deadline_ms}"
+            )
         if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
             raise ConfigError(
                 f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"

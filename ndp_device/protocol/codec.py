@@ -119,8 +119,10 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], header: Buffer, body: Buffer) -
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         _refuse_other_major(header)
         raise RemoteProtocolError(f"a header is not a message of this protocol: {error}") from None
-    if message.ndp >> 8 != MAJOR:
+    version = peek_version(header)  # not message.ndp, which is ours where the peer says nothing
+    if version >> 8 != MAJOR:
         _refuse_other_major(header)
+        raise RemoteProtocolError(f"a message must say which version it has, such as {VERSION}, got {version}")
     return message, _unpack(type(message), message.tensors, body)
 
 
@@ -158,6 +160,10 @@ def _layout(kind: type[Message], described: tuple[tuple[str, str, tuple[int, ...
         raise ValueError(f"{kind.__name__} must carry tensors {list(wanted)}, got {names}")
     specs, counts, offset = [], [], 0
     for (name, dtype, shape), (dtypes, rank) in zip(described, wanted.values(), strict=True):
+        if max(shape, default=0) > MAX_BODY_BYTES:  # beside a dimension of 0 it would take no bytes
+            raise ValueError(
+                f"tensor {name} of {kind.__name__} may have at most {MAX_BODY_BYTES} in a row, got {list(shape)}"
+            )
         if dtype not in dtypes or len(shape) != rank:
             raise ValueError(
                 f"tensor {name} of {kind.__name__} must be {' or '.join(dtypes)} with {rank} dimensions, "

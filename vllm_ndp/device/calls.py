@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import messages as msg
-from ndp_device.timing.work import Timing
+from ndp_device.timing.work import BOUNDS, Timing
+
+_LATEST_PS = 1 << 62  # 53 days
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class ExecuteHandle:
     id: int
     epoch: int
     x: NDArray[Any]
+    submit_ps: int  # simulated time at which the host handed the work over
     deadline_s: float
     result: ExecuteResult | None = None
     failure: DeviceError | DeviceUnavailable | RemoteProtocolError | None = None
@@ -60,6 +64,7 @@ class ControlCall:
 
     id: int
     asked: str  # for the sentence of an error
+    expects: type[msg.Reply]
     deadline_s: float
     plan: AnnouncedPlan | None = None
     reply: msg.AnyReply | None = None
@@ -69,6 +74,28 @@ def is_finite(x: NDArray[Any]) -> bool:
     if x.dtype == np.uint16:  # bfloat16: all eight exponent bits set means infinite or not a number
         return bool(((x & 0x7F80) != 0x7F80).all())
     return bool(np.isfinite(x).all())
+
+
+def lie_of(timing: Timing, submit_ps: int, config_hash: str) -> str | None:
+    """What is impossible about a simulated time; None: it may be true."""
+    if timing.config_hash != config_hash:
+        return f"of hardware {timing.config_hash:.12} where {config_hash:.12} greeted"
+    if timing.submit_ps != submit_ps or not submit_ps <= timing.start_ps <= timing.done_ps < _LATEST_PS:
+        return (
+            f"from {timing.submit_ps} over {timing.start_ps} to {timing.done_ps} ps for work handed over at {submit_ps}"
+        )
+    if timing.total_ps != timing.done_ps - submit_ps:
+        return f"of {timing.total_ps} ps in all between {submit_ps} and {timing.done_ps}"
+    parts = (
+        *(timing.launch_ps, timing.link_in_ps, timing.queue_ps, timing.dram_ps, timing.compute_ps, timing.dequant_ps),
+        *(timing.vector_ps, timing.overlap_saved_ps, timing.link_out_ps, timing.completion_ps, timing.weight_bytes),
+        *(timing.bytes_in, timing.bytes_out, timing.row_activations, timing.refresh_stall_ps, timing.energy_pj),
+    )
+    if min(parts) < 0 or max(parts) >= _LATEST_PS or timing.bound not in BOUNDS:
+        return "with a negative or endless part"
+    if not (0 <= timing.array_utilisation < math.inf and 0 <= timing.dram_efficiency < math.inf):
+        return "with an impossible utilisation"
+    return None
 
 
 def named(reply: msg.AnyReply) -> str:

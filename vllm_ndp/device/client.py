@@ -34,6 +34,7 @@ from vllm_ndp.device.calls import (
     ExecuteHandle,
     ExecuteResult,
     is_finite,
+    lie_of,
     named,
 )
 from vllm_ndp.device.process import DeviceProcess
@@ -198,7 +199,7 @@ class DeviceClient:
         if len(self._handles) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
         now = time.monotonic()
-        handle = ExecuteHandle(self._next_id(), self._active.epoch, x, now + self._deadline_s)
+        handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + self._deadline_s)
         if not self._up or self._pid != os.getpid():
             self.poll()
         if not self._up:
@@ -275,7 +276,7 @@ class DeviceClient:
         if not self._transport.send(codec.encode(hello)):
             return False
         self._doubts_memory = False
-        self._control = ControlCall(hello.id, "Hello", time.monotonic() + GREETING_S)
+        self._control = ControlCall(hello.id, "Hello", msg.Welcome, time.monotonic() + GREETING_S)
         return True
 
     def _accept(self, transport: ClientTransport, frames: Frames) -> None:
@@ -308,6 +309,10 @@ class DeviceClient:
                 f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {named(reply)}"
             )
             raise handle.failure
+        assert self.welcome is not None
+        if lie := lie_of(reply.timing, handle.submit_ps, self.welcome.config_hash):
+            handle.failure = RemoteProtocolError(f"a result came with a simulated time {lie}")
+            raise handle.failure
         if not np.isfinite(y).all() and is_finite(handle.x):
             handle.failure = RemoteProtocolError("the result is not finite though the input is")
             self.counters.nonfinite += 1
@@ -322,14 +327,15 @@ class DeviceClient:
         self._control = None
         if isinstance(reply, msg.Refusal):
             raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
-        control.reply = reply
         plan = control.plan
-        if not isinstance(reply, msg.Welcome) if plan is None else getattr(reply, "epoch", None) != plan.epoch:
+        if type(reply) is not control.expects or (plan is not None and getattr(reply, "epoch", None) != plan.epoch):
             raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
         if plan is not None and isinstance(reply, msg.PlanInstalled):
-            if tensors["missing"].shape != plan.replicas.shape:
+            missing = tensors["missing"]
+            if missing.shape != plan.replicas.shape or (missing & ~plan.replicas).any():
                 raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
-            plan.missing = tensors["missing"].copy()
+            plan.missing = missing.copy()
+        control.reply = reply
         if self._up:
             return
         if isinstance(reply, msg.Welcome):
@@ -357,7 +363,8 @@ class DeviceClient:
     def _begin(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall:
         """Send a control request."""
         asked = f"{type(message).__name__} of epoch {plan.epoch}"
-        control = self._control = ControlCall(message.id, asked, time.monotonic() + self._control_s, plan)
+        expects = msg.PlanInstalled if isinstance(message, msg.InstallPlan) else msg.PlanActivated
+        control = self._control = ControlCall(message.id, asked, expects, time.monotonic() + self._control_s, plan)
         tensors = {"replicas": plan.replicas} if isinstance(message, msg.InstallPlan) else None
         self._send(codec.encode(message, tensors))
         return control

@@ -23,7 +23,15 @@ from ndp_device.errors import DeviceUnavailable
 
 MAX_LOG_BYTES = 1 << 20
 _PREFIX, _OWNER = "ndp-", "owner"
+_ENVIRONMENT = (
+    *("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PATH", "TMPDIR", "TZ", "USER"),
+    *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
+)
+_ENVIRONMENT_PREFIXES = ("LC_", "NDP_", "PYTHON", "ASAN_", "UBSAN_")
+"""What a device sees of our environment; the engine's holds tokens and keys that are none of its business."""
+
 RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
+_LISTENS_WITHIN_S = 10.0
 
 
 class DeviceProcess:
@@ -108,8 +116,17 @@ class DeviceProcess:
         Half a second must pass between two starts, twice as long after each, up to half a minute.
         """
         now = time.monotonic()
-        if self.poll() is None or now < self._next_spawn_s:
+        if now < self._next_spawn_s:
             return False
+        if self.poll() is None:
+            if (self.directory / "device").exists() or now < self._spawned_s + _LISTENS_WITHIN_S:
+                return False
+            self._process.kill()  # somebody cleaned up behind it: no host can reach it any more
+            self._process.wait()
+        if not (self.directory / _OWNER).exists():
+            self._finalizer.detach()
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._finalizer = weakref.finalize(self, _release, self.directory, _claim(self.directory))
         self._close_output()
         self._process = self._start()
         return True
@@ -140,6 +157,7 @@ class DeviceProcess:
         self._next_spawn_s = now + self._respawn_s
         self._respawn_s = min(2 * self._respawn_s, RESPAWN_LAST_S)
         self.num_spawned += 1
+        self._spawned_s = now
         small_enough = self.log_path.exists() and self.log_path.stat().st_size < MAX_LOG_BYTES
         with self.log_path.open("ab" if small_enough else "wb") as log:
             return subprocess.Popen(
@@ -147,6 +165,7 @@ class DeviceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the host, which then ends its device in order
             )
 
@@ -161,11 +180,24 @@ def _private_directory() -> tuple[Path, int]:
     usable = bool(runtime) and os.access(runtime, os.W_OK | os.X_OK)
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=runtime if usable else None))
     _remove_abandoned(directory.parent)
+    return directory, _claim(directory)
+
+
+def _claim(directory: Path) -> int:
+    """The lock on a directory, held as long as its descriptor is open."""
     unnamed = directory / f"{_OWNER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     unnamed.rename(directory / _OWNER)  # nobody ever sees it unlocked
-    return directory, lock
+    return lock
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+    }
 
 
 def _remove_abandoned(parent: Path) -> None:

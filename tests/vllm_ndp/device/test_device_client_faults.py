@@ -6,7 +6,9 @@ Every answer is compared with the reference kernel to the bit; a call that gets 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -338,3 +340,29 @@ def test_the_next_host_removes_what_a_killed_one_left_and_nothing_that_is_in_use
     finally:
         hosts[1].kill()
         hosts[1].wait()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_device_whose_private_directory_was_cleaned_away_starts_again(rig: Rig, killed: bool) -> None:
+    """A cleaner of /tmp: the path is gone, with or without the process that listened there."""
+    rig.until_served(0)
+    rig.process._spawned_s -= device_process._LISTENS_WITHIN_S  # long enough ago to have made its socket
+    shutil.rmtree(rig.process.directory)
+    if killed:
+        os.kill(rig.process.pid, signal.SIGKILL)
+    rig.client._fail(DeviceUnavailable("the test says so"))
+    rig.until_served(1)
+    assert stat.S_IMODE(rig.process.directory.stat().st_mode) == 0o700
+    assert (rig.process.directory / "owner").exists()
+
+
+def test_a_device_sees_nothing_of_the_engines_environment_but_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a secret")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+    rig = Rig()
+    try:
+        environment = Path(f"/proc/{rig.process.pid}/environ").read_bytes()
+        assert b"a secret" not in environment
+        assert b"PATH=" in environment
+    finally:
+        rig.close()
