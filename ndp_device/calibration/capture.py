@@ -79,12 +79,21 @@ def load_model(model_dir: Path, device: torch.device) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
 
 
+def expert_modules(model: Any) -> list[Any]:
+    """The modules that hold the experts of one layer each, in the order of the layers.
+
+    transformers marks them, whatever the family: it may distribute them. Llama-4's are not, and take other arguments.
+    """
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
 def capture(model: Any, token_ids: Tensor, layers: range) -> dict[int, tuple[RoutedInputs, RoutedInputs]]:
     """Run the model over all sequences: per layer (inputs for the solver, inputs held out), on the CPU."""
-    modules = [module for module in model.modules() if type(module).__name__ == "MixtralExperts"]
+    modules = expert_modules(model)
     if len(modules) <= layers.stop - 1:
         raise ConfigError(
-            f"{type(model).__name__} has {len(modules)} layers of experts we can hook, wanted {layers.stop}"
+            f"{type(model).__name__} has {len(modules)} layers of experts we can hook, wanted {layers.stop}: "
+            "its replicas can be made from the weights alone, without a calibration file"
         )
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 

@@ -1,0 +1,97 @@
+"""What the checkpoint reader takes for an expert is what transformers computes with, for every family; no vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+pytestmark = pytest.mark.slow
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from ndp_device.calibration.build import build_calibrated  # noqa: E402
+from ndp_device.calibration.capture import expert_modules  # noqa: E402
+from ndp_device.errors import ConfigError  # noqa: E402
+from ndp_device.kernels import load_kernel  # noqa: E402
+from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
+from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
+
+MAKER = ROOT / "benchmarks" / "make_family_models.py"
+SEEN_ELSEWHERE = ("llama4", "nemotron_h", "jamba")
+"""Llama-4's experts take other arguments, Nemotron-H has no gate, Jamba's Mamba layers need a kernel."""
+
+
+def _maker() -> Any:
+    spec = importlib.util.spec_from_file_location("make_family_models", MAKER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+MAKE = _maker()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("family", [name for name in MAKE.FAMILIES if name not in SEEN_ELSEWHERE])
+def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Path, family: str) -> None:
+    """Sum over a row's experts, by the reference kernel, against the output of transformers' own module."""
+    directory = MAKE.make(family, models)
+    checkpoint, kernel = CheckpointExperts(directory), load_kernel("reference")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    modules, seen = expert_modules(model), []
+    assert len(modules) == checkpoint.shape.num_layers
+    for module in modules:
+        module.register_forward_hook(
+            lambda _, args, kwargs, out: seen.append(((*args, *kwargs.values()), out)), with_kwargs=True
+        )
+    with torch.inference_mode():
+        model(input_ids=torch.arange(5, 17)[None], use_cache=False)
+    for layer, ((hidden, ids, weights), out) in enumerate(seen):
+        x, ids, weights = hidden.reshape(-1, hidden.shape[-1]).numpy(), ids.numpy(), weights.float().numpy()
+        assert ids.shape[1] == checkpoint.shape.top_k
+        used, index = np.unique(ids, return_inverse=True)
+        prepared = [kernel.prepare(checkpoint.expert(layer, int(expert))) for expert in used]
+        rows = np.repeat(np.arange(len(x), dtype=np.int32), ids.shape[1])
+        got = kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), weights.reshape(-1))
+        wanted = out.reshape(x.shape).numpy()
+        assert np.abs(got - wanted).max() < 2e-5 * np.abs(wanted).max(), f"MoE layer {layer}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_family_is_calibrated_from_text(models: Path, tmp_path: Path, family: str) -> None:
+    """With a dense layer among the others, and with biases whose order the solver changes with the rows'."""
+    directory = MAKE.make(family, models)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{n}(line):\n    return line.split({n})\n" for n in range(400)))
+    out = tmp_path / "replicas"
+    build_calibrated(directory, out, text, num_sequences=16, sequence_length=64, show_progress=False)
+    files, checkpoint = ReplicaFiles(out), CheckpointExperts(directory)
+    assert len(files.manifest.layers) == checkpoint.shape.num_layers
+    relative = np.stack([files.layer_losses(layer)[1] for layer in files.manifest.layers])
+    assert relative[..., 3].mean() < 0.1 * relative[..., 0].mean()
+    kernel, x = load_kernel("reference"), np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    for expert in range(3):
+        full, replica = (kernel.prepare(e) for e in (checkpoint.expert(1, expert), files.expert(1, expert, 4)))
+        error = np.linalg.norm(replica.rows(x) - full.rows(x)) / np.linalg.norm(full.rows(x))
+        assert error < 0.5, "the replica computes another expert"
+
+
+def test_a_family_whose_experts_cannot_be_hooked_is_refused_for_calibration(models: Path, tmp_path: Path) -> None:
+    directory = MAKE.make("llama4", models)
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 2000)
+    with pytest.raises(ConfigError, match="has 0 layers of experts we can hook"):
+        build_calibrated(directory, tmp_path / "out", text, num_sequences=8, sequence_length=64, show_progress=False)
