@@ -14,7 +14,7 @@ from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
-from vllm_ndp.replay.vectorised.loads import add_up
+from vllm_ndp.replay.vectorised.loads import add_up, sums_after, sums_before
 from vllm_ndp.replay.vectorised.outcome import PS_PER_S, Outcome
 from vllm_ndp.simulation.costs import Costs
 
@@ -33,7 +33,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
     warm_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     activation_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * ACTIVATION_RATIO
-    cold_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes * COLD_BITS / 16, cpu.cxl_bytes_per_s)
+    cold_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes * COLD_BITS / FULL_PRECISION_BITS, cpu.cxl_bytes_per_s)
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
     loaded = gpu_pairs = warm_pairs = cold_pairs = 0
@@ -44,10 +44,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         missing = np.take_along_axis(np.where(is_hot, 0, rows), order, axis=3)
         is_warm = np.take_along_axis(tier == WARM, order, axis=3)
         host = np.where(is_warm, warm_ps[missing], cold_ps[missing])
-        zero = np.zeros((*rows.shape[:3], 1))
         here = add_up(gpu[np.where(is_hot, rows, 0)])[..., None]
-        copies = np.concatenate([zero, np.cumsum(np.where(missing > 0, fetch + gpu[missing], 0.0), axis=3)], axis=3)
-        rest = np.concatenate([host[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)
+        copies = sums_before(np.where(missing > 0, fetch + gpu[missing], 0.0))
+        rest = sums_after(host)
         total = np.maximum(here + copies, rest)
         chosen = total.argmin(axis=3)[..., None]
         moe[:, part] = np.take_along_axis(total, chosen, 3)[..., 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
@@ -49,7 +50,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         resident=resident,
         fetched_experts=fetched,
         hot_pairs=hit_pairs,
-        cold_bits=16.0 * cpu_pairs,
+        cold_bits=float(FULL_PRECISION_BITS * cpu_pairs),
         cold_pairs=cpu_pairs,
     )
 

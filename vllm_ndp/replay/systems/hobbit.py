@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.timing.units import ceil_div
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
@@ -45,7 +46,7 @@ def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     t1 = options.number("t1", T1, 0.0, 1.0)
     t2 = options.number("t2", max(T2, t1), t1, 1.0)
-    per_place = 16 // LOW_BITS
+    per_place = FULL_PRECISION_BITS // LOW_BITS
     places = options.budget.num_hot
     low_slots = options.whole("low_slots", min(places, 1) * per_place, 0, places * per_place)
     high_slots = places - ceil_div(low_slots, per_place)
@@ -60,8 +61,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     wanted = (low > 0) & ~there
     low_hit = visits(loads.with_rows(np.where(wanted, low, 0)), low_start, low_slots, PRIORITY).hit
     high_misses, low_misses = add_up((high > 0) & ~high_hit), add_up(wanted & ~low_hit)
-    compute = add_up(gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / 16, gpu[low]))
-    low_bytes = costs.shape.expert_bytes * LOW_BITS // 16
+    compute = add_up(gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / FULL_PRECISION_BITS, gpu[low]))
+    low_bytes = costs.shape.expert_bytes * LOW_BITS // FULL_PRECISION_BITS
     fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
     hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))
     executed = np.broadcast_to(batches.pairs, batches.ids.shape)

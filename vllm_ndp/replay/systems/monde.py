@@ -13,6 +13,7 @@ from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_prompts
+from vllm_ndp.replay.vectorised.loads import sums_after, sums_before
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
@@ -44,15 +45,13 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         active = (ranked > 0).sum(axis=3)
         span = ranked.shape[3]
         zero = np.zeros((*ranked.shape[:3], 1))
-        cost = device[ranked]
-        rest = np.concatenate([cost[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3)  # [.., h]: all after h
-        left = np.concatenate([ranked[..., ::-1].cumsum(axis=3)[..., ::-1], zero], axis=3).astype(np.int64)
+        rest, left = sums_after(device[ranked]), sums_after(ranked)
         rows = np.minimum(left, batches.rows[:, part, None, None])
         device_ps = np.where(rest > 0, rest + costs.device_fill_ps + links[rows, left], 0.0)
         # Copies run ahead of compute: the GPU ends with the last copy and its expert.
         copies = fetch * np.minimum(np.arange(span + 1), active[..., None])
         gpu_ps = copies + np.concatenate([zero, gpu[ranked]], axis=3)
-        compute = np.concatenate([zero, np.cumsum(gpu[ranked], axis=3)], axis=3)
+        compute = sums_before(gpu[ranked])
         if rounding == "cost":
             chosen = np.maximum(gpu_ps, device_ps).argmin(axis=3)
         else:

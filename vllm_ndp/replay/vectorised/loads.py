@@ -31,6 +31,16 @@ def add_up(values: NDArray[Any]) -> NDArray[Any]:
     return total
 
 
+def sums_before(values: NDArray[Any]) -> NDArray[Any]:
+    """[..., S] -> [..., S + 1]: at h the sum of the first h."""
+    return np.concatenate([np.zeros_like(values[..., :1]), values.cumsum(axis=-1)], axis=-1)
+
+
+def sums_after(values: NDArray[Any]) -> NDArray[Any]:
+    """[..., S] -> [..., S + 1]: at h the sum of all but the first h."""
+    return sums_before(values[..., ::-1])[..., ::-1]
+
+
 @dataclass(frozen=True)
 class Loads:
     """G groups, D steps, L layers; slots that are left over have 0 rows, of expert 0."""
