@@ -68,9 +68,9 @@ def run_engine(arguments: argparse.Namespace, address: str) -> Spans:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    from vllm_ndp.integration.dispatch import LayerDispatch
+    from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
     from vllm_ndp.integration.hot_slots import CpuSlotKernel
-    from vllm_ndp.integration.step import DeviceCall, StepContext
+    from vllm_ndp.integration.moe_layer import MoELayer
 
     settings: dict[str, Any] = {"device": address, "hot_experts": arguments.hot_experts, "avg_bits": arguments.avg_bits}
     settings |= {"execution": "paper"} | ({"replicas": str(arguments.replicas)} if arguments.replicas else {})
@@ -89,10 +89,10 @@ def run_engine(arguments: argparse.Namespace, address: str) -> Spans:
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     spans: Spans = []
     for owner, method, name in (
-        (LayerDispatch, "forward", "layer"),
-        (StepContext, "send", "send"),
+        (MoELayer, "forward", "layer"),
+        (DeviceLink, "submit", "send"),
         (CpuSlotKernel, "fused", "hot experts"),
-        (DeviceCall, "add_into", "wait and add"),
+        (DeviceCall, "result", "wait"),
     ):
         setattr(owner, method, timed(spans, name, getattr(owner, method)))
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)

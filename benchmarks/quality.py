@@ -193,7 +193,9 @@ def plan_bits(
 ) -> NDArray[np.uint8]:
     """[L, E], 0 where hot: what the policy decides for one sequence."""
     rule, loss = SELECTORS[cell.selector]
-    policy = load_policy("prefill" if cell.source == "oracle" else cell.source, PolicySettings(bits=rule, prior=prior))
+    policy = load_policy(
+        "prefill" if cell.source == "oracle" else cell.source, PolicySettings(bit_rule=rule, prior=prior)
+    )
     budget = Budget(cell.hot_experts, cell.avg_bits)
     score = policy.score(decode if cell.source == "oracle" else prompt)
     placement = policy.place([score], None, budget)

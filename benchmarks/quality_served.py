@@ -114,7 +114,12 @@ def main() -> None:
     for text in arguments.cells:
         avg_bits, hot_experts, gain = text.split(":")
         cell = Cell(float(avg_bits), int(hot_experts), gain, "prefill")
-        settings = {"avg_bits": cell.avg_bits, "hot_experts": cell.hot_experts, "gain": gain, "replicas": str(replicas)}
+        settings = {
+            "avg_bits": cell.avg_bits,
+            "hot_experts": cell.hot_experts,
+            "bit_rule": gain,
+            "replicas": str(replicas),
+        }
         served, totals = served_nll(sequences, settings)
         harness = harness_nll(model, sequences, cell, replicas)
         row = {

@@ -7,23 +7,32 @@ Knows names, ranges and defaults. Does not know vLLM, the model or the device.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError
 from ndp_device.widths import WIDTHS
+from vllm_ndp.planning.bitwidths import GAINS, LossTable
 from vllm_ndp.planning.importance import BITS_FOR
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.replanner import PlannerRules
 
 EMBEDDED = "embedded"
-DEFAULT_SPILL_BITS = 3
 MAX_DEADLINE_MS = 3_600_000.0
+DEFAULT_OFFLOAD_BITS = 3
+RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
+"""Settings by their older names, which stay accepted."""
+RENAMED_OPTIONS = {"bits": "bit_rule"}
+"""The same inside `policy_options`."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "migration": ("kept", "difference"),
     "bits_for": BITS_FOR,
-    "gain": ("importance", "mse"),
+    "bit_rule": GAINS,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
@@ -44,9 +53,9 @@ class NdpSettings:
     cold_precision: str = "quantized"
     """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
     execution: str = "auto"
-    """Decode on hot experts: `paper` always on the GPU; `balanced` on the device at `spill_bits` where that shortens a
-    layer's simulated time; `auto` is balanced, except where nothing is quantized."""
-    spill_bits: int | None = None
+    """Decode on hot experts: `paper` always on the GPU; `balanced` on the device at `offload_bits` where that
+    shortens a layer's simulated time; `auto` is balanced, except where nothing is quantized."""
+    offload_bits: int | None = None
     """Bits of a hot expert while it runs on the device; None = 3."""
     migration: str = "kept"
     """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
@@ -56,8 +65,8 @@ class NdpSettings:
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     alpha: float = 0.5
     """Weight of counts against router scores in the importance (paper: 0.5)."""
-    gain: str = "importance"
-    """Selector gain: loss reduction weighted by `importance`, or as published (`mse`)."""
+    bit_rule: str = "importance"
+    """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`)."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     device: str = EMBEDDED
@@ -99,11 +108,11 @@ class NdpSettings:
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
                 "drop one of the two"
             )
-        if self.spill_bits is not None and self.spill_bits not in WIDTHS:
-            raise ConfigError(f"ndp setting 'spill_bits' must be 1, 2, 3 or 4, got {self.spill_bits}")
-        if self.spill_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
+        if self.offload_bits is not None and self.offload_bits not in WIDTHS:
+            raise ConfigError(f"ndp setting 'offload_bits' must be 1, 2, 3 or 4, got {self.offload_bits}")
+        if self.offload_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
             raise ConfigError(
-                f"ndp setting 'spill_bits' has no effect with execution {self.execution!r} and cold_precision "
+                f"ndp setting 'offload_bits' has no effect with execution {self.execution!r} and cold_precision "
                 f"{self.cold_precision!r}: drop it, or use execution 'balanced' with quantized cold experts"
             )
         if not 0 < self.deadline_ms <= MAX_DEADLINE_MS:
@@ -120,7 +129,7 @@ class NdpSettings:
                 f"drop it, and start that device with --prepare {self.prepare}"
             )
 
-    def resolve_spill_bits(self, num_experts: int) -> int:
+    def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
 
         Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
@@ -132,18 +141,41 @@ class NdpSettings:
                 f"ndp setting 'execution' is 'balanced', which needs quantized cold experts and some hot ones; "
                 f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot: use 'auto'"
             )
-        return (self.spill_bits or DEFAULT_SPILL_BITS) if possible and self.execution != "paper" else 0
+        return (self.offload_bits or DEFAULT_OFFLOAD_BITS) if possible and self.execution != "paper" else 0
+
+    def make_policy(self) -> Policy:
+        """The placement policy these settings name. Raises ConfigError for options it does not have."""
+        options = _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None)
+        known = {field.name for field in fields(PolicySettings)}
+        if unknown := sorted(set(options) - known):
+            raise ConfigError(
+                f"ndp setting 'policy_options' has no {unknown[0]!r}: known are {', '.join(sorted(known))}"
+            )
+        if isinstance(options.get("prior"), str):
+            options["prior"] = read_prior(Path(options["prior"]))
+        return load_policy(self.policy, PolicySettings(**{"alpha": self.alpha, "bit_rule": self.bit_rule, **options}))
+
+    def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
+        """How plans are made under these settings, live and when a recorded run is replayed."""
+        return PlannerRules(
+            policy=self.make_policy(),
+            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits),
+            loss=losses,
+            bits_for=self.bits_for,
+            keeps_streamed=self.migration == "kept",
+            full_precision=self.cold_precision == "full",
+        )
 
     @classmethod
-    def from_mapping(cls, raw: object) -> NdpSettings:
-        """Check names and types. Raises ConfigError naming the nearest known key."""
+    def from_mapping(cls, raw: object, notice: Callable[[str], None] = lambda _: None) -> NdpSettings:
+        """Check names and types. Raises ConfigError naming the nearest known key; `notice` hears of older names."""
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in raw.items():
+        for name, value in _with_new_names(raw, RENAMED, notice).items():
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
@@ -160,6 +192,19 @@ class NdpSettings:
                 f"ndp setting 'hot_experts' is {self.hot_experts}, the model has only {num_experts} experts per layer"
             )
         return self.hot_experts
+
+
+def _with_new_names(
+    raw: Mapping[str, Any], renamed: Mapping[str, str], notice: Callable[[str], None]
+) -> dict[str, Any]:
+    values = dict(raw)
+    for old, new in renamed.items():
+        if old in values:
+            if new in values:
+                raise ConfigError(f"ndp settings {old!r} and {new!r} are one setting: drop {old!r}")
+            notice(f"ndp setting {old!r} is called {new!r} now")
+            values[new] = values.pop(old)
+    return values
 
 
 def _typed(name: str, value: Any, wanted: str) -> Any:

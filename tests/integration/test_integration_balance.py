@@ -17,7 +17,7 @@ def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_expert
     common = {"avg_bits": 1.0, "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
     outputs, totals = {}, {}
     for name, settings in {
-        "spilled": {"hot_experts": 5, "spill_bits": 1},
+        "spilled": {"hot_experts": 5, "offload_bits": 1},
         "cold": {"hot_experts": 0},
         "paper": {"hot_experts": 5, "execution": "paper"},
     }.items():

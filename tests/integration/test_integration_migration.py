@@ -35,15 +35,15 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
 def assert_slots_hold_what_they_name() -> None:
     """Every slot against its expert, packed anew from the checkpoint; and the slots against the placement."""
     ours = controller.current_controller()
-    for layer in range(ours.pool_shape[0]):
-        slots = ours.slots(layer)
-        assert sorted(slots.expert_in) == np.flatnonzero(ours.planner.placement.hot[layer]).tolist()
+    for layer in range(ours.pool.shape.num_layers):
+        slots = ours.hot.layers[layer]
+        assert sorted(slots.expert_in) == np.flatnonzero(ours.planner.replanner.placement.hot[layer]).tolist()
         for slot, expert in enumerate(slots.expert_in):
             w13, w2 = slots.w13[slot : slot + 1].clone().zero_(), slots.w2[slot : slot + 1].clone().zero_()
             slots.kernel.load(w13, w2, 0, ours.pool.expert(layer, expert))
             assert w13.equal(slots.w13[slot : slot + 1])
             assert w2.equal(slots.w2[slot : slot + 1])
-            assert slots.slot_list[expert] == slot == int(slots.slot_of[expert])
+            assert slots.expert_map_list[expert] == slot == int(slots.expert_map[expert])
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=["one-chunk", "chunks"])

@@ -48,6 +48,13 @@ def route(num_rows, generator):  # type: ignore[no-untyped-def]
     return (weights / weights.sum(1, keepdim=True)).float(), ids.to(torch.int32)
 
 
+def hot_pairs(slots, weights, ids):  # type: ignore[no-untyped-def]
+    """The pairs of these rows that lie in the slots, as a layer gives them."""
+    from vllm_ndp.integration.pairs import split_arrays
+
+    return split_arrays(slots.expert_map, ids, weights, (ids[:, 0] >= 0).numpy()).hot
+
+
 def by_hand(x, weights, ids, experts, hot):  # type: ignore[no-untyped-def]
     """fp64, one pair at a time, cold pairs left out."""
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -71,7 +78,7 @@ def test_hot_slots_give_the_gate_weighted_sum_of_hot_pairs_only(parts, dtype, nu
         slots = slots_for(hot)
         x = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
         weights, ids = route(num_rows, generator)
-        got = slots.run(x, weights, slots.slot_of[ids]).double()
+        got = slots.run(x, hot_pairs(slots, weights, ids)).double()
         want = by_hand(x, weights, ids, experts, set(hot))
         scale = want.abs().max().clamp_min(1e-9)
         assert (got - want).abs().max() / scale < (2e-6 if dtype == torch.float32 else 1.2e-2)
@@ -93,7 +100,7 @@ def test_all_hot_is_bit_equal_to_vllms_call_over_all_experts(parts) -> None:  # 
         weights, ids = route(num_rows, generator)
         stock = torch.empty_like(x)
         cpu_fused_moe(stock, x, *packed, None, None, weights.clone(), ids, "silu", slots.kernel.isa, False)
-        assert torch.equal(slots.run(x, weights, slots.slot_of[ids]), stock)
+        assert torch.equal(slots.run(x, hot_pairs(slots, weights, ids)), stock)
 
 
 def test_a_foreign_experts_overflow_does_not_reach_a_row_without_hot_pairs(parts) -> None:  # type: ignore[no-untyped-def]
@@ -104,17 +111,17 @@ def test_a_foreign_experts_overflow_does_not_reach_a_row_without_hot_pairs(parts
     x = torch.ones(2, HIDDEN).half()
     weights = torch.full((2, TOP_K), 0.5)
     ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    assert not slots.run(x, weights, slots.slot_of[ids])[1].any()
+    assert not slots.run(x, hot_pairs(slots, weights, ids))[1].any()
 
 
 def test_migration_replaces_an_expert_and_forgets_the_old_one(parts) -> None:  # type: ignore[no-untyped-def]
     experts, slots_for = parts(torch.float32)
     slots = slots_for([2, 4])
     slots.migrate(0, 6, fill_with(slots.kernel, experts[6]))
-    assert slots.slot_of.tolist() == [-1, -1, -1, -1, 1, -1, 0, -1]
+    assert slots.expert_map.tolist() == [-1, -1, -1, -1, 1, -1, 0, -1]
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     weights, ids = torch.full((3, TOP_K), 0.5), torch.tensor([[6, 2], [4, 6], [2, 0]], dtype=torch.int32)
-    got = slots.run(x, weights, slots.slot_of[ids]).double()
+    got = slots.run(x, hot_pairs(slots, weights, ids)).double()
     torch.testing.assert_close(got, by_hand(x, weights, ids, experts, {4, 6}), rtol=1e-5, atol=1e-6)
 
 
@@ -122,7 +129,7 @@ def test_no_slots_at_all_computes_nothing(parts) -> None:  # type: ignore[no-unt
     _, slots_for = parts(torch.float32)
     slots = slots_for([])
     weights, ids = torch.full((2, TOP_K), 0.5), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    assert not slots.run(torch.ones(2, HIDDEN), weights, slots.slot_of[ids]).any()
+    assert not slots.run(torch.ones(2, HIDDEN), hot_pairs(slots, weights, ids)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -132,9 +139,9 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from engines import MODEL
 
     from ndp_device.errors import ConfigError
-    from vllm_ndp.integration.dispatch import Pairs
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots
+    from vllm_ndp.integration.pairs import Pairs
     from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
 
     pool = ExpertsPool(MODEL)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from engines import MODEL, PATIENT_DEADLINE_MS, engine
 
+from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.policies import POLICIES, ScoredPolicy
 from vllm_ndp.planning.stats import RoutingStats
 
 pytestmark = pytest.mark.vllm
@@ -29,13 +31,28 @@ SEEN: list[RoutingStats] = []
 """What the policy was given, in the order in which prefills ended."""
 
 
+class Noting(ScoredPolicy):
+    """The paper's policy, which notes what it is given of whole prompts (not of one layer: that is a prediction)."""
+
+    def score(self, stats: RoutingStats) -> ImportanceScore:
+        if stats.num_layers > 1:
+            SEEN.append(stats)
+        return super().score(stats)
+
+
 @pytest.fixture(scope="module")
 def llm():  # type: ignore[no-untyped-def]
-    from vllm_ndp.integration.controller import current_controller
-
+    POLICIES["noting"] = lambda told: Noting("noting", lambda stats, _: importance(stats), told)
     with engine(
         quantization="ndp",
-        additional_config={"ndp": {"cold_precision": "full", "hot_experts": 3, "deadline_ms": PATIENT_DEADLINE_MS}},
+        additional_config={
+            "ndp": {
+                "cold_precision": "full",
+                "hot_experts": 3,
+                "policy": "noting",
+                "deadline_ms": PATIENT_DEADLINE_MS,
+            }
+        },
         dtype="float32",
         max_num_batched_tokens=48,
         max_num_seqs=6,
@@ -44,15 +61,8 @@ def llm():  # type: ignore[no-untyped-def]
         kv_cache_memory_bytes=20 * 32 * 2048,  # 20 blocks of 32 tokens; the batch needs about 30
         enable_prefix_caching=True,
     ) as made:
-        planner = current_controller().planner
-        gather = planner.stats
-
-        def noted(request):  # type: ignore[no-untyped-def]
-            SEEN.append(gather(request))
-            return SEEN[-1]
-
-        planner.stats = noted  # type: ignore[method-assign]
         yield made
+    del POLICIES["noting"]
 
 
 @pytest.fixture(scope="module")

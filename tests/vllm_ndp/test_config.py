@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,9 @@ from paths import ROOT
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.replanner import Replanner
 
 NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
 
@@ -71,11 +75,11 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("deadline_ms", 1e308, "at most 3600000"),
         ("deadline_ms", float("nan"), "positive"),
         ("deadline_ms", float("inf"), "at most 3600000"),
-        ("spill_bits", 5, "1, 2, 3 or 4"),
+        ("offload_bits", 5, "1, 2, 3 or 4"),
         ("prepare", "always", "idle, asked"),
         ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
-        ("gain", "mean", "importance, mse"),
+        ("bit_rule", "mean", "importance, mse"),
         ("fallback", "none", "full, same"),
         ("kernel", "cuda", "auto, reference, native"),
         ("device", "udp://127.0.0.1:9", "ipc:// or tcp://"),
@@ -151,31 +155,33 @@ def test_replicas_that_would_not_be_used_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("settings", "spill_bits"),
+    ("settings", "offload_bits"),
     [
         ({}, 3),
-        ({"execution": "balanced", "spill_bits": 2}, 2),
-        ({"spill_bits": 1}, 1),
+        ({"execution": "balanced", "offload_bits": 2}, 2),
+        ({"offload_bits": 1}, 1),
         ({"execution": "paper"}, 0),
         ({"cold_precision": "full"}, 0),
         ({"hot_experts": 8}, 0),
         ({"hot_experts": 0}, 0),
     ],
 )
-def test_hot_experts_may_run_on_the_device_unless_the_paper_is_asked_for_or_nothing_is_quantized(settings, spill_bits):
-    assert NdpSettings(**settings).resolve_spill_bits(8) == spill_bits
+def test_hot_experts_may_run_on_the_device_unless_the_paper_is_asked_for_or_nothing_is_quantized(
+    settings, offload_bits
+):
+    assert NdpSettings(**settings).resolve_offload_bits(8) == offload_bits
 
 
 @pytest.mark.parametrize("settings", [{"cold_precision": "full"}, {"hot_experts": 8}, {"hot_experts": 0}])
 def test_balanced_execution_that_could_never_happen_is_refused(settings):
     with pytest.raises(ConfigError, match="'execution' is 'balanced', which needs quantized cold experts"):
-        NdpSettings(execution="balanced", **settings).resolve_spill_bits(8)
+        NdpSettings(execution="balanced", **settings).resolve_offload_bits(8)
 
 
 @pytest.mark.parametrize("settings", [{"cold_precision": "full"}, {"execution": "paper"}])
-def test_spill_bits_without_spilling_are_refused(settings):
-    with pytest.raises(ConfigError, match="'spill_bits' has no effect"):
-        NdpSettings(spill_bits=2, **settings)
+def test_offload_bits_without_spilling_are_refused(settings):
+    with pytest.raises(ConfigError, match="'offload_bits' has no effect"):
+        NdpSettings(offload_bits=2, **settings)
 
 
 def test_a_running_device_is_not_told_when_to_prepare():
@@ -188,3 +194,24 @@ def test_the_documented_settings_are_the_ones_that_exist():
     table = page.partition("| setting | default | effect |")[2].partition("\n\n")[0]
     documented = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(documented) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(("old", "new", "value"), [("gain", "bit_rule", "mse"), ("spill_bits", "offload_bits", 2)])
+def test_a_setting_by_its_older_name_is_taken_with_a_notice(old, new, value):
+    heard: list[str] = []
+    settings = NdpSettings.from_mapping({old: value}, notice=heard.append)
+    assert getattr(settings, new) == value
+    assert heard == [f"ndp setting {old!r} is called {new!r} now"]
+    with pytest.raises(ConfigError, match="are one setting"):
+        NdpSettings.from_mapping({old: value, new: value})
+
+
+def test_the_identity_mode_plans_full_precision_whatever_bit_rule_the_options_name():
+    """Live and replay read the rule from here: once replay let the option win, and their simulated times differed."""
+    options = {"bits": "uniform"}  # the older name, as traces hold it
+    identity = NdpSettings(cold_precision="full", hot_experts=1, policy_options=options)
+    rules = identity.planner_rules(4, LossTable.nominal(2, 4))
+    assert rules.full_precision
+    planner = Replanner(rules, 2, 4)
+    plan = planner.replan({0: ImportanceScore.from_weights(np.ones((2, 4)))}).plans[0]
+    assert set(plan.bits.bits[~plan.placement.hot].tolist()) == {16}

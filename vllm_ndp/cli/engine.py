@@ -78,7 +78,7 @@ def record(
 
 def _integration(module: str) -> Any:
     try:
-        return importlib.import_module(f"vllm_ndp.integration.{module}")
+        return importlib.import_module(f"vllm_ndp.integration.commands.{module}")
     except ModuleNotFoundError as error:
         raise NdpError(
             f"this command needs vLLM, which cannot be imported ({error}): pip install 'vllm-ndp[cpu]' or '[cuda]'"

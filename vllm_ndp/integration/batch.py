@@ -1,7 +1,8 @@
 """Who owns which row of a step, and where each request stands. Mirrors vLLM's scheduler from its own messages.
 
 A row is prefill while its position lies inside the prompt, decode after it; so recomputing a preempted request repeats
-exactly what its first pass did. Knows scheduler messages and block tables; does not know experts.
+exactly what its first pass did. Knows scheduler messages, block tables and the order of vLLM's runner; does not know
+experts.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from vllm.forward_context import get_forward_context
 
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.plan import BitwidthPlan
+from vllm_ndp.planning.plan import Plan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrackedRequest:
-    """One running request. `score` and `bits` appear when its prefill has ended."""
+    """One running request. `score` appears when its prefill has ended, `plan` before the step after that."""
 
     request_id: str
     prompt_len: int
@@ -31,7 +34,7 @@ class TrackedRequest:
     num_output_tokens: int = 0
     prefilled: bool = False
     score: ImportanceScore | None = None
-    bits: BitwidthPlan | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,42 @@ class BatchRows:
         """(row, KV entry) pairs: each row attends to its own position and all before it."""
         return int(self.positions.sum()) + self.num_rows
 
-    def expected_slots(self, block_size: int) -> NDArray[np.int64]:
-        """The KV slot each row must write if we are right about who owns it."""
-        slots = np.empty(self.num_rows, dtype=np.int64)
-        row = 0
-        for span in self.spans:
-            table = np.asarray(span.request.blocks, dtype=np.int64)
-            positions = self.positions[row : row + span.num_tokens]
-            slots[row : row + span.num_tokens] = table[positions // block_size] * block_size + positions % block_size
-            row += span.num_tokens
-        return slots
+    def expected_slot_mapping(self, block_size: int) -> NDArray[np.int64]:
+        """The KV entry that each row must write if we are right about who owns it, [T]."""
+        parts = [
+            slot_mapping(span.request.blocks, self.positions[first : first + span.num_tokens], block_size)
+            for span, first in zip(self.spans, self.first_rows.tolist(), strict=True)
+        ]
+        return np.concatenate(parts)
+
+
+def slot_mapping(blocks: Sequence[int], positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """KV entries of a request's positions, from its block table."""
+    table = np.asarray(blocks, dtype=np.int64)
+    entries: NDArray[np.int64] = table[positions // block_size] * block_size + positions % block_size
+    return entries
+
+
+class RowLocator:
+    """Which row of the running forward pass belongs to whom; known only once vLLM's runner has ordered its batch."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.block_size = 0  # of the KV cache, when that exists
+        self.row_checks = 0
+        self.mismatches = 0
+
+    def locate(self, spans: dict[str, Span]) -> tuple[BatchRows, torch.Tensor]:
+        """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them."""
+        order = [request_id for request_id in self._runner.input_batch.req_ids if request_id in spans]
+        rows = BatchRows.of([spans[request_id] for request_id in order])
+        mapping = get_forward_context().slot_mapping
+        entries = next(iter(mapping.values()))[: rows.num_rows].to(torch.int64)
+        self.row_checks += 1
+        if not np.array_equal(entries.cpu().numpy(), rows.expected_slot_mapping(self.block_size)):
+            self.mismatches += 1
+            raise RuntimeError(
+                "the rows of this step do not belong to the requests vllm-ndp expected (KV slots differ): "
+                "this vLLM version orders its batch differently; see docs/compatibility.md"
+            )
+        return rows, entries

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,14 @@ from ndp_device.errors import ConfigError
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
-from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def say(message: str) -> None:
+    """Loud on purpose: what happens at start-up must be seen whatever the log level."""
+    print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:
@@ -30,7 +35,7 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
         return NdpSettings()
     if "ndp" not in additional:
         _refuse_misplaced(additional)
-    return NdpSettings.from_mapping(additional.get("ndp"))
+    return NdpSettings.from_mapping(additional.get("ndp"), notice=say)
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
@@ -49,16 +54,6 @@ def hardware_overrides(settings: NdpSettings) -> dict[str, Any]:
     if named := sorted({"pe_mode", "array.pe_mode"} & set(settings.hardware_overrides)):
         raise ConfigError(f"ndp setting 'hardware_overrides' must not hold {named[0]!r}: use the setting 'pe_mode'")
     return {**settings.hardware_overrides, "array.pe_mode": settings.pe_mode}
-
-
-def policy_of(settings: NdpSettings) -> Policy:
-    options = {"alpha": settings.alpha, "bits": settings.gain, **settings.policy_options}
-    known = {field.name for field in dataclasses.fields(PolicySettings)}
-    if unknown := sorted(set(options) - known):
-        raise ConfigError(f"ndp setting 'policy_options' has no {unknown[0]!r}: known are {', '.join(sorted(known))}")
-    if isinstance(options.get("prior"), str):
-        options["prior"] = read_prior(Path(options["prior"]))
-    return load_policy(settings.policy, PolicySettings(**options))
 
 
 def model_dir(vllm_config: VllmConfig) -> Path:
@@ -98,13 +93,23 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
     num_hot = settings.resolve_hot_experts(shape.num_experts)
-    settings.resolve_spill_bits(shape.num_experts)
+    settings.resolve_offload_bits(shape.num_experts)
     hardware_of(settings)
-    policy_of(settings)
+    settings.make_policy()
+    _refuse_ineffective_bit_rule(settings)
     if settings.replicas is not None and settings.cold_precision == "quantized" and num_hot < shape.num_experts:
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings
+
+
+def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
+    asked = {"bits", "bit_rule"} & set(settings.policy_options)
+    if settings.cold_precision == "full" and asked:
+        raise ConfigError(
+            f"ndp setting 'policy_options' holds {asked.pop()!r}, which has no effect with cold_precision 'full': "
+            "drop one of the two"
+        )
 
 
 def _asks_for_full_graphs(vllm_config: VllmConfig) -> bool:

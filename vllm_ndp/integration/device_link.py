@@ -1,31 +1,36 @@
-"""The engine's side of the device: start or find it, agree on the model, keep a local stand-in for when it is gone."""
+"""The device as this worker sees it: start or find it, agree on the model, install plans, submit layers, stand in.
+
+Knows the device client and the pairs of a layer. Does not know how plans are made, nor slots.
+"""
 
 from __future__ import annotations
 
-import sys
+import contextlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.kernels import load_kernel
 from ndp_device.model_shape import ModelShape
 from ndp_device.probe import Probe
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device.agreement import Agreement
+from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
+from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.pairs import Pairs, Split
+from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
-
-
-def say(message: str) -> None:
-    """Loud on purpose: what happens at start-up must be seen whatever the log level."""
-    print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
 
 def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
@@ -80,22 +85,63 @@ class LocalReplicas:
         rows: NDArray[np.int32],
         experts: NDArray[np.int64],
         bits: NDArray[np.uint8],
-        gates: NDArray[np.float32],
+        topk_weights: NDArray[np.float32],
     ) -> NDArray[np.float32]:
-        """Pairs of one layer, each with its bits -> gate-weighted partial sum f32 [T, H]."""
+        """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
         keys, index = np.unique(np.stack([experts, bits.astype(np.int64)]), axis=1, return_inverse=True)
         prepared = [self._store.get(layer, int(expert), int(width)) for expert, width in keys.T]
-        return self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), gates)
+        return self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), topk_weights)
+
+
+@dataclass
+class DeviceCall:
+    """One message under way: the rows it covers, and the widths its pairs were asked at."""
+
+    layer: int
+    bits: NDArray[np.uint8]  # [P], of each pair
+    rows: NDArray[np.int64]  # rows of the step whose activations were sent
+    _client: DeviceClient
+    _handle: ExecuteHandle
+
+    def result(self) -> ExecuteResult | None:
+        """Wait for the answer, at most until the deadline; None if no valid one came."""
+        try:
+            return self._client.finish_execute(self._handle)
+        except DeviceUnavailable:
+            return None
+
+    def add(self, out: torch.Tensor, answer: ExecuteResult) -> None:
+        """Add the partial sums to the rows that were sent."""
+        partial = torch.from_numpy(answer.y)
+        if len(self.rows) == out.shape[0]:
+            out.add_(partial.to(out.device))
+        else:
+            index = torch.from_numpy(self.rows).to(out.device)
+            out.index_add_(0, index, partial.to(out.device, out.dtype))
+
+    def abandon(self) -> None:
+        """The step is lost: take the answer all the same, so that it does not count as under way any longer."""
+        self.result()
 
 
 class DeviceLink:
     """`client` speaks to the device; `process` is set when we started it; `served` is what plans are made from."""
 
     def __init__(
-        self, settings: NdpSettings, agreement: Agreement, model_dir: Path, digest: str, replicas: Path | None
+        self,
+        settings: NdpSettings,
+        agreement: Agreement,
+        model_dir: Path,
+        digest: str,
+        replicas: Path | None,
+        offload_bits: int,
     ) -> None:
+        """offload_bits: of hot experts that run on the device, 0 where none ever does."""
         self.process: DeviceProcess | None = None
         self.cores: list[int] = []
+        self.replicas = replicas
+        self.offload_bits = offload_bits
+        self._installing: int | None = None  # epoch whose plan is on its way
         address = settings.device
         if settings.device == EMBEDDED:
             self.cores = compat.device_cores()
@@ -117,9 +163,7 @@ class DeviceLink:
             self.served = accept(self.client.connect())
             with Probe(address) as probe:
                 self.description = probe.describe()
-            self.local_replicas = (
-                LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
-            )
+            self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
         except BaseException:
             self.close()  # nobody else knows the process we started
             raise
@@ -128,12 +172,93 @@ class DeviceLink:
     def pid(self) -> int | None:
         return None if self.process is None else self.process.pid
 
-    def check(self) -> None:
-        """Between steps: an embedded device that died is started again; the client finds it when it is ready."""
+    @property
+    def is_up(self) -> bool:
+        return self.client.state == "up"
+
+    def revive(self) -> None:
+        """Between steps: start an embedded device that died again; the client finds it when it is ready."""
         if self.process is not None and self.process.poll() is not None:
             self.process.respawn()
+
+    # -- plans ----------------------------------------------------------------------------------------------------
+
+    def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None:
+        """Announce what the plans of an epoch may ask for, without waiting. widths: masks [L, E]; hot [L, E]."""
+        if self.offload_bits:
+            widths[hot] |= FLAG_OF_BITS[self.offload_bits]
+        self._installing = epoch
+        with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
+            self.client.begin_install_plan(epoch, widths)
+
+    def wait_installed(self) -> None:
+        """Before the first message under a plan: wait until the device has prepared what the plan names."""
+        if self._installing is None:
+            return
+        epoch, self._installing = self._installing, None
+        with contextlib.suppress(DeviceUnavailable, DeviceError):
+            self.client.finish_install_plan()
+        self.client.activate_plan(epoch)
+        if self.client.missing:
+            layer, expert, bits = self.client.missing[0]
+            say(
+                f"the device cannot serve expert {expert} of layer {layer} at {bits} bits ({len(self.client.missing)} "
+                "missing), so layers that ask for them are computed here: rebuild the replicas with `vllm-ndp quantize`"
+            )
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def submit(self, step: Step, layer: int, x: torch.Tensor, split: Split) -> DeviceCall | None:
+        """Send the rows that have a pair for the device; waits for nothing but a new plan, and never fails."""
+        pairs = split.device
+        if not len(pairs.rows):
+            return None
+        self.wait_installed()
+        bits = step.bits_of(layer, pairs)
+        if split.offloaded:
+            bits[bits == 0] = self.offload_bits
+        begins = np.ones(len(pairs.rows), dtype=np.bool_)  # pairs come row by row
+        np.not_equal(pairs.rows[1:], pairs.rows[:-1], out=begins[1:])
+        sent, local = pairs.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
+        if len(sent) < x.shape[0]:
+            x = x.index_select(0, torch.from_numpy(sent).to(x.device))
+        handle = self.client.begin_execute(
+            layer,
+            step.number,
+            step.clock.now_ps,
+            _as_numpy(x),
+            local,
+            pairs.experts.astype(np.int32),
+            bits,
+            pairs.topk_weights,
+        )
+        return DeviceCall(layer, bits, sent, self.client, handle)
+
+    def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].
+
+        None: the settings ask for full precision instead, or the replicas cannot be read here either.
+        """
+        if self._local is None:
+            return None
+        activations = x.detach().float().cpu().numpy()
+        rows = pairs.rows.astype(np.int32)
+        try:
+            partial = self._local.execute(call.layer, activations, rows, pairs.experts, call.bits, pairs.topk_weights)
+        except ReplicaError as error:
+            say(f"{error}; computing in full precision instead")
+            return None
+        return torch.from_numpy(partial).to(x.device)
 
     def close(self) -> None:
         self.client.close()
         if self.process is not None:
             self.process.terminate()
+
+
+def _as_numpy(x: torch.Tensor) -> NDArray[Any]:
+    """float32 and float16 as they are; bfloat16, which numpy lacks, as uint16."""
+    host = x.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view(np.uint16)
+    return host.numpy()

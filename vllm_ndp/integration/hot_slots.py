@@ -1,14 +1,14 @@
 """K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts.
 
-A slot holds one expert; `slot_of[e]` says which, or -1. A cold pair costs nothing: on CPU its id is aliased to a slot
-the row reads anyway, with weight 0; on CUDA the kernel skips experts that the expert map marks -1.
-Knows kernels and layouts. Does not know requests, plans or the device.
+A hot slot holds one expert; `expert_map[e]` says which slot holds expert e, or -1. A cold pair costs nothing: on CPU
+its id is aliased to a slot the row reads anyway, with weight 0; on CUDA the kernel skips experts that the expert map
+marks -1. Knows kernels and layouts. Does not know requests, plans or the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.platforms import current_platform
@@ -20,6 +20,16 @@ ALIAS_PAIRS = 32
 """Up to this many pairs, aliasing beats gathering (docs/log/kernels.md); it is also bit-equal to the stock kernel."""
 _INT32_ELEMENTS = 2**31
 """The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
+
+
+class SlotPairs(NamedTuple):
+    """The pairs of one layer that run in hot slots."""
+
+    slots: torch.Tensor  # i32 [T, k], contiguous; -1 = the pair runs elsewhere
+    topk_weights: torch.Tensor  # f32 [T, k], contiguous
+    counts: list[int]  # pairs of each slot that is in use
+    idle_rows: list[int] | None = None
+    """Rows without a hot pair, where no slot is -1 because each pair that runs elsewhere is aliased with weight 0."""
 
 
 class SlotKernel(Protocol):
@@ -80,14 +90,30 @@ class CpuSlotKernel:
             return self._aliased(x, w13, w2, weights, slots, here)
         return self._gathered(x, w13, w2, weights, slots, here)
 
-    def _aliased(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
+    def _aliased(
+        self,
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        here: torch.Tensor,
+    ) -> torch.Tensor:
         own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
         alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
         out = self.fused(x, w13, w2, weights * here, torch.where(here, slots, alias))
         # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
         return out.masked_fill_(own < 0, 0)
 
-    def _gathered(self, x, w13, w2, weights, slots, here):  # type: ignore[no-untyped-def]
+    def _gathered(
+        self,
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        here: torch.Tensor,
+    ) -> torch.Tensor:
         rows, cols = here.nonzero(as_tuple=True)
         partial = self.fused(
             x.index_select(0, rows), w13, w2, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
@@ -159,12 +185,17 @@ class HotSlots:
         self.w13 = w13
         self.w2 = w2
         self.expert_in: list[int] = [-1] * w13.shape[0]
-        self.slot_of = torch.full((num_experts,), -1, dtype=torch.int32, device=w13.device)
-        self.slot_list = [-1] * num_experts  # the same on the host, for batches too small for tensor operations
+        self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=w13.device)
+        self.expert_map_list = [-1] * num_experts  # the same on the host, for few rows
 
     @property
     def num_bytes(self) -> int:
-        return self.w13.nbytes + self.w2.nbytes
+        return int(self.w13.nbytes + self.w2.nbytes)
+
+    @property
+    def takes_few_rows(self) -> bool:
+        """Whether aliased pairs of a few rows may be given as lists made on the host."""
+        return isinstance(self.kernel, CpuSlotKernel)
 
     def migrate(self, slot: int, expert: int, fill: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
         """Replace what `slot` holds by calling fill(w13, w2, slot).
@@ -179,10 +210,24 @@ class HotSlots:
         self._name(expert, slot)
 
     def _name(self, expert: int, slot: int) -> None:
-        self.slot_of[expert] = slot
-        self.slot_list[expert] = slot
+        self.expert_map[expert] = slot
+        self.expert_map_list[expert] = slot
 
-    def run(self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, pairs: SlotPairs) -> torch.Tensor:
+        """The weighted sum over the pairs of each row [T, H], exactly 0 for a row without one; a fresh tensor."""
+        if not pairs.counts:
+            return torch.zeros_like(x)
+        if pairs.idle_rows is None:
+            return self.kernel.run(x, self.w13, self.w2, pairs.topk_weights, pairs.slots)
+        assert isinstance(self.kernel, CpuSlotKernel)
+        out = self.kernel.fused(x, self.w13, self.w2, pairs.topk_weights, pairs.slots)
+        if pairs.idle_rows:
+            out[pairs.idle_rows] = 0
+        return out
+
+    def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""
         if not self.expert_in:
             return torch.zeros_like(x)
-        return self.kernel.run(x, self.w13, self.w2, weights, slots)
+        slots = (topk_ids % len(self.expert_in)).to(torch.int32)
+        return self.kernel.run(x, self.w13, self.w2, topk_weights, slots)

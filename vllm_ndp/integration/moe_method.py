@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch.library import Library
@@ -16,18 +15,16 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.controller import current_controller
-from vllm_ndp.integration.dispatch import LayerDispatch
+from vllm_ndp.integration.moe_layer import LAYERS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_LAYERS: WeakValueDictionary[str, LayerDispatch] = WeakValueDictionary()
-"""An operator takes strings, not objects: layers by name, the engine's number in front."""
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
 
 def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return _LAYERS[layer_name].forward(x, topk_weights, topk_ids)
+    return LAYERS[layer_name].forward(x, topk_weights, topk_ids)
 
 
 def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
@@ -67,9 +64,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
             set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self._name = f"{self._controller.number}:{layer.layer_name}"
-        self._dispatch = self._controller.attach_layer(layer)  # it and its weights end with the model
-        _LAYERS[self._name] = self._dispatch
+        self._name = self._controller.attach_layer(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None

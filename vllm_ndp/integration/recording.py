@@ -1,7 +1,7 @@
 """`"record": DIR`: the routing of a real run, with what the plugin decided and what simulated time it took.
 
-Reads the sidecar after each step, so recording costs the layers nothing. Knows the trace writer and the controller's
-values; does not know files.
+Reads the sidecar after each step, so recording costs the layers nothing. Knows the trace writer and the values of a
+step. Does not know files, nor who makes plans.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ndp_device.model_shape import ModelShape, WholeModel
+from ndp_device.timing.spec import Hardware
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
-from vllm_ndp.integration.batch import Span
+from vllm_ndp.integration.batch import Span, slot_mapping
+from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.step import Step
+from vllm_ndp.planning.plan import Placement, Plan
+from vllm_ndp.simulation.gpu_timing import StepTime
 from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, LiveSetup, Provenance
 from vllm_ndp.traces.recorder import TraceWriter
 
-if TYPE_CHECKING:
-    from vllm_ndp.integration.controller import NdpController
-    from vllm_ndp.integration.step import StepContext
-    from vllm_ndp.simulation.gpu_timing import StepTime
-
 
 class RunRecorder:
-    def __init__(self, controller: NdpController, directory: Path, model_digest: str) -> None:
-        self._controller = controller
-        self._writer = TraceWriter(directory, _provenance(controller, model_digest))
+    def __init__(self, directory: Path, provenance: Provenance, sidecar: RoutingSidecar) -> None:
+        self._writer = TraceWriter(directory, provenance)
+        self._sidecar = sidecar
         self._start_s = time.time()
         self._indices: dict[str, int] = {}
 
@@ -41,41 +44,42 @@ class RunRecorder:
             self._writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
             if span.start:
                 positions = np.arange(span.start)
-                ids, weights = self._controller.sidecar.read(
-                    self._controller.sidecar.slots(span.request.blocks, positions)
-                )
+                entries = slot_mapping(span.request.blocks, positions, self._sidecar.block_size)
+                ids, weights = self._sidecar.read(entries)
                 owner, phases = np.full(span.start, index), np.full(span.start, CACHED)
                 self._writer.append_step(step, owner, positions, phases, ids, weights)
 
-    def note_plan(self, step: int) -> None:
-        """The placement and every running request's bits, in force from this step on."""
-        planner = self._controller.planner
-        assert planner.placement is not None
-        bits = {
-            self._indices[request.request_id]: request.bits.bits
-            for request in self._controller.tracker.requests.values()
-            if request.bits is not None and request.request_id in self._indices
-        }
-        self._writer.append_plan(step, planner.epoch, planner.placement.hot, bits)
+    def note_plan(self, step: int, epoch: int, placement: Placement, plans: Mapping[str, Plan]) -> None:
+        """The placement and every running request's plan, in force from this step on."""
+        bits = {self._indices[name]: plan.bits.bits for name, plan in plans.items() if name in self._indices}
+        self._writer.append_plan(step, epoch, placement.hot, bits)
 
-    def note_step(self, step: StepContext, simulated: StepTime, measured_s: float) -> None:
+    def note_step(self, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
-        ids, weights = step.routing()
+        ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
         phases = np.where(rows.decode, DECODE, PREFILL)
         self._writer.append_step(step.number, indices[rows.owner], rows.positions, phases, ids, weights)
         fallback = sum(pairs["fallback"] for pairs in step.pairs_by_request().values())
-        self._writer.append_event(
-            step.number, self._controller.planner.epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback
-        )
+        self._writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _provenance(controller: NdpController, model_digest: str) -> Provenance:
-    shape, settings = controller.pool.shape, controller.settings
-    tokenizer = controller.model_dir / "tokenizer.json"
+def run_provenance(
+    settings: NdpSettings,
+    shape: ModelShape,
+    model_dir: Path,
+    digest: str,
+    *,
+    hardware: Hardware,
+    model: WholeModel,
+    device: DeviceLink,
+    activation_bytes: int,
+) -> Provenance:
+    """Everything that a replay needs to make the same plans and the same simulated times again."""
+    tokenizer = model_dir / "tokenizer.json"
     return Provenance(
         model=shape.name,
         num_layers=shape.num_layers,
@@ -83,25 +87,25 @@ def _provenance(controller: NdpController, model_digest: str) -> Provenance:
         top_k=shape.top_k,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        model_digest=model_digest,
+        model_digest=digest,
         tokenizer_digest=hashlib.blake2b(tokenizer.read_bytes(), digest_size=16).hexdigest()
         if tokenizer.exists()
         else "",
         source="recorded",
         hardware=settings.hardware,
-        hardware_hash=controller.hardware.config_hash,
+        hardware_hash=hardware.config_hash,
         policy=settings.policy,
         settings=dataclasses.asdict(settings),
         live=LiveSetup(
             preset=settings.hardware,
             overrides=compat.hardware_overrides(settings),
-            host_dims=controller.clock.model.shape.recorded(),
-            hot_experts=controller.planner.budget.num_hot,
-            expert_bytes=controller.device.served.expert_bytes,
-            group_size=controller.device.served.group_size,
-            activation_bytes=controller.activation_bytes,
+            host_dims=model.recorded(),
+            hot_experts=settings.resolve_hot_experts(shape.num_experts),
+            expert_bytes=device.served.expert_bytes,
+            group_size=device.served.group_size,
+            activation_bytes=activation_bytes,
             migration=settings.migration,
             bits_for=settings.bits_for,
-            spill_bits=0 if controller.balancer is None else controller.balancer.offload_bits,
+            spill_bits=device.offload_bits,
         ),
     )

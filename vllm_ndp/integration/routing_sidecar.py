@@ -1,12 +1,10 @@
 """The router's choices, paged like the KV cache: one entry per KV slot, so they live exactly as long as the KV does.
 
 Chunked prefill, prefix-cache hits, preemption and recompute therefore all give the counts of one uncached pass:
-whatever wrote the KV of a position wrote its routing too. Knows slots and block tables, not requests or policies.
+whatever wrote the KV of a position wrote its routing too. Knows KV entries, not requests or policies.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,36 +12,41 @@ from numpy.typing import NDArray
 
 
 class RoutingSidecar:
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, top_k: int, device: torch.device) -> None:
+    """Memory for the choices of L layers with k experts per token; it has a size once the KV cache has one."""
+
+    def __init__(self, num_layers: int, top_k: int, device: torch.device) -> None:
+        self._num_layers, self._top_k, self._device = num_layers, top_k, device
+        self.block_size = 0
+        self.allocate(0, 0)
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Follow a KV cache of so many blocks."""
         self.block_size = block_size
-        num_slots = num_blocks * block_size
-        # Not zeroed: pages become resident as KV slots are used, and only written slots are ever read.
-        self._ids = torch.empty((num_layers, num_slots, top_k), dtype=torch.int16, device=device)
-        self._weights = torch.empty((num_layers, num_slots, top_k), dtype=torch.float32, device=device)
-        self._host = (self._ids.numpy(), self._weights.numpy()) if device.type == "cpu" else None
+        shape = (self._num_layers, num_blocks * block_size, self._top_k)
+        # Not zeroed: pages become resident as KV entries are used, and only written entries are ever read.
+        self._ids = torch.empty(shape, dtype=torch.int16, device=self._device)
+        self._weights = torch.empty(shape, dtype=torch.float32, device=self._device)
+        self._host = (self._ids.numpy(), self._weights.numpy()) if self._device.type == "cpu" else None
 
     @property
     def num_bytes(self) -> int:
-        return self._ids.nbytes + self._weights.nbytes
+        return int(self._ids.nbytes + self._weights.nbytes)
 
-    def write(self, layer: int, slots: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """slots i64 [T], ids [T, k] global expert ids, weights f32 [T, k]."""
+    def write(self, layer: int, slot_mapping: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """slot_mapping i64 [T], topk_ids [T, k] global expert ids, topk_weights f32 [T, k]."""
         if self._host is not None:  # a few rows: numpy's assignment costs a third of torch's
-            index = slots.numpy()
-            self._host[0][layer][index] = ids.numpy()
-            self._host[1][layer][index] = weights.numpy()
+            index = slot_mapping.numpy()
+            self._host[0][layer][index] = topk_ids.numpy()
+            self._host[1][layer][index] = topk_weights.numpy()
             return
-        self._ids[layer].index_copy_(0, slots, ids.to(torch.int16))
-        self._weights[layer].index_copy_(0, slots, weights.to(torch.float32))
+        self._ids[layer].index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
+        self._weights[layer].index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
 
-    def slots(self, blocks: Sequence[int], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """KV slots of a request's positions, from its block table."""
-        table = np.asarray(blocks, dtype=np.int64)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
-
-    def read(self, slots: NDArray[np.int64], layer: int | None = None) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Expert ids i64 [T, L, k] and router weights f32 [T, L, k] of these slots; L is 1 when a layer is named."""
-        index = torch.from_numpy(slots).to(self._ids.device)
+    def read(
+        self, slot_mapping: NDArray[np.int64], layer: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Expert ids i64 [T, L, k] and router weights f32 [T, L, k] of these entries; L is 1 when a layer is named."""
+        index = torch.from_numpy(slot_mapping).to(self._ids.device)
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         ids = self._ids[layers].index_select(1, index).transpose(0, 1)
         weights = self._weights[layers].index_select(1, index).transpose(0, 1)

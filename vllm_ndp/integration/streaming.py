@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from rich.console import Console
@@ -23,9 +23,7 @@ from rich.progress import track
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel
-
-if TYPE_CHECKING:
-    from vllm_ndp.integration.dispatch import Pairs
+from vllm_ndp.integration.pairs import Pairs
 
 
 class Streamer(Protocol):
@@ -39,7 +37,7 @@ class Streamer(Protocol):
     """Whether an expert passes through memory of its own on its way to the kernel, which may be a slot."""
 
     def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
-        """Gate-weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays."""
+        """Weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays."""
 
 
 class StagingStreamer:
@@ -69,9 +67,9 @@ class StagingStreamer:
                 slots.migrate(slot, expert, partial(self.fill, layer, expert))
             chosen = pairs.experts == expert
             rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
-            gates = torch.from_numpy(pairs.gates[chosen]).to(x.device).unsqueeze(1)
+            weights = torch.from_numpy(pairs.topk_weights[chosen]).to(x.device).unsqueeze(1)
             index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-            part = self._kernel.run(x.index_select(0, rows), w13, w2, gates, index)
+            part = self._kernel.run(x.index_select(0, rows), w13, w2, weights, index)
             total.index_add_(0, rows, part.float())
         return total
 
@@ -82,7 +80,7 @@ class PackedStreamer:
     staging_bytes = 0
     keeps = False  # the kernel reads the map itself
 
-    def __init__(self, directory: Path, pool: ExpertsPool, kernel: CpuSlotKernel, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, pool: ExpertsPool, kernel: SlotKernel, dtype: torch.dtype) -> None:
         if not isinstance(kernel, CpuSlotKernel):
             raise ConfigError("ndp setting 'pool' can be 'packed' on CPU only: use 'checkpoint'")
         kernel.check_slots(pool.shape.num_experts)  # its offsets are 32 bits wide here too
@@ -101,9 +99,9 @@ class PackedStreamer:
 
     def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
-        gates = torch.from_numpy(pairs.gates).unsqueeze(1).contiguous()
+        weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
-        part = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], gates, experts)
+        part = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], weights, experts)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
 
     def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,6 +137,13 @@ class PackedStreamer:
         self._kernel.load(w13, w2, 0, self._pool.expert(0, 0))
         if not (torch.equal(w13[0], packed13[0]) and torch.equal(w2[0], packed2[0])):
             raise ConfigError(f"{self.description} is in another kernel's layout: delete it and start again")
+
+
+def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, packed_dir: Path) -> Streamer:
+    """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype."""
+    if kind == "checkpoint":
+        return StagingStreamer(pool, slots.kernel, slots.w13, slots.w2)
+    return PackedStreamer(packed_dir, pool, slots.kernel, slots.w13.dtype)
 
 
 def _paths(directory: Path, layer: int) -> tuple[Path, Path]:

@@ -11,7 +11,7 @@ from vllm_ndp.integration.controller import NdpController
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
 else:
-    from vllm.v1.worker.gpu_worker import Worker as _Base  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as _Base
 
 
 class NdpWorker(_Base):
@@ -22,14 +22,11 @@ class NdpWorker(_Base):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        self.ndp.create_sidecar(kv_cache_config)
+        self.ndp.allocate(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.ndp.begin_step(scheduler_output)
-        try:
+        with self.ndp.step(scheduler_output):
             return super().execute_model(scheduler_output, *args, **kwargs)
-        finally:
-            self.ndp.end_step()
 
     def shutdown(self) -> None:
         if hasattr(self, "ndp"):

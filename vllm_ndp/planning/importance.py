@@ -49,6 +49,12 @@ class ImportanceScore:
             )
         return cls(_normalised(np.asarray(weights, np.float64)), num_tokens)
 
+    def layer(self, layer: int) -> ImportanceScore:
+        """One layer of it, as the score [1, E] of a model of one layer."""
+        if layer >= len(self.values):
+            raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
+        return ImportanceScore(self.values[layer : layer + 1], self.num_tokens)
+
     def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
         """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
         if self.values.shape != prior.values.shape:

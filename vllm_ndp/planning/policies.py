@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ BIT_RULES = (*GAINS, "uniform", "full")
 
 
 class Policy(Protocol):
-    """What the plugin and the replay engine ask of a policy."""
+    """What the planner (replanner.py) asks of a policy."""
 
     @property
     def name(self) -> str: ...
@@ -46,13 +46,17 @@ class Policy(Protocol):
         """One request's bits under the common placement."""
         ...
 
+    def at_layer(self, layer: int) -> Policy:
+        """The same policy for a model that consists of one layer of this one: its scores and placements are [1, E]."""
+        ...
+
 
 @dataclass(frozen=True)
 class PolicySettings:
     """Everything a policy of ours can be told; a policy ignores what it has no use for."""
 
     alpha: float = PAPER_ALPHA
-    bits: str = "importance"
+    bit_rule: str = "importance"
     batch_rule: str = "sum"
     seed: int = 0
     prior: ImportanceScore | None = field(default=None, repr=False)
@@ -64,8 +68,11 @@ class PolicySettings:
             raise ConfigError(f"alpha must lie in 0..1, got {self.alpha}")
         if self.prior_tokens < 0:
             raise ConfigError(f"prior_tokens must be at least 0, got {self.prior_tokens}")
-        _known("bits", self.bits, BIT_RULES)
+        _known("bit_rule", self.bit_rule, BIT_RULES)
         _known("batch_rule", self.batch_rule, BATCH_RULES)
+
+
+Scorer = Callable[[RoutingStats, PolicySettings], ImportanceScore]
 
 
 @dataclass(frozen=True)
@@ -73,49 +80,51 @@ class ScoredPolicy:
     """A policy that is a way of scoring plus the common rules for hot sets and bits."""
 
     name: str
-    scorer: Callable[[RoutingStats], ImportanceScore]
+    scorer: Scorer
     settings: PolicySettings
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
-        return self.scorer(stats)
+        return self.scorer(stats, self.settings)
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
         return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
-        if self.settings.bits == "full":
+        if self.settings.bit_rule == "full":
             return full_precision(placement)
-        if self.settings.bits == "uniform":
+        if self.settings.bit_rule == "uniform":
             return uniform_bitwidths(placement, budget)
-        return select_bitwidths(score, placement, loss, budget, self.settings.bits)
+        return select_bitwidths(score, placement, loss, budget, self.settings.bit_rule)
+
+    def at_layer(self, layer: int) -> ScoredPolicy:
+        prior = self.settings.prior
+        return self if prior is None else replace(self, settings=replace(self.settings, prior=prior.layer(layer)))
 
 
 def prefill(settings: PolicySettings) -> Policy:
     """The paper's: what the prompt used is what its decode will use."""
-    return ScoredPolicy("prefill", lambda stats: importance(stats, settings.alpha), settings)
+    return ScoredPolicy("prefill", lambda stats, told: importance(stats, told.alpha), settings)
 
 
 def static(settings: PolicySettings) -> Policy:
     """Popularity measured beforehand, the same for every request."""
-    prior = _needed_prior("static", settings)
-    return ScoredPolicy("static", lambda stats: prior, settings)
+    return ScoredPolicy("static", lambda stats, told: _prior_of("static", told), _with_prior("static", settings))
 
 
 def prefill_prior(settings: PolicySettings) -> Policy:
     """Prefill shrunk to a popularity prior: a short prompt says little about hundreds of experts."""
-    prior = _needed_prior("prefill_prior", settings)
-    return ScoredPolicy(
-        "prefill_prior",
-        lambda stats: importance(stats, settings.alpha).shrunk_to(prior, settings.prior_tokens),
-        settings,
-    )
+
+    def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
+        return importance(stats, told.alpha).shrunk_to(_prior_of("prefill_prior", told), told.prior_tokens)
+
+    return ScoredPolicy("prefill_prior", score, _with_prior("prefill_prior", settings))
 
 
 def random(settings: PolicySettings) -> Policy:
     """The null: importance drawn by lot, another lot for every prompt, the same lot for the same prompt and seed."""
 
-    def lot(stats: RoutingStats) -> ImportanceScore:
-        generator = np.random.default_rng([settings.seed, zlib.crc32(stats.counts.tobytes())])
+    def lot(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
+        generator = np.random.default_rng([told.seed, zlib.crc32(stats.counts.tobytes())])
         return ImportanceScore.from_weights(generator.random(stats.counts.shape), stats.num_tokens)
 
     return ScoredPolicy("random", lot, settings)
@@ -135,7 +144,10 @@ def load_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     _known("policy", name, (*POLICIES, *foreign))
     factory: PolicyFactory = POLICIES[name] if name in POLICIES else foreign[name].load()
-    return factory(settings or PolicySettings())
+    policy = factory(settings or PolicySettings())
+    if absent := [method for method in ("score", "place", "assign", "at_layer") if not hasattr(policy, method)]:
+        raise ConfigError(f"policy {name!r} has no method {absent[0]!r}: see vllm_ndp.planning.policies.Policy")
+    return policy
 
 
 def read_prior(path: Path) -> ImportanceScore:
@@ -149,7 +161,12 @@ def read_prior(path: Path) -> ImportanceScore:
     return ImportanceScore.from_weights(array)
 
 
-def _needed_prior(name: str, settings: PolicySettings) -> ImportanceScore:
+def _with_prior(name: str, settings: PolicySettings) -> PolicySettings:
+    _prior_of(name, settings)  # refuse now, not at the first prompt
+    return settings
+
+
+def _prior_of(name: str, settings: PolicySettings) -> ImportanceScore:
     if settings.prior is None:
         raise ConfigError(
             f"policy {name!r} needs a popularity prior: give one recorded on this model, or use policy 'prefill'"

@@ -110,7 +110,7 @@ def compare(
     loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
     budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
     policy_settings = PolicySettings(
-        bits=settings.bits,
+        bit_rule=settings.bits,
         batch_rule=settings.batch_rule,
         seed=settings.seed,
         prior=prior,

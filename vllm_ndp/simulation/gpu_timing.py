@@ -167,6 +167,10 @@ class StepClock:
         self._step_start_ps = None
         return step
 
+    def abandon_step(self) -> None:
+        """The running step ended in an error: it has no time of its own, the next one begins where it stopped."""
+        self._step_start_ps = self._layer_start_ps = None
+
     def migrate(self, num_experts: int) -> int:
         """The hot set moves between two steps; returns what it took."""
         if self._step_start_ps is not None:

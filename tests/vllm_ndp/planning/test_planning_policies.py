@@ -25,7 +25,7 @@ def prompt(seed: int, tokens: int = 20) -> RoutingStats:
 @pytest.mark.parametrize("bits", BIT_RULES)
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_makes_the_same_plan_twice_and_it_fits(name, bits):
-    policy = load_policy(name, PolicySettings(prior=PRIOR, bits=bits))
+    policy = load_policy(name, PolicySettings(prior=PRIOR, bit_rule=bits))
     budget, loss = Budget(3, 1.5), LossTable.nominal(2, 8)
 
     def plans() -> list[Plan]:
@@ -66,7 +66,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_one():
     with pytest.raises(ConfigError, match="did you mean 'prefill_prior'"):
         load_policy("prefil_prior")
     with pytest.raises(ConfigError, match="did you mean 'importance'"):
-        PolicySettings(bits="importence")
+        PolicySettings(bit_rule="importence")
     with pytest.raises(ConfigError, match="did you mean 'fairness'"):
         PolicySettings(batch_rule="fair")
 

@@ -1,7 +1,7 @@
 """A trace run step by step with the very code the plugin runs: StepClock for the GPU side, DeviceModel for the device.
 
-Rows in recorded order, one message per layer with the decode rows that have a cold pair, experts in order of first
-appearance, plans made anew by the policy when a prefill has ended: exactly as integration/ does it. Slow and exact,
+Plans come from the plugin's own planner (planning/replanner.py). Rows in recorded order, one message per layer with the
+decode rows that have a cold pair, experts in order of first appearance, as integration/ does it. Slow and exact,
 where systems/ are fast and averaged. Knows no recorded times.
 """
 
@@ -17,10 +17,9 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
-from vllm_ndp.planning.plan import Budget, Placement, keep_streamed
-from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Plan
+from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
@@ -47,24 +46,21 @@ class RequestState:
     outputs: int = 0
     prefilled: bool = False
     score: ImportanceScore | None = None
-    bits: NDArray[np.uint8] | None = None
+    plan: Plan | None = None
 
 
 class Engine:
     """The state that the plugin keeps between steps."""
 
-    def __init__(self, trace: Trace, setup: LiveSetup, policy: Policy, loss: LossTable, budget: Budget) -> None:
+    def __init__(self, trace: Trace, setup: LiveSetup, rules: PlannerRules) -> None:
         hardware = load_hardware(setup.preset, **setup.overrides)
-        self.trace, self.setup, self.policy, self.loss, self.budget = trace, setup, policy, loss, budget
+        self.trace, self.setup = trace, setup
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
         self.clock = StepClock(GpuModel(hardware, shape))
         self.device = DeviceModel(hardware)
         costs = Costs(hardware, shape, group_size=setup.group_size)
         self.balancer = Balancer(costs, setup.spill_bits) if setup.spill_bits else None
-        self.hot = np.zeros((trace.provenance.num_layers, trace.provenance.num_experts), np.bool_)
-        self.hot[:, : setup.hot_experts] = True  # as the plugin starts, before any prompt
-        self.epoch = 0
-        self._held = self.hot  # by the slots: the placement, or what a prefill has kept since
+        self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
         self._timings: list[Timing | None] = []
@@ -77,12 +73,21 @@ class Engine:
         bounds = np.flatnonzero(np.diff(trace.step[ordered])) + 1
         self._rows = dict(zip(self.steps.tolist(), np.split(ordered, bounds), strict=True))
 
+    @property
+    def epoch(self) -> int:
+        return self.planner.epoch
+
+    @property
+    def hot(self) -> NDArray[np.bool_]:
+        """The placement in force, [L, E]."""
+        return self.planner.placement.hot
+
     def run(self, step: int) -> StepRun:
         """Replan if a prefill has ended, then run the step. Call for every step of `steps`, in order."""
         epoch, self._timings = self.epoch, []
         moved = self._replan(step)
-        rows = self._rows[step]
-        time = self._run_rows(rows)
+        self.clock.migrate(moved)
+        time = self._run_rows(self._rows[step])
         self._end_prefills(step)
         return StepRun(step, time, tuple(self._timings), moved, self.epoch != epoch)
 
@@ -90,37 +95,24 @@ class Engine:
         """For the prefills that ended in the step before, if their requests are still there; experts that moved."""
         ended, self._ended = self._ended, []
         if not any(self.requests[r].last_step >= step for r in ended):
-            restored = int((self.hot & ~self._held).sum())  # what a prefill that led to nothing had replaced
-            self.clock.migrate(restored)
-            return restored
-        scored = self._scored(step)
-        placement = self._place(scored)
-        moved = int(placement.moves_from(Placement(self._held)).sum())
-        self.clock.migrate(moved)
-        self.hot = self._held = placement.hot
-        self.epoch += 1
-        scores = scores_for_bits([score for _, score in scored], self.setup.bits_for)
-        for (request, _), score in zip(scored, scores, strict=True):
-            request.bits = self.policy.assign(score, placement, self.loss, self.budget).bits
-        return moved
+            return int(self.planner.restore().sum())
+        change = self.planner.replan(self._scores(step))
+        for request, plan in change.plans.items():
+            self.requests[request].plan = plan
+        return change.num_moved
 
-    def _scored(self, step: int) -> list[tuple[RequestState, ImportanceScore]]:
-        """Requests that are still there in `step` and whose prefill has ended."""
-        return [(r, r.score) for r in self.requests if r.score is not None and r.last_step >= step]
-
-    def _place(self, scored: list[tuple[RequestState, ImportanceScore]]) -> Placement:
-        return self.policy.place([score for _, score in scored], Placement(self.hot), self.budget)
+    def _scores(self, step: int) -> dict[int, ImportanceScore]:
+        """Of requests that are still there in `step` and whose prefill has ended."""
+        return {i: r.score for i, r in enumerate(self.requests) if r.score is not None and r.last_step >= step}
 
     def _end_prefills(self, step: int) -> None:
         """Score the prompts that ended in this step; of what it streamed, the slots keep what will be hot."""
-        self._held = self.hot
         for r in self._ended:
             sequence = self.trace.sequences[r]
             stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, self.hot.shape[1])
-            self.requests[r].score = self.policy.score(stats)
-        if self._ended and self.setup.migration == "kept":
-            wanted = self._place(self._scored(step))
-            self._held = keep_streamed(self.hot, wanted, self._streamed, self.setup.hot_experts)
+            self.requests[r].score = self.planner.score(stats)
+        if self._ended:
+            self.planner.keep(list(self._scores(step).values()), self._streamed)
 
     def _run_rows(self, rows: NDArray[np.int64]) -> StepTime:
         """rows index the trace in recorded order."""
@@ -203,7 +195,7 @@ class Engine:
         return self.device.execute(work, self.clock.now_ps)
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:
-        bits = self.requests[request].bits
-        if bits is None:
+        plan = self.requests[request].plan
+        if plan is None:
             raise TraceError(f"request {request} decodes before its prefill has ended: the trace is incomplete")
-        return bits
+        return plan.bits.bits

@@ -6,16 +6,17 @@ answered, and counted.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.exact.engine import Engine
 from vllm_ndp.traces.format import ALL_REQUESTS
 from vllm_ndp.traces.trace import Trace
@@ -43,29 +44,32 @@ class LiveReplay:
         )
 
 
-def recorded_policy(trace: Trace) -> tuple[Policy, Budget]:
-    """The policy and budget of the recorded run, from the plugin's settings in its provenance."""
-    setup, settings = trace.provenance.live, trace.provenance.settings
+def recorded_rules(trace: Trace, loss: LossTable) -> PlannerRules:
+    """How plans were made in the recorded run, from the plugin's settings in its provenance.
+
+    loss: of the replicas the run used; ReplicaFiles know it.
+    """
+    setup = trace.provenance.live
     if setup is None:
         raise TraceError("the trace does not hold a live run: record one with the plugin's 'record' setting")
-    options = dict(settings.get("policy_options", {}))
-    if isinstance(options.get("prior"), str):
-        options["prior"] = read_prior(Path(options["prior"]))
-    bits = "full" if settings["cold_precision"] == "full" else settings["gain"]
-    policy = load_policy(settings["policy"], PolicySettings(**{"alpha": settings["alpha"], "bits": bits, **options}))
-    return policy, Budget(setup.hot_experts, settings["avg_bits"])
+    settings = NdpSettings.from_mapping(trace.provenance.settings)
+    return dataclasses.replace(
+        settings.planner_rules(trace.provenance.num_experts, loss),
+        budget=Budget(setup.hot_experts, settings.avg_bits),
+        bits_for=setup.bits_for,
+        keeps_streamed=setup.migration == "kept",
+    )
 
 
 def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
     """Replay a recorded run under the policy it ran with. Raises TraceError when the trace is not of a live run.
 
-    loss: of the replicas the run used; ReplicaFiles know it.
+    loss: as for recorded_rules.
     """
-    policy, budget = recorded_policy(trace)
-    setup = trace.provenance.live
+    rules, setup = recorded_rules(trace, loss), trace.provenance.live
     if setup is None or not len(trace.events.get("step", ())):
         raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
-    engine = Engine(trace, setup, policy, loss, budget)
+    engine = Engine(trace, setup, rules)
     plans = _recorded_plans(trace)
     mismatches = 0
     times = np.zeros((2, len(engine.steps)), np.int64)
@@ -109,6 +113,6 @@ def _differs(engine: Engine, plan: dict[int, NDArray[np.uint8]] | None) -> int:
     same = np.array_equal(plan[ALL_REQUESTS].astype(np.bool_), engine.hot)
     for request, cells in plan.items():
         if request != ALL_REQUESTS:
-            ours = engine.requests[request].bits
-            same = same and ours is not None and np.array_equal(cells, ours)
+            ours = engine.requests[request].plan
+            same = same and ours is not None and np.array_equal(cells, ours.bits.bits)
     return int(not same)

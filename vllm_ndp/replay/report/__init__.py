@@ -12,10 +12,11 @@ from ndp_device.widths import PLAN_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.analysis import analyse
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.exact.engine import Engine
-from vllm_ndp.replay.exact.live import recorded_policy
+from vllm_ndp.replay.exact.live import recorded_rules
 from vllm_ndp.replay.exact.timeline import chrome_trace
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
@@ -53,13 +54,14 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
     """The first steps of the trace for Perfetto, run exactly; returns how many."""
     p = trace.provenance
     if p.live is not None:
-        policy, budget = recorded_policy(trace)
+        rules = recorded_rules(trace, loss)
         setup = p.live
     else:
         costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
         costs.require(p.num_experts, p.top_k)
         num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-        policy, budget = load_policy("prefill", PolicySettings(bits=settings.bits)), Budget(num_hot, settings.avg_bits)
+        policy = load_policy("prefill", PolicySettings(bit_rule=settings.bits))
+        rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss, keeps_streamed=False)
         setup = LiveSetup(
             preset=settings.hardware,
             overrides=dict(settings.overrides),
@@ -69,7 +71,7 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
             group_size=costs.group_size,
             activation_bytes=costs.shape.dtype_bytes,
         )
-    engine = Engine(trace, setup, policy, loss, budget)
+    engine = Engine(trace, setup, rules)
     runs = [engine.run(int(step)) for step in islice(engine.steps, steps)]
     moved = {r.step: engine.clock.model.migration_ps(r.migrated_experts) for r in runs if r.migrated_experts}
     measured = trace.events["measured_step_s"][: len(runs)].tolist() if trace.events else []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import WIDTHS
-from vllm_ndp.config import DEFAULT_SPILL_BITS
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.systems.context_aware import finish, plan_groups
 from vllm_ndp.replay.systems.system import ReplayOptions, System
@@ -38,7 +38,7 @@ def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    bits = options.whole("spill_bits", DEFAULT_SPILL_BITS, WIDTHS[0], WIDTHS[-1])
+    bits = options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1])
     hot, before, planned = plan_groups(batches, options)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
     offloaded = offload(batches, widths, costs, bits)

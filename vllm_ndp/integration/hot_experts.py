@@ -1,0 +1,82 @@
+"""All hot slots of this worker: how an expert gets into GPU memory, stays there, or only passes through.
+
+Migration copies experts into slots beside the step to come; streaming runs rows through experts that have no slot.
+Knows slots, the pool and the thread that copies. Does not know requests, plans or the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.hot_slots import HotSlots, make_slot_kernel
+from vllm_ndp.integration.migration import Migrator
+from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.streaming import Streamer, make_streamer
+
+
+class HotExperts:
+    def __init__(self, pool: ExpertsPool, cores: Collection[int]) -> None:
+        """cores: where the copying thread may run."""
+        self.pool = pool
+        self.layers: dict[int, HotSlots] = {}
+        self.streamer: Streamer
+        self._migrator = Migrator(cores)
+
+    def attach(self, index: int, layer: Any) -> None:
+        """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
+        kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
+        slots = HotSlots(kernel, layer.w13_weight.data, layer.w2_weight.data, self.pool.shape.num_experts)
+        self.layers[index] = slots
+
+    def open_pool(self, kind: str, packed_dir: Path) -> None:
+        """All layers are attached: choose where experts come from. kind: the setting `pool`."""
+        self.streamer = make_streamer(kind, self.pool, self.layers[0], packed_dir)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slots.num_bytes for slots in self.layers.values())
+
+    @property
+    def slot_kernel(self) -> str:
+        return getattr(self.layers[0].kernel, "isa", "triton")
+
+    def place(self, hot: NDArray[np.bool_]) -> None:
+        """Begin to copy experts that became hot [L, E] into the slots of those that no longer are."""
+        self._migrator.wait_for_all()
+        for layer, row in enumerate(hot):
+            slots = self.layers[layer]
+            wanted = set(np.flatnonzero(row).tolist())
+            free = [slot for slot, expert in enumerate(slots.expert_in) if expert not in wanted]
+            coming = zip(free, sorted(wanted - set(slots.expert_in)), strict=False)
+            fill = self.streamer.fill
+            self._migrator.begin(
+                layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in coming]
+            )
+
+    def wait(self, layer: int) -> None:
+        """Return when the slots of a layer hold what they are to hold. Raises what went wrong on the way."""
+        self._migrator.wait(layer)
+
+    def wait_for_all(self) -> None:
+        self._migrator.wait_for_all()
+
+    def slots_to_keep(self, layer: int, hot: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
+        """Expert -> slot for those that are about to pass through and shall stay: resident [E] and not hot [E]."""
+        expert_in = self.layers[layer].expert_in
+        free = sorted((e, slot) for slot, e in enumerate(expert_in) if e < 0 or not resident[e])
+        return {int(e): slot for e, (_, slot) in zip(np.flatnonzero(resident & ~hot), free, strict=False)}
+
+    def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
+        """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot."""
+        return self.streamer.run(layer, x, pairs, self.layers[layer], keep)
+
+    def close(self) -> None:
+        self._migrator.close()

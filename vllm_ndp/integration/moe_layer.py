@@ -1,0 +1,136 @@
+"""One MoE layer, one step: split the (row, expert) pairs, run both halves at the same time, add them.
+
+    decode rows   hot pairs -> hot slots (vLLM's fused kernel)     cold and offloaded pairs -> one message to the device
+    prefill rows  hot pairs -> hot slots                           cold pairs -> streamed from the pool, full precision
+
+The message leaves before the hot experts are computed and its answer is collected after; what the device returns is a
+weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
+computed here. Knows tensors of one layer; does not know how a plan was made.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+import torch
+
+from vllm_ndp.integration.batch import RowLocator
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
+from vllm_ndp.integration.pairs import Pairs, Split, split_arrays, split_lists
+from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.step import RunningStep, Step
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+
+LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
+"""An operator takes strings, not objects: layers by name, the engine's number in front."""
+
+
+class MoELayer:
+    def __init__(
+        self,
+        index: int,
+        hot: HotExperts,
+        device: DeviceLink,
+        planner: Planner,
+        sidecar: RoutingSidecar,
+        locator: RowLocator,
+        running: RunningStep,
+        balancer: Balancer | None,
+    ) -> None:
+        """balancer: None where hot experts never leave the GPU."""
+        self.index = index
+        self._hot, self._slots = hot, hot.layers[index]
+        self._device, self._planner, self._sidecar = device, planner, sidecar
+        self._locator, self._running, self._balancer = locator, running, balancer
+
+    def forward(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """x [T, H], topk_weights f32 [T, k], topk_ids [T, k] global expert ids -> a fresh tensor [T, H]."""
+        step = self._running.step
+        if step is None:
+            return self._slots.run_anything(x, topk_weights, topk_ids)
+        try:
+            return self._forward(step, x, topk_weights, topk_ids)
+        except BaseException:
+            step.abandon()  # whoever asks for the step's report now must not hide the cause
+            raise
+
+    def _forward(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        num_rows = self._begin(step, topk_weights, topk_ids)
+        if num_rows == x.shape[0]:
+            return self._run(step, x, topk_weights, topk_ids)
+        out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
+        out[:num_rows] = self._run(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows])
+        return out
+
+    def _begin(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> int:
+        """Wait for the hot slots, write the router's choices beside the KV cache; returns the number of real rows."""
+        self._hot.wait(self.index)
+        if not step.started:
+            step.start(*self._locator.locate(step.spans))
+        num_rows = step.rows.num_rows
+        self._sidecar.write(self.index, step.slot_mapping, topk_ids[:num_rows], topk_weights[:num_rows])
+        step.begin_layer()
+        return num_rows
+
+    def _run(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        split = self._split(step, topk_weights, topk_ids)
+        call = self._device.submit(step, self.index, x, split)
+        try:
+            out = self._slots.run(x, split.hot)
+            self._stream(out, x, split.stream, self._planner.slots_to_keep(step, self.index, split.stream))
+            device_ps = self._collect(call, out, x, split.device)
+        except BaseException:
+            if call is not None:
+                call.abandon()
+            raise
+        step.end_layer(self.index, split, device_ps)
+        return out
+
+    def _split(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
+        if self._slots.takes_few_rows and topk_ids.numel() <= ALIAS_PAIRS and step.rows.all_decode:
+            return self._split_few(step, topk_weights, topk_ids)
+        expert_map, offloaded = self._slots.expert_map, frozenset[int]()
+        if (balancer := self._balancer_now(step)) is not None:
+            is_hot, weights = (expert_map >= 0).cpu().numpy(), topk_weights.float().cpu().numpy()
+            load = LayerLoad.of_arrays(
+                is_hot, topk_ids.cpu().numpy().astype("int64"), weights, step.bits_by_row(self.index)
+            )
+            if offloaded := balancer.offloaded(load):
+                gone = torch.tensor(sorted(offloaded), device=expert_map.device)
+                expert_map = expert_map.index_fill(0, gone, -1)
+        return split_arrays(expert_map, topk_ids, topk_weights, step.rows.decode)._replace(offloaded=offloaded)
+
+    def _split_few(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
+        ids, weights = topk_ids.tolist(), topk_weights.tolist()
+        expert_map, offloaded = self._slots.expert_map_list, frozenset[int]()
+        if (balancer := self._balancer_now(step)) is not None:
+            load = LayerLoad.of_lists([slot >= 0 for slot in expert_map], ids, weights, step.bits_by_row(self.index))
+            if offloaded := balancer.offloaded(load):
+                expert_map = [-1 if expert in offloaded else slot for expert, slot in enumerate(expert_map)]
+        return split_lists(expert_map, ids, weights, topk_weights)._replace(offloaded=offloaded)
+
+    def _balancer_now(self, step: Step) -> Balancer | None:
+        """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""
+        return self._balancer if self._balancer and step.rows.all_decode and self._device.is_up else None
+
+    def _collect(self, call: DeviceCall | None, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> int | None:
+        """Add what the device returns, or the same pairs computed here. Simulated ps; None: there was no answer."""
+        if call is None:
+            return None
+        if (answer := call.result()) is not None:
+            call.add(out, answer)
+            return int(answer.timing.total_ps)
+        here = self._device.compute_locally(call, x, pairs)
+        if here is None:
+            self._stream(out, x, pairs, {})
+        else:
+            out.add_(here)
+        return None
+
+    def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs, keep: dict[int, int]) -> None:
+        """Add the pairs in full precision from the pool; one rounding for all. keep: expert -> slot to stay in."""
+        if len(pairs.rows):
+            out.add_(self._hot.stream(self.index, x, pairs, keep))

@@ -1,0 +1,102 @@
+"""The (row, expert) pairs of one layer, and where each one runs: in a hot slot, on the device, or streamed.
+
+Knows arrays of one layer. Does not know layers, steps, plans or the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.integration.hot_slots import SlotPairs
+
+
+class Pairs(NamedTuple):
+    """P pairs on the host, in the order of their rows."""
+
+    rows: NDArray[np.int64]  # [P], row of the step
+    experts: NDArray[np.int64]  # [P]
+    topk_weights: NDArray[np.float32]  # [P], what the router gave the pair
+
+    @property
+    def distinct_experts(self) -> NDArray[np.int64]:
+        return np.unique(self.experts)
+
+    def of_rows(self, wanted: NDArray[np.bool_]) -> Pairs:
+        """The pairs whose row is marked in `wanted` [T]."""
+        keep = wanted[self.rows]
+        return Pairs(self.rows[keep], self.experts[keep], self.topk_weights[keep])
+
+
+NO_PAIRS = Pairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+class Split(NamedTuple):
+    """Every pair of a layer exactly once: `hot` runs here, `device` is sent, `stream` comes from the pool."""
+
+    hot: SlotPairs
+    device: Pairs  # decode rows
+    stream: Pairs  # prefill rows
+    offloaded: frozenset[int] = frozenset()  # hot experts that run on the device this time
+
+
+def split_lists(
+    expert_map: list[int], topk_ids: list[list[int]], topk_weights: list[list[float]], router_weights: torch.Tensor
+) -> Split:
+    """Split the pairs of a few decode rows. expert_map [E]: hot slot or -1. topk_ids and topk_weights [T][k].
+
+    router_weights f32 [T, k]: topk_weights as the router gave them. On a dozen numbers lists are faster than tensor
+    operations. A cold pair is aliased to a hot slot that its row reads anyway, with weight 0; a row without a hot pair
+    is aliased to the slot of another row and set to 0 afterwards.
+    """
+    slots = [[expert_map[expert] for expert in row] for row in topk_ids]
+    pairs_in_slot: dict[int, int] = {}
+    idle_rows: list[int] = []
+    cold_rows: list[int] = []
+    cold_experts: list[int] = []
+    cold_weights: list[float] = []
+    for row, (row_slots, row_weights) in enumerate(zip(slots, topk_weights, strict=True)):
+        own = max(row_slots)
+        if own < 0:
+            idle_rows.append(row)
+        for column, slot in enumerate(row_slots):
+            if slot >= 0:
+                pairs_in_slot[slot] = pairs_in_slot.get(slot, 0) + 1
+                continue
+            cold_rows.append(row)
+            cold_experts.append(topk_ids[row][column])
+            cold_weights.append(row_weights[column])
+            row_weights[column] = 0.0
+            row_slots[column] = own
+    another = next(iter(pairs_in_slot), -1)
+    for row in idle_rows:
+        slots[row] = [another] * len(slots[row])
+    hot = SlotPairs(
+        torch.tensor(slots, dtype=torch.int32),
+        torch.tensor(topk_weights, dtype=torch.float32) if cold_rows else router_weights,
+        list(pairs_in_slot.values()),
+        idle_rows,
+    )
+    if not cold_rows:
+        return Split(hot, NO_PAIRS, NO_PAIRS)
+    cold = Pairs(np.array(cold_rows, np.int64), np.array(cold_experts, np.int64), np.array(cold_weights, np.float32))
+    return Split(hot, cold, NO_PAIRS)
+
+
+def split_arrays(
+    expert_map: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, is_decode: NDArray[np.bool_]
+) -> Split:
+    """Split any number of rows. expert_map i32 [E]; topk_ids and topk_weights [T, k]; is_decode [T]."""
+    slots = expert_map[topk_ids]
+    here = slots.cpu().numpy()
+    rows, columns = np.nonzero(here < 0)
+    counts = np.bincount(here[here >= 0], minlength=1)
+    hot = SlotPairs(slots, topk_weights, counts[counts > 0].tolist())
+    if len(rows) == 0:
+        return Split(hot, NO_PAIRS, NO_PAIRS)
+    experts = topk_ids.cpu().numpy()[rows, columns].astype(np.int64)
+    cold = Pairs(rows, experts, topk_weights.float().cpu().numpy()[rows, columns])
+    return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode))

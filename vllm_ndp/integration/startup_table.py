@@ -1,0 +1,105 @@
+"""The table printed at start-up: what is effective, where every byte lives. Asked for but not effective cannot hide."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+
+
+def status(
+    settings: NdpSettings, hot: HotExperts, device: DeviceLink, sidecar: RoutingSidecar, *, has_report: bool
+) -> dict[str, Any]:
+    """What is effective, as data."""
+    shape, description = hot.pool.shape, device.description
+    num_hot = settings.resolve_hot_experts(shape.num_experts)
+    return {
+        "plugin_active": True,
+        "engine_pid": os.getpid(),
+        "device_pid": device.pid,
+        "device_cores": device.cores,
+        "device_address": device.address,
+        "moe_layers": len(hot.layers),
+        "model_layers": shape.num_layers,
+        "experts": shape.num_experts,
+        "hot_experts": num_hot,
+        "cold_experts": shape.num_experts - num_hot,
+        "hot_bytes": hot.num_bytes,
+        "staging_bytes": hot.streamer.staging_bytes,
+        "pool_bytes": hot.pool.mapped_bytes,
+        "pool": hot.streamer.description,
+        "sidecar_bytes": sidecar.num_bytes,
+        "device_bytes": description.resident_bytes,
+        "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
+        "cold_precision": settings.cold_precision,
+        "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
+        "hardware": description.hardware,
+        "pe_mode": description.pe_mode,
+        "policy": settings.policy,
+        "bit_rule": settings.bit_rule,
+        "avg_bits": settings.avg_bits,
+        "bits_for": settings.bits_for,
+        "execution": _execution(num_hot, device.offload_bits),
+        "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
+        "slot_kernel": hot.slot_kernel,
+        "record": settings.record or "off",
+        "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
+    }
+
+
+def _execution(num_hot: int, offload_bits: int) -> str:
+    if offload_bits:
+        return f"balanced: hot experts also on the device, at {offload_bits} bits, where faster"
+    return "paper: hot experts on the GPU only" if num_hot else "every expert on the device"
+
+
+def human_bytes(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def startup_table(status: dict[str, Any]) -> Table:
+    table = Table(title="vllm-ndp: what is effective", title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    rows = [
+        ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
+        ("experts per layer", f"{status['experts']}: {status['hot_experts']} hot, {status['cold_experts']} cold"),
+        ("hot slots on GPU", f"{human_bytes(status['hot_bytes'])} + {human_bytes(status['staging_bytes'])} staging"),
+        ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
+        ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
+        ("cold precision", status["cold_precision"]),
+        ("replicas", status["replicas"]),
+        ("device", f"{status['device_address']} (pid {status['device_pid'] or 'external'}), kernel {status['kernel']}"),
+        ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
+        ("device holds", human_bytes(status["device_bytes"])),
+        ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
+        (
+            "policy",
+            f"{status['policy']}, average {status['avg_bits']:g} bits per {status['bits_for']} by {status['bit_rule']}",
+        ),
+        ("execution", status["execution"]),
+        ("slot kernel", status["slot_kernel"]),
+        ("routing trace", status["record"]),
+        ("per-request report", status["report"]),
+    ]
+    for what, value in rows:
+        table.add_row(what, value)
+    return table
+
+
+def show(status: dict[str, Any]) -> None:
+    console = Console(file=sys.stderr, width=100)
+    console.print(startup_table(status))

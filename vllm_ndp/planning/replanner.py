@@ -1,0 +1,136 @@
+"""The one planner: score each prompt, place the common hot set, assign each request's bits, say what must move.
+
+    score    when a prefill ends                    RoutingStats -> ImportanceScore
+    replan   before the step after it               scores of the running requests -> one Plan each, and what moves
+    keep     when a step with ending prefills ends  which of the experts that it streamed the hot slots keep
+
+The plugin and the exact replay feed the same object, so their plans agree to the bit. Knows values only: no requests of
+vLLM, no tensors, no device. `K` is whatever names a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.planning.bitwidths import LossTable, full_precision
+from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
+from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.stats import RoutingStats
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class PlannerRules:
+    """How plans are made in one run, live or replayed."""
+
+    policy: Policy
+    budget: Budget
+    loss: LossTable
+    bits_for: str = "request"
+    """`request`: bits by each request's own score; `batch`: by one score for all that run."""
+    keeps_streamed: bool = True
+    """Whether experts that a prefill streamed and that will be hot stay in the slots."""
+    full_precision: bool = False
+    """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
+
+
+@dataclass(frozen=True)
+class PlanChange(Generic[K]):
+    """What one replan decided: a plan for each request, and which experts must be copied into GPU memory for it."""
+
+    epoch: int
+    placement: Placement
+    plans: Mapping[K, Plan]
+    moved: NDArray[np.bool_]  # [L, E], hot now and not resident before
+    num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
+
+    @property
+    def num_moved(self) -> int:
+        return int(self.moved.sum())
+
+
+class Replanner:
+    """The placement in force, its epoch, and what the hot slots hold where that differs."""
+
+    def __init__(self, rules: PlannerRules, num_layers: int, num_experts: int) -> None:
+        """Before the first prompt nothing is known: the lowest ids are hot, as good as any."""
+        self.rules = rules
+        hot = np.zeros((num_layers, num_experts), np.bool_)
+        hot[:, : rules.budget.num_hot] = True
+        self.placement = Placement(hot)
+        self.resident: NDArray[np.bool_] = self.placement.hot
+        """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
+        self.epoch = 0
+        self._layers = [rules.policy.at_layer(layer) for layer in range(num_layers)]
+
+    def score(self, stats: RoutingStats) -> ImportanceScore:
+        """Score a prompt, once, when its prefill has ended."""
+        return self.rules.policy.score(stats)
+
+    def replan(self, scores: Mapping[K, ImportanceScore]) -> PlanChange[K]:
+        """Make one placement for all running requests and a plan for each, under a new epoch."""
+        rules = self.rules
+        placement = self._place(list(scores.values()))
+        became_hot = placement.moves_from(self.placement)
+        moved = placement.hot & ~self.resident
+        self.epoch += 1
+        self.placement, self.resident = placement, placement.hot
+        by = scores_for_bits(list(scores.values()), rules.bits_for)
+        plans = {
+            key: Plan(
+                self.epoch,
+                placement,
+                full_precision(placement)
+                if rules.full_precision
+                else rules.policy.assign(score, placement, rules.loss, rules.budget),
+            )
+            for key, score in zip(scores, by, strict=True)
+        }
+        return PlanChange(self.epoch, placement, plans, moved, int((became_hot & ~moved).sum()))
+
+    def restore(self) -> NDArray[np.bool_]:
+        """Give up a change of plan because its requests are gone. Experts [L, E] that must move back into the slots."""
+        moved: NDArray[np.bool_] = self.placement.hot & ~self.resident
+        self.resident = self.placement.hot
+        return moved
+
+    def keep(self, scores: Sequence[ImportanceScore], streamed: NDArray[np.bool_]) -> None:
+        """Note what the slots hold after a step that ended prefills. streamed [L, E]: by its prefill rows.
+
+        scores: of every request that runs, those whose prefill has just ended included.
+        """
+        self.resident = self.placement.hot
+        if self.rules.keeps_streamed:
+            wanted = self._place(scores)
+            self.resident = keep_streamed(self.placement.hot, wanted, streamed, self.rules.budget.num_hot)
+
+    def predict_resident(
+        self,
+        layer: int,
+        scores: Sequence[ImportanceScore],
+        ending: Sequence[RoutingStats],
+        streamed: Sequence[int],
+    ) -> NDArray[np.bool_]:
+        """What the slots of one layer will hold [E] after this step, while it runs: from this layer's routing alone.
+
+        scores: of the requests already planned. ending: this layer's routing [1, E] of the prompts that end in the
+        step. streamed: experts that are about to pass through. Right for every policy that looks at one layer at a
+        time; what another one wants otherwise moves afterwards.
+        """
+        policy, hot = self._layers[layer], self.placement.hot[layer : layer + 1]
+        known = [score.layer(layer) for score in scores] + [policy.score(stats) for stats in ending]
+        wanted = policy.place(known, Placement(hot), self.rules.budget)
+        passing = np.zeros_like(hot)
+        passing[0, list(streamed)] = True
+        resident: NDArray[np.bool_] = keep_streamed(hot, wanted, passing, self.rules.budget.num_hot)[0]
+        return resident
+
+    def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
+        return self.rules.policy.place(scores, self.placement, self.rules.budget)
