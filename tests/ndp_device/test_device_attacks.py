@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.errors import ConfigError, DeviceUnavailable
 from ndp_device.probe import Probe
@@ -39,11 +39,6 @@ from vllm_ndp.device.client import DeviceClient
 
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "m")
 
 
 class Device:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
 
-from ndp_device.calibration.build import build_data_free
 from ndp_device.config import DeviceConfig
 from ndp_device.errors import ConfigError, DeviceError, ReplicaError
 from ndp_device.handler import MAX_SESSIONS, Handler
@@ -25,18 +24,6 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from ndp_device.widths import PLAN_BITS
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "m")
-
-
-@pytest.fixture(scope="module")
-def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("replicas") / "r"
-    build_data_free(model_dir, directory, show_progress=False)
-    return directory
 
 
 @pytest.fixture

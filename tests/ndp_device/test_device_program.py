@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
-from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
@@ -32,18 +31,6 @@ from ndp_device.widths import PLAN_BITS
 
 PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("model") / "m")
-
-
-@pytest.fixture(scope="module")
-def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("replicas") / "r"
-    build_data_free(model_dir, directory, show_progress=False)
-    return directory
 
 
 @pytest.fixture

@@ -27,11 +27,6 @@ from ndp_device.widths import default_group_size
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small")
-
-
-@pytest.fixture(scope="module")
 def built(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("replicas") / "small"
     build_data_free(model_dir, out, group_size=8, show_progress=False)
