@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import typer
+from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
 from vllm_ndp.cli.app import app as vllm_ndp
 from vllm_ndp.cli.options import HardwareOptions, PlanOptions
 
-ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 TRACE = "tests/data/tiny-mixtral-trace"
 APPS: dict[str, typer.Typer] = {"vllm-ndp": vllm_ndp, "ndp-device": ndp_device}
@@ -119,6 +119,7 @@ def test_every_example_is_read_by_the_parser(example: str) -> None:
         assert example.startswith(parse(shlex.split(example))["command"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", RUN)
 def test_every_example_that_is_cheap_runs(example: str, desk: Path) -> None:
     done = shell(example, desk)
@@ -127,6 +128,7 @@ def test_every_example_that_is_cheap_runs(example: str, desk: Path) -> None:
         assert isinstance(json.loads(done.stdout.splitlines()[-1]), dict)
 
 
+@pytest.mark.slow
 def test_the_device_examples_work_together(desk: Path) -> None:
     """Both examples of serve, and with the first one running those that ask a device."""
     served, by_tcp = examples(("ndp-device", "serve"))

@@ -87,12 +87,12 @@ def compare(
 
     All times are simulated.
     """
+    require_writable(csv_file)
     from vllm_ndp.cli.tables import print_comparison
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.replay import compare as comparing
     from vllm_ndp.traces.trace import Trace
 
-    require_writable(csv_file)
     started = time.perf_counter()
     recorded = Trace.load(trace)
     settings = _settings(what, where, plans)
@@ -184,6 +184,7 @@ def analyze(
 
     Against a null, a prior and an oracle, with intervals.
     """
+    require_writable(prior_out)
     import numpy as np
 
     from vllm_ndp.cli.tables import print_agreement, print_analysis
@@ -193,7 +194,6 @@ def analyze(
     from vllm_ndp.replay.compare import popularity
     from vllm_ndp.traces.trace import Trace
 
-    require_writable(prior_out)
     recorded = Trace.load(trace)
     result = analyse(recorded, hot_experts, prior=None if prior is None else read_prior(prior))
     summary = {**dataclasses.asdict(result), "layers_outside_null": result.layers_outside_null}
@@ -233,11 +233,11 @@ def report(
 
     The plots show the first batch size.
     """
+    require_writable(out, perfetto)
     from vllm_ndp.replay.compare import CompareSettings
     from vllm_ndp.replay.report import write_report, write_timeline
     from vllm_ndp.traces.trace import Trace
 
-    require_writable(out, perfetto)
     recorded = Trace.load(trace)
     settings = CompareSettings(
         model=where.model,
