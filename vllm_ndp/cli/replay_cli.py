@@ -50,7 +50,8 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
-    replayed = replay_live(recorded, _losses(recorded, replicas, nominal=_is_identity(recorded)))
+    nominal = recorded.provenance.live is None or _is_identity(recorded)  # replay_live refuses the former
+    replayed = replay_live(recorded, _losses(recorded, replicas, nominal=nominal))
     off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
     print_json(
         {
