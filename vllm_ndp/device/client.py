@@ -1,10 +1,10 @@
 """The host's end of the device: one deadline per call, never a wrong number, never a wait for a device that is down.
 
-    down -> connecting -> greeting -> replaying the plan -> up        any fault: back to down, retry after 5..200 ms
+    no connection -> CONNECTING -> GREETING -> REPLAYING -> UP       any fault: no connection, another after 5..200 ms
 
-Coming back is driven by `poll` and `begin_execute`, a step at a time, without waiting. A result is used only if its
-id, incarnation, epoch, shape, dtype and checksum agree and it is finite wherever its input was. One thread per client.
-Knows the protocol and a transport; does not know vLLM, experts, or what the caller does when the device is down.
+Coming back is driven by `poll` and `begin_execute`, a step at a time, without waiting. connection.py says what a
+connection is and which answers are possible; here is when there is one and what it is asked. One thread per client.
+Does not know vLLM, experts, or what the caller does when the device is down.
 """
 
 from __future__ import annotations
@@ -23,20 +23,11 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.session import listed
 from ndp_device.transport.base import ClientTransport
 from ndp_device.transport.zmq_client import ZmqTransport
-from vllm_ndp.device.calls import (
-    AnnouncedPlan,
-    ControlCall,
-    Counters,
-    ExecuteHandle,
-    ExecuteResult,
-    is_finite,
-    lie_of,
-    named,
-)
+from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
+from vllm_ndp.device.connection import Connection, Stage
 from vllm_ndp.device.process import DeviceProcess
 
 __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]
@@ -49,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeviceClient:
-    """One connection to one device, made again whenever it breaks."""
+    """One device, connected again whenever the connection breaks: plans, deadlines, counters."""
 
     def __init__(
         self,
@@ -70,18 +61,10 @@ class DeviceClient:
         self.welcome: msg.Welcome | None = None
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
         self._make_transport, self._accept_welcome = transport, accept
-        self._transport: ClientTransport | None = None
+        self._connection: Connection | None = None
         self._pid = os.getpid()
-        self._up = False
-        self._incarnation: str | None = None
-        self.uses_shared_memory = False  # messages lie in shared memory, as long as they fit
-        self._shares_memory, self._doubts_memory = (
-            shared_memory,
-            False,
-        )  # in doubt, the next connection takes the socket
-        self._handles: dict[int, ExecuteHandle] = {}
-        self._control: ControlCall | None = None
-        self._replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
+        self._shares_memory = shared_memory
+        self._doubts_memory = False  # then the next connection takes the socket
         self._active: AnnouncedPlan | None = None
         self._installed: AnnouncedPlan | None = None  # wanted, not yet activated
         self._installing: ControlCall | None = None  # its request, until its answer is waited for
@@ -93,6 +76,16 @@ class DeviceClient:
     @property
     def state(self) -> Literal["up", "down"]:
         return "up" if self._up else "down"
+
+    @property
+    def stage(self) -> Stage:
+        """How far the connection is; CLOSED where there is none."""
+        return Stage.CLOSED if self._connection is None else self._connection.stage
+
+    @property
+    def uses_shared_memory(self) -> bool:
+        """Messages lie in shared memory, as long as they fit."""
+        return self._connection is not None and self._connection.uses_shared_memory
 
     @property
     def reason(self) -> str:
@@ -121,7 +114,7 @@ class DeviceClient:
                 raise DeviceUnavailable(
                     f"no device answered at {self.address} within {timeout_s:g} s: {self._reason}; is it running?"
                 )
-            if self._transport is None:
+            if self._connection is None:
                 time.sleep(min(max(self._retry_at_s - time.monotonic(), 0.0), remaining))
             else:
                 self._receive(min(remaining, 0.02))
@@ -132,13 +125,13 @@ class DeviceClient:
         """Look at what has arrived and go on with a reconnection, without waiting. True if the device is up."""
         if self._pid != os.getpid():
             self._forget_parent()
-        if self._transport is None:
+        if self._connection is None:
             if time.monotonic() < self._retry_at_s:
                 return False
-            self._transport = self._make_transport(self.address)
-        while self._transport is not None and self._receive(0.0) and not self._up:
+            self._connection = Connection(self._make_transport(self.address), self.counters)
+        while self._connection is not None and self._receive(0.0) and not self._up:
             pass
-        if self._control is not None and not self._up and time.monotonic() > self._control.deadline_s:
+        if self._connection is not None and not self._up and self._connection.is_overdue():
             self._fail(DeviceUnavailable("the device is connected but does not answer"))
         return self._up
 
@@ -196,13 +189,14 @@ class DeviceClient:
         """Send the pairs without waiting. A device that is down shows in finish_execute, not here."""
         if self._active is None:
             raise LocalProtocolError("a plan must be activated before the first Execute")
-        if len(self._handles) >= MAX_IN_FLIGHT:
+        if self._connection is not None and len(self._connection.handles) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
         now = time.monotonic()
         handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + self._deadline_s)
         if not self._up or self._pid != os.getpid():
             self.poll()
-        if not self._up:
+        connection = self._connection
+        if connection is None or not connection.is_up:
             handle.failure = DeviceUnavailable(f"the device is down: {self._reason}")
             return handle
         request = msg.Execute(
@@ -220,8 +214,10 @@ class DeviceClient:
             "pair_bits": pair_bits,
             "gates": gates,
         }
-        self._handles[handle.id] = handle
-        self._send(codec.encode(request, tensors))
+        try:
+            connection.execute(handle, request, tensors)
+        except (DeviceUnavailable, RemoteProtocolError) as error:
+            self._fail(error)
         return handle
 
     def finish_execute(self, handle: ExecuteHandle) -> ExecuteResult:
@@ -233,6 +229,7 @@ class DeviceClient:
                 self._fail(DeviceUnavailable(f"no answer within {self._deadline_s * 1e3:g} ms"))
         if handle.result is not None:
             self.counters.executed += 1
+            self._retry_s = RETRY_FIRST_S
             return handle.result
         if isinstance(handle.failure, DeviceUnavailable):
             self.counters.unavailable += 1
@@ -244,112 +241,57 @@ class DeviceClient:
         self._reason = DeviceUnavailable("the client was closed")
         self._drop(self._reason)
         self._retry_at_s = float("inf")
-        self._up = False
 
     # -- below: one reply at a time, and what follows from it ------------------------------------------------
 
+    @property
+    def _up(self) -> bool:
+        return self._connection is not None and self._connection.is_up
+
     def _receive(self, timeout_s: float) -> bool:
         """Handle at most one message. True if something happened, so that another look may pay."""
-        transport = self._transport
-        if transport is None:
+        connection = self._connection
+        if connection is None:
             return False
+        asked = connection.control
         try:
-            frames = transport.receive(timeout_s)
-            if frames is None:
-                return self._greet()
-            self._accept(transport, frames)
+            if not connection.receive(timeout_s):
+                return connection.stage is Stage.CONNECTING and self._greet(connection)
+            if asked is not None and asked.reply is not None and not connection.is_up:
+                self._advance(connection, asked.reply)
         except (DeviceUnavailable, RemoteProtocolError, DeviceError, ConfigError) as error:
             self._fail(error)
         return True
 
-    def _greet(self) -> bool:
+    def _greet(self, connection: Connection) -> bool:
         """Say Hello as soon as there is a connection to say it on."""
-        if self._up or self._control is not None or self._transport is None:
-            return False
         hello = msg.Hello(
             self._next_id(),
             versions=(msg.VERSION, msg.VERSION),
             client=self.name,
             model_digest=self.expected_digest,
-            wants_slots=self._shares_memory and self._transport.can_share_memory and not self._doubts_memory,
+            wants_slots=self._shares_memory and connection.can_share_memory and not self._doubts_memory,
         )
-        if not self._transport.send(codec.encode(hello)):
+        if connection.ask(hello, time.monotonic() + GREETING_S) is None:
             return False
+        connection.stage = Stage.GREETING
         self._doubts_memory = False
-        self._control = ControlCall(hello.id, "Hello", msg.Welcome, time.monotonic() + GREETING_S)
         return True
 
-    def _accept(self, transport: ClientTransport, frames: Frames) -> None:
-        reply, tensors = codec.decode_reply(frames[0], frames[1])
-        if self._incarnation is None:
-            self._incarnation = reply.incarnation
-        elif reply.incarnation != self._incarnation:
-            raise RemoteProtocolError("a reply came from another incarnation of the device")
-        if handle := self._handles.pop(reply.id, None):
-            self._settle(handle, reply, tensors)
-        elif self._control is not None and self._control.id == reply.id:
-            self._advance(transport, self._control, reply, tensors)
-        elif 0 < reply.id <= self._last_id:
-            self.counters.ignored += 1
-        else:
-            raise RemoteProtocolError(
-                f"the device answered request {reply.id}, which was never made, by {named(reply)}"
-            )
-
-    def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
-        if isinstance(reply, msg.Refusal):
-            handle.failure = DeviceError(reply.code, reply.message, retryable=reply.retryable)
-            self.counters.refused += 1
-            if reply.code in ("no_session", "stale_epoch"):
-                raise handle.failure  # the device lost our session: greet and install again
-            return
-        y = tensors.get("y")
-        if not isinstance(reply, msg.Result) or y is None or reply.epoch != handle.epoch or y.shape != handle.x.shape:
-            handle.failure = RemoteProtocolError(
-                f"an Execute of {list(handle.x.shape)} under epoch {handle.epoch} was answered by {named(reply)}"
-            )
-            raise handle.failure
-        assert self.welcome is not None
-        if lie := lie_of(reply.timing, handle.submit_ps, self.welcome.config_hash):
-            handle.failure = RemoteProtocolError(f"a result came with a simulated time {lie}")
-            raise handle.failure
-        if not np.isfinite(y).all() and is_finite(handle.x):
-            handle.failure = RemoteProtocolError("the result is not finite though the input is")
-            self.counters.nonfinite += 1
-            return
-        self._retry_s = RETRY_FIRST_S
-        handle.result = ExecuteResult(y.copy(), reply.timing)  # the device's frame is read-only
-
-    def _advance(
-        self, transport: ClientTransport, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors
-    ) -> None:
-        """Note the answer to Hello, InstallPlan or ActivatePlan; while coming back, ask the next thing."""
-        self._control = None
-        if isinstance(reply, msg.Refusal):
-            raise DeviceError(reply.code, reply.message, retryable=reply.retryable)
-        plan = control.plan
-        if type(reply) is not control.expects or (plan is not None and getattr(reply, "epoch", None) != plan.epoch):
-            raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
-        if plan is not None and isinstance(reply, msg.PlanInstalled):
-            missing = tensors["missing"]
-            if missing.shape != plan.replicas.shape or (missing & ~plan.replicas).any():
-                raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
-            plan.missing = missing.copy()
-        control.reply = reply
-        if self._up:
-            return
+    def _advance(self, connection: Connection, reply: msg.AnyReply) -> None:
+        """On the way up, ask the next thing."""
         if isinstance(reply, msg.Welcome):
             self._accept_welcome(reply)
             self.welcome = reply
-            self.uses_shared_memory = reply.slots is not None and transport.attach(reply.slots)
-            self._replay = self._plans_to_replay()
-        if self._replay:
-            message, plan = self._replay.popleft()
-            self._begin(message, plan)
+            connection.welcomed(reply)
+            connection.stage = Stage.REPLAYING
+            connection.replay = self._plans_to_replay()
+        if connection.replay:
+            self._begin(*connection.replay.popleft())
         else:
-            self._up = True
+            connection.stage = Stage.UP
             self.counters.connected += 1
-            _log.info("NDP device at %s is up (incarnation %.8s)", self.address, self._incarnation)
+            _log.info("NDP device at %s is up (incarnation %.8s)", self.address, connection.incarnation)
 
     def _plans_to_replay(self) -> deque[tuple[msg.Message, AnnouncedPlan]]:
         steps: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
@@ -360,31 +302,27 @@ class DeviceClient:
             steps.append((self._install_message(self._installed, self._active_epoch), self._installed))
         return steps
 
-    def _begin(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall:
-        """Send a control request."""
-        asked = f"{type(message).__name__} of epoch {plan.epoch}"
-        expects = msg.PlanInstalled if isinstance(message, msg.InstallPlan) else msg.PlanActivated
-        control = self._control = ControlCall(message.id, asked, expects, time.monotonic() + self._control_s, plan)
-        tensors = {"replicas": plan.replicas} if isinstance(message, msg.InstallPlan) else None
-        self._send(codec.encode(message, tensors))
+    def _begin(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall | None:
+        """Send a control request; None: the device was lost."""
+        assert self._connection is not None
+        try:
+            control = self._connection.ask(message, time.monotonic() + self._control_s, plan)
+            if control is None:
+                raise DeviceUnavailable("the device takes no more requests")
+        except (DeviceUnavailable, RemoteProtocolError) as error:
+            self._fail(error)
+            return None
         return control
 
-    def _finish(self, control: ControlCall) -> None:
+    def _finish(self, control: ControlCall | None) -> None:
         """Wait for the answer to a control request."""
-        while control.reply is None:
-            if self._control is not control:
+        while control is None or control.reply is None:
+            if control is None or self._connection is None or self._connection.control is not control:
                 raise self._reason
             remaining = control.deadline_s - time.monotonic()
             self._receive(max(remaining, 0.0))
             if remaining <= 0 and control.reply is None:
                 self._fail(DeviceUnavailable(f"no answer within {self._control_s:g} s"))
-
-    def _send(self, frames: Frames) -> None:
-        try:
-            if self._transport is not None and not self._transport.send(frames):
-                self._fail(DeviceUnavailable("the device takes no more requests"))
-        except RemoteProtocolError as error:
-            self._fail(error)
 
     def _fail(self, reason: Exception) -> None:
         """Replace the connection: late answers and queued requests of the old one can never be seen again."""
@@ -399,28 +337,21 @@ class DeviceClient:
         elif type(reason) is not type(self._reason) and isinstance(reason, ConfigError):
             _log.warning("the NDP device that answers now is not used: %s", reason)
         self._reason = reason
-        self._up = False
         self._drop(DeviceUnavailable(f"the device was lost: {reason}"))
         self._retry_at_s = time.monotonic() + self._retry_s * self._jitter.uniform(0.5, 1.0)
         self._retry_s = min(2 * self._retry_s, RETRY_LAST_S)
 
     def _drop(self, failure: DeviceUnavailable) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
-        self._incarnation = None
-        self._control = None
-        self._replay.clear()
-        for handle in self._handles.values():
-            handle.failure = failure
-        self._handles.clear()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(failure)
 
     def _forget_parent(self) -> None:
-        """We are a forked child: the socket is our parent's, so it is neither used nor closed here."""
-        self._parents_transport, self._transport = self._transport, None
+        """In a forked child: the socket is our parent's, so it is neither used nor closed here."""
+        self._parents_connection, self._connection = self._connection, None
+        if self._parents_connection is not None:
+            self._parents_connection.abandon(DeviceUnavailable("the process was forked"))
         self._pid = os.getpid()
-        self._drop(DeviceUnavailable("the process was forked"))
-        self._up = False
         self._retry_at_s = 0.0
 
     @property
