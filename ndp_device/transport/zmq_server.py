@@ -138,6 +138,7 @@ class ZmqServer:
         self._ipc_path = Address.parse(address).ipc_path
         self.on_gone: Callable[[bytes], None] = lambda client: None  # called by `receive`
         self._gone: deque[bytes] = deque()
+        self._num_waiting = 0
         self._peers: dict[bytes, _Peer] = {}
         self._by_fd: dict[int, _Peer] = {}
         self._last_name = 0
@@ -145,7 +146,7 @@ class ZmqServer:
         self._strangers_from_ns = 0
         self._computed_ns = 0
         self._accepts_from_ns = 0
-        self._checked_ns = 0
+        self._checked_ns = self._polled_ns = 0
         self._unparsed: set[_Peer] = set()  # with bytes that were read but not looked at
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = 0
@@ -168,21 +169,25 @@ class ZmqServer:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(peer.waiting) for peer in self._peers.values())
+        return self._num_waiting
 
     def receive(self, timeout_ms: int) -> Received | None:
         """The next request, or None after timeout_ms. Frames are whatever was sent, at most zmtp.MAX_FRAMES."""
-        with self._turn:
-            self._looked_ns = time.monotonic_ns()
-            self._look()
-            while self._gone:
-                self.on_gone(self._gone.popleft())
-            received = self._next()
+        now = self._looked_ns = time.monotonic_ns()
+        received: Received | None = None
+        # While requests come by memory, a look at the sockets before each would cost more than the request.
+        hot = timeout_ms and now - self._active_ns < self._spinner.spin_ns and now - self._polled_ns < _SPIN_SLICE_NS
+        if not hot or self._num_waiting:
+            with self._turn:
+                self._look()
+                while self._gone:
+                    self.on_gone(self._gone.popleft())
+                received = self._next()
         if received is None and timeout_ms:
             self._looks_soon = True
             try:
                 received = self._spin()
-                end_s = time.monotonic() + timeout_ms / 1e3
+                end_s = time.monotonic() + timeout_ms / 1e3 if received is None else 0.0
                 while received is None and (left_s := end_s - time.monotonic()) > 0:
                     received = self._sleep(left_s)
             finally:
@@ -287,7 +292,10 @@ class ZmqServer:
         now = 0
         best: _Peer | None = None
         for peer in self._peers.values():
-            if not peer.is_waiting:
+            channel = peer.channel
+            if not (peer.waiting or (channel is not None and channel.ring.readable())):
+                continue
+            if peer.unread_bytes > MAX_UNREAD_BYTES:
                 continue
             now = now or time.monotonic_ns()
             if not peer.waiting and not peer.ring_seen_ns:
@@ -303,6 +311,7 @@ class ZmqServer:
         received = self._from_memory(best, now) if best.channel is not None else None
         if received is None and best.waiting:
             received = best.waiting.popleft()
+            self._num_waiting -= 1
             best.waiting_bytes -= _size(received.frames)
             self._update(best)
         return received
@@ -397,7 +406,7 @@ class ZmqServer:
         """Accept, read and write what can be without waiting longer; everything one peer can cause here is bounded."""
         events = self._poll.poll(timeout_s)
         with self._turn:
-            now = time.monotonic_ns()
+            now = self._polled_ns = time.monotonic_ns()
             for fd, event in events:
                 if self._listener is not None and fd == self._listener.fileno():
                     self._accept(now)
@@ -555,6 +564,7 @@ class ZmqServer:
         peer.joining = None
         if len(message) == 2 and damage is None:
             peer.version = codec.peek_version(message[0])
+        self._num_waiting += 1
         peer.waiting.append(Received(peer.name, message, damage, now_ns))
         peer.waiting_bytes += _size(message)
 
@@ -632,6 +642,7 @@ class ZmqServer:
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.socket.fileno())
         peer.socket.close()
+        self._num_waiting -= len(peer.waiting)
         peer.waiting.clear()
         peer.unread.clear()
         peer.unread_bytes = 0
