@@ -27,6 +27,11 @@ constexpr int64_t kPsPerSecond = 1'000'000'000'000;
 constexpr int64_t kFsPerPs = 1000;
 
 int64_t CeilDiv(Wide numerator, Wide denominator) {
+  // a division of 128 bits takes ten times as long as one of 64, and most numbers are small
+  if (numerator >= 0 && numerator <= INT64_MAX && denominator > 0 && denominator <= INT64_MAX) {
+    const auto small = static_cast<uint64_t>(numerator), by = static_cast<uint64_t>(denominator);
+    return static_cast<int64_t>(small / by + (small % by != 0));
+  }
   const Wide quotient = numerator / denominator;
   const bool below = numerator % denominator != 0 && (numerator < 0) == (denominator < 0);
   return static_cast<int64_t>(quotient + (below ? 1 : 0));
@@ -118,7 +123,9 @@ struct Dram {  // as dram.Streams, whose constants it is given
     const int64_t undisturbed = Undisturbed(lines);
     int64_t cycles = undisturbed, met = 0;
     if (refresh_interval) {
-      const auto since = static_cast<int64_t>(Wide(start_ps) * kFsPerPs / tck_fs % refresh_interval);
+      const int64_t since = start_ps < INT64_MAX / kFsPerPs
+                                ? start_ps * kFsPerPs / tck_fs % refresh_interval
+                                : static_cast<int64_t>(Wide(start_ps) * kFsPerPs / tck_fs % refresh_interval);
       const int64_t wait = std::max<int64_t>(blocked - since, 0);
       const int64_t beyond = wait + undisturbed - data_cycles - (refresh_interval - since);
       cycles = wait + undisturbed;
