@@ -26,7 +26,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, listed
 from ndp_device.replicas import format as replica_format
-from ndp_device.replicas.foresight import Foresight
+from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
@@ -66,7 +66,7 @@ class Handler:
         self._store, self._kernel, self._hardware = store, kernel, hardware
         self._may_shut_down = may_shut_down
         self._served = served_by(store)
-        self._foresight = Foresight(store) if prepares_ahead else None
+        self._prefetch_order = PrefetchOrder(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -206,9 +206,9 @@ class Handler:
             for plan in client.session.plans:
                 in_use |= plan.flags
         used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in self._store.widths}
-        if self._foresight is not None:
+        if self._prefetch_order is not None:
             for bits in self._store.widths:
-                self._foresight.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
+                self._prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
         prepared = self._flags(self._store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
         reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
@@ -234,14 +234,14 @@ class Handler:
     @property
     def can_prepare_ahead(self) -> bool:
         """There may be something that plans are likely to ask for and that is not prepared."""
-        return self._foresight is not None and not self._foresight.is_done
+        return self._prefetch_order is not None and not self._prefetch_order.is_done
 
     def prepare_ahead(self) -> bool:
         """One step of that, some milliseconds; False: all is done."""
-        if self._foresight is None:
+        if self._prefetch_order is None:
             return False
         if self._ahead is None:
-            key = self._foresight.next()
+            key = self._prefetch_order.next()
             if key is None:
                 return False
             self._ahead = key, self._store.prepare_ahead(*key)
@@ -254,7 +254,7 @@ class Handler:
         self._ahead = None
         layer, expert, bits = key
         if not self._store.prepared(bits)[layer, expert]:
-            self._foresight.give_up(*key)
+            self._prefetch_order.give_up(*key)
         return True
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:

@@ -40,14 +40,14 @@ def look_at_cores() -> Look:
     return Look(at, ticks / os.sysconf("SC_CLK_TCK") if known else at * len(cores), time.process_time())
 
 
-class QuietCores:
-    """`are_quiet()` looks at what was between this look and the last one."""
+class IdleCores:
+    """`are_idle()` looks at what was between this look and the last one."""
 
     def __init__(self) -> None:
         self._last = look_at_cores()
         self._quiet = False
 
-    def are_quiet(self) -> bool:
+    def are_idle(self) -> bool:
         now = look_at_cores()
         elapsed = now.at - self._last.at
         if elapsed < _SHORTEST_S:

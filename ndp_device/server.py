@@ -17,8 +17,8 @@ from types import FrameType
 
 from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
+from ndp_device.idle_cores import IdleCores
 from ndp_device.protocol.codec import Frames
-from ndp_device.quiet_cores import QuietCores
 from ndp_device.transport.zmq_server import Received, ZmqServer
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
@@ -43,7 +43,7 @@ class Server:
         self._parent_pid = parent_pid
         self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
         self._failpoints = failpoints  # of tests: what really leaves for one reply
-        self._cores = QuietCores()
+        self._cores = IdleCores()
         self._served_ns = time.monotonic_ns()
         self._preparing = False
         handler.offer_memory = transport.offer_memory
@@ -72,7 +72,7 @@ class Server:
         else:
             self._preparing = (
                 self._handler.can_prepare_ahead
-                and self._cores.are_quiet()
+                and self._cores.are_idle()
                 and time.monotonic_ns() - self._served_ns > _SILENT_NS
                 and self._handler.prepare_ahead()
             )

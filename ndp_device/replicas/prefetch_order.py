@@ -20,7 +20,7 @@ FIRST_BITS = 3
 _log = logging.getLogger(__name__)
 
 
-class Foresight:
+class PrefetchOrder:
     """One width of every expert first, the one most plans asked for; then the others that were asked for at all."""
 
     def __init__(self, store: ExpertStore) -> None:

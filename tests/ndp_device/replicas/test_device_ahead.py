@@ -14,13 +14,13 @@ from caller import Caller
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 
-from ndp_device import quiet_cores, server
+from ndp_device import idle_cores, server
 from ndp_device.calibration.build import build_data_free
 from ndp_device.config import DeviceConfig
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.handler import Handler
-from ndp_device.quiet_cores import Look, QuietCores, look_at_cores
-from ndp_device.replicas.foresight import Foresight
+from ndp_device.idle_cores import IdleCores, Look, look_at_cores
+from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.replica import Expert
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
@@ -78,9 +78,9 @@ def one(layer: int, expert: int) -> NDArray[np.bool_]:
     return mask
 
 
-def order(foresight: Foresight, store: ExpertStore) -> list[tuple[int, int, int]]:
+def order(prefetch_order: PrefetchOrder, store: ExpertStore) -> list[tuple[int, int, int]]:
     keys = []
-    while (key := foresight.next()) is not None:
+    while (key := prefetch_order.next()) is not None:
         keys.append(key)
         for _ in store.prepare_ahead(*key):
             pass
@@ -89,24 +89,24 @@ def order(foresight: Foresight, store: ExpertStore) -> list[tuple[int, int, int]
 
 def test_before_any_plan_every_expert_is_prepared_at_three_bits(store: ExpertStore) -> None:
     everything = [(layer, expert, 3) for layer in range(LAYERS) for expert in range(EXPERTS)]
-    foresight = Foresight(store)
-    keys = order(foresight, store)
+    prefetch_order = PrefetchOrder(store)
+    keys = order(prefetch_order, store)
     assert keys[: len(everything)] == everything[: len(keys)]
     assert {bits for _, _, bits in keys} == {3}
-    assert foresight.is_done
+    assert prefetch_order.is_done
     assert store.held_bytes <= store.resident_bytes
 
 
 def test_what_most_plans_asked_for_comes_first_at_the_width_they_asked_for(
     store: ExpertStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foresight = Foresight(store)
+    prefetch_order = PrefetchOrder(store)
     monkeypatch.setattr(store, "has_room", lambda *key: True)
-    foresight.note(2, EVERYWHERE)
-    foresight.note(4, one(1, 2))
-    foresight.note(4, one(1, 2))
-    foresight.note(3, one(0, 1))
-    keys = order(foresight, store)
+    prefetch_order.note(2, EVERYWHERE)
+    prefetch_order.note(4, one(1, 2))
+    prefetch_order.note(4, one(1, 2))
+    prefetch_order.note(3, one(0, 1))
+    keys = order(prefetch_order, store)
     assert keys[0] == (1, 2, 4)  # in three plans, twice at 4 bits
     assert keys[1] == (0, 1, 2)  # in two, the lower of two equal counts
     assert len(keys) == LAYERS * EXPERTS + 2
@@ -114,22 +114,22 @@ def test_what_most_plans_asked_for_comes_first_at_the_width_they_asked_for(
 
 
 def test_an_expert_in_no_plan_gets_the_width_that_is_usual_elsewhere(store: ExpertStore) -> None:
-    foresight = Foresight(store)
-    foresight.note(1, one(0, 0))
-    assert {bits for _, _, bits in order(foresight, store)} == {1}
+    prefetch_order = PrefetchOrder(store)
+    prefetch_order.note(1, one(0, 0))
+    assert {bits for _, _, bits in order(prefetch_order, store)} == {1}
 
 
 def test_full_precision_and_what_cannot_be_had_is_never_prepared_ahead(
     directories: tuple[Path, Path], store: ExpertStore
 ) -> None:
-    foresight = Foresight(store)
-    foresight.note(16, EVERYWHERE)
-    foresight.give_up(0, 0, 3)
-    keys = order(foresight, store)
+    prefetch_order = PrefetchOrder(store)
+    prefetch_order.note(16, EVERYWHERE)
+    prefetch_order.give_up(0, 0, 3)
+    keys = order(prefetch_order, store)
     assert keys
     assert (0, 0, 3) not in keys
     assert {bits for _, _, bits in keys} == {3}
-    without_replicas = Foresight(ExpertStore(directories[0], None, kernel=SteppingKernel()))
+    without_replicas = PrefetchOrder(ExpertStore(directories[0], None, kernel=SteppingKernel()))
     assert without_replicas.is_done
     without_replicas.note(16, EVERYWHERE)
     assert without_replicas.next() is None
@@ -140,7 +140,7 @@ def test_it_ends_before_the_memory_of_the_packed_replicas_is_exceeded_and_drives
 ) -> None:
     before = store.get(0, 0, 4)
     monkeypatch.setattr(type(store), "resident_bytes", before.nbytes + store.expert_bytes(0, 0, 3))
-    assert order(Foresight(store), store) == [(0, 0, 3)]
+    assert order(PrefetchOrder(store), store) == [(0, 0, 3)]
     assert store.get(0, 0, 4) is before
 
 
@@ -160,7 +160,7 @@ def test_an_expert_that_turns_out_too_large_is_dropped_and_not_tried_again(
 
 def test_what_was_never_asked_for_is_forgotten_first(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = store.get(0, 0, 3)
-    order(Foresight(store), store)
+    order(PrefetchOrder(store), store)
     monkeypatch.setattr(type(store), "resident_bytes", asked.nbytes)
     assert store.trim({}) > 0
     assert store.get(0, 0, 3) is asked
@@ -245,7 +245,7 @@ class Loop:
         self.left = 3
         handler = SimpleNamespace(forget=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead)
         transport = SimpleNamespace(offer_memory=None, receive=self.receive)
-        monkeypatch.setattr(server, "QuietCores", lambda: SimpleNamespace(are_quiet=lambda: quiet))
+        monkeypatch.setattr(server, "IdleCores", lambda: SimpleNamespace(are_idle=lambda: quiet))
         self.server = server.Server(transport, handler)  # type: ignore[arg-type]
         self.server._served_ns = time.monotonic_ns() - int(silent_s * 1e9)
 
@@ -302,21 +302,21 @@ def test_nothing_is_prepared_soon_after_a_request_or_on_cores_that_others_use(
         (5.0, 0.0, 0.0, False),  # too long ago to say anything
     ],
 )
-def test_cores_are_quiet_when_others_left_three_quarters_of_them(
+def test_cores_are_idle_when_others_left_three_quarters_of_them(
     monkeypatch: pytest.MonkeyPatch, seconds: float, busy: float, own: float, expected: bool
 ) -> None:
     looks = iter([Look(10.0, 4.0, 2.0), Look(10.0 + seconds, 4.0 + busy, 2.0 + own), Look(10.01 + seconds, 99.0, 2.0)])
-    monkeypatch.setattr(quiet_cores, "look_at_cores", lambda: next(looks))
+    monkeypatch.setattr(idle_cores, "look_at_cores", lambda: next(looks))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    cores = QuietCores()
-    assert cores.are_quiet() is expected
-    assert cores.are_quiet() is expected  # too soon to look again
+    cores = IdleCores()
+    assert cores.are_idle() is expected
+    assert cores.are_idle() is expected  # too soon to look again
 
 
 def test_cores_of_which_nothing_is_known_count_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     first = look_at_cores()
     assert first.busy >= 0
-    monkeypatch.setattr(quiet_cores.Path, "read_text", lambda path: "cpu0 0 0 0 0 0 0 0 0\ncpu1 x\n")
+    monkeypatch.setattr(idle_cores.Path, "read_text", lambda path: "cpu0 0 0 0 0 0 0 0 0\ncpu1 x\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 7})
     looks = look_at_cores(), look_at_cores()
     assert looks[1].busy - looks[0].busy == pytest.approx(2 * (looks[1].at - looks[0].at))

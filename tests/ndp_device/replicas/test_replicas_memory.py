@@ -15,8 +15,8 @@ from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 from ndp_device.calibration.build import build_data_free
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
-from ndp_device.replicas.foresight import Foresight
 from ndp_device.replicas.mapped import MappedFile
+from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.replica import Expert
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
@@ -216,8 +216,8 @@ def test_whatever_plans_come_and_go_the_bytes_are_counted_and_within_the_packed_
         store.trim(in_use)
         assert store.held_bytes == bytes_of_parts(store) <= store.resident_bytes
         assert all((store.prepared(bits) >= used).all() for bits, used in in_use.items())
-        foresight = Foresight(store)
-        while (key := foresight.next()) is not None:
+        prefetch_order = PrefetchOrder(store)
+        while (key := prefetch_order.next()) is not None:
             for _ in store.prepare_ahead(*key):
                 pass
             assert store.held_bytes == bytes_of_parts(store) <= store.resident_bytes
