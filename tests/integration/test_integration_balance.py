@@ -11,19 +11,36 @@ ENDLESS_GPU = {"gpu.hbm_bytes_per_s": 1_000_000_000}
 """So slow that every hot expert is faster on the device."""
 
 
-@pytest.mark.parametrize("batch", [4, 20], ids=["few-rows", "many-rows"])
-def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_experts(batch):
-    prompts = [f"{number} {PROMPTS[number % len(PROMPTS)]}" for number in range(batch)]
+BATCHES = {"few-rows": 4, "many-rows": 20}
+SETTINGS = {
+    "spilled": {"hot_experts": 5, "offload_bits": 1},
+    "cold": {"hot_experts": 0},
+    "paper": {"hot_experts": 5, "execution": "paper"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """{batch: {settings: (outputs, totals of this batch alone)}}; one engine for each settings serves both batches."""
+    found = {batch: {} for batch in BATCHES}
     common = {"avg_bits": 1.0, "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
-    outputs, totals = {}, {}
-    for name, settings in {
-        "spilled": {"hot_experts": 5, "offload_bits": 1},
-        "cold": {"hot_experts": 0},
-        "paper": {"hot_experts": 5, "execution": "paper"},
-    }.items():
-        with engine(settings={**common, **settings}, max_num_seqs=batch) as llm:
-            outputs[name] = greedy(llm, prompts, 16, logprobs=1)
-            totals[name] = llm.collective_rpc("ndp_totals")[0]
+    for name, settings in SETTINGS.items():
+        with engine(settings={**common, **settings}, max_num_seqs=max(BATCHES.values())) as llm:
+            for batch, size in BATCHES.items():
+                llm.reset_prefix_cache()
+                before = llm.collective_rpc("ndp_totals")[0]
+                prompts = [f"{number} {PROMPTS[number % len(PROMPTS)]}" for number in range(size)]
+                outputs = greedy(llm, prompts, 16, logprobs=1)
+                after = llm.collective_rpc("ndp_totals")[0]
+                pairs = {key: after[key] - before[key] for key in ("hot_pairs", "cold_pairs", "spilled_pairs")}
+                found[batch][name] = outputs, pairs
+    return found
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_experts(runs, batch):
+    outputs = {name: run[0] for name, run in runs[batch].items()}
+    totals = {name: run[1] for name, run in runs[batch].items()}
     assert token_ids(outputs["spilled"]) == token_ids(outputs["cold"]) != token_ids(outputs["paper"])
     for mine, other in zip(outputs["spilled"], outputs["cold"], strict=True):
         assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)

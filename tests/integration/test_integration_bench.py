@@ -43,6 +43,7 @@ def test_our_throughput_benchmark_prints_both_clocks_of_both_arms():
             json.dumps({"deadline_ms": PATIENT_DEADLINE_MS}),
         ),
         timeout_s=500,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # each arm has a process of its own already
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = last_json(done.stdout)
