@@ -36,6 +36,9 @@ PROMPTS = (
     "CREATE TABLE orders (id integer PRIMARY KEY, total numeric);",
 )
 
+PATIENCE_S = 600
+"""How long a program may take. `vllm serve` starts in 25 s on a quiet machine, in five minutes with load 10."""
+
 PATIENT_DEADLINE_MS = 20_000.0
 """How long an engine of these tests waits for its device, where the default is one second.
 
@@ -98,7 +101,7 @@ def user_environment(**changes: str) -> dict[str, str]:
 
 
 def run_program(
-    *command: str | Path, timeout_s: float = 120, cwd: Path = ROOT, **changes: str
+    *command: str | Path, timeout_s: float = PATIENCE_S, cwd: Path = ROOT, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     """Run to its end with captured output. `changes` go into its environment."""
     return subprocess.run(

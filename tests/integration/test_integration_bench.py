@@ -19,7 +19,6 @@ def test_vllm_bench_throughput_runs_with_the_plugin(tmp_path: Path):
         *("--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "12", "--num-prompts", "8"),
         *("--max-model-len", "128", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--enforce-eager", "--output-json", result_file),
-        timeout_s=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "vllm-ndp: what is effective" in done.stderr
@@ -42,7 +41,6 @@ def test_our_throughput_benchmark_prints_both_clocks_of_both_arms():
             "--settings",
             json.dumps({"deadline_ms": PATIENT_DEADLINE_MS}),
         ),
-        timeout_s=500,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # each arm has a process of its own already
     )
     assert done.returncode == 0, done.stderr[-3000:]

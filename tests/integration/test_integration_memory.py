@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines import ROOT, last_json, run_program, user_environment
+from engines import ROOT, last_json, run_program
 
 pytestmark = pytest.mark.vllm
 
@@ -34,25 +34,15 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
             *("--layers", str(LAYERS), "--experts", str(experts)),
         )
         assert made.returncode == 0, made.stderr
-    running = {}
-    for name, (experts, hot) in ENGINES.items():
-        arguments = [models[experts]] if hot is None else [models[experts], str(hot)]
-        running[name] = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("resident_memory.py"), *arguments],
-            env=user_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    results = {}
-    try:
-        for name, process in running.items():
-            output, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, f"{name}: {errors[-2000:]}"
-            results[name] = last_json(output)
-    finally:
-        for process in running.values():
-            process.kill()
+
+    def measure(experts: int, hot: int | None) -> dict[str, int]:
+        program = Path(__file__).with_name("resident_memory.py")
+        done = run_program(sys.executable, program, models[experts], *([] if hot is None else [str(hot)]))
+        assert done.returncode == 0, done.stderr[-2000:]
+        return last_json(done.stdout)
+
+    with ThreadPoolExecutor(2) as pool:  # a GB each
+        results = dict(zip(ENGINES, pool.map(lambda engine: measure(*engine), ENGINES.values()), strict=True))
     assert all(result["tokens"] == 16 for result in results.values())
     return {name: result["start_bytes"] for name, result in results.items()}
 

@@ -21,7 +21,16 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from engines import MODEL, PATIENT_DEADLINE_MS, PROMPTS, REPLICAS, VLLM_PROGRAM, device_processes, user_environment
+from engines import (
+    MODEL,
+    PATIENCE_S,
+    PATIENT_DEADLINE_MS,
+    PROMPTS,
+    REPLICAS,
+    VLLM_PROGRAM,
+    device_processes,
+    user_environment,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +38,6 @@ NAME = "tiny-mixtral"
 TOKENS = 12
 SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-START_TIMEOUT_S = 400  # about 25 s on a quiet machine
 
 
 @dataclass
@@ -83,7 +91,7 @@ def _free_port() -> int:
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
         try:
@@ -91,7 +99,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
                 return
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             time.sleep(0.5)
-    raise AssertionError(f"not healthy within {START_TIMEOUT_S} s: {log.read_text(errors='replace')[-3000:]}")
+    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")
 
 
 def complete(server: Server, prompt: str, **options: Any) -> Any:
@@ -194,10 +202,10 @@ def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Se
     """
     assert server.device.is_running()  # one device served all of the above
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
-    _, alive = psutil.wait_procs([server.device], timeout=10)
+    assert server.process.wait(120) == 0
+    _, alive = psutil.wait_procs([server.device], timeout=60)
     assert not alive
-    deadline = time.monotonic() + 10  # the worker removes it once its device has ended
+    deadline = time.monotonic() + 60  # the worker removes it once its device has ended
     while os.listdir(server.runtime_dir) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert os.listdir(server.runtime_dir) == []

@@ -25,7 +25,7 @@ def test_demo_shows_a_table_and_ends_with_one_json_object():
     environment = dict(os.environ)
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     done = subprocess.run(
-        [PROGRAM, "demo", "--tokens", "8"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+        [PROGRAM, "demo", "--tokens", "8"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.strip().splitlines()[-1])
