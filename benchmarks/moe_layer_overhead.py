@@ -1,10 +1,12 @@
-"""How much wall time does the plugin add to one MoE layer of a decode step, and how much of it is the device?
+"""How much wall time does the plugin add to a MoE layer and to a decode step, and how much of it is the device?
 
-Times `MoERunner.forward` (router, experts, everything vLLM does for a MoE layer) with module hooks in a real engine,
-decode steps only, stock and plugin alternating in processes of their own. Limit: with every expert hot the work is
-vLLM's own fused call, so stock is the floor; with cold experts the floor is stock plus one round trip to the device.
+Times `MoERunner.forward` (router, experts, everything vLLM does for a MoE layer) and `LLMEngine.step` in a real engine,
+decode steps only, stock and plugin alternating in processes of their own. Limits: with every expert hot the work is
+vLLM's own fused call, so stock is the floor; a layer with a call to the device has stock plus one round trip, measured
+in the same process by sending the run's last message again with nothing in between. A step outside its layers is the
+step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, and what the plugin adds to them.
 
-    python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 3
+    python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 3 --json out.json
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -29,6 +32,71 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "half-hot-3-bit": {"hot_experts": -2, "avg_bits": 3.0},
     "all-cold-3-bit": {"hot_experts": 0, "avg_bits": 3.0},
 }
+ROUND_TRIPS = 300
+TARGETS = {  # us over stock, of the median
+    "every expert hot, a layer": 10.0,
+    "half hot, a layer with a call, beside the round trip": 60.0,
+    "every expert hot, a step outside its layers": 300.0,
+    "half hot, a step outside its layers": 300.0,
+}
+
+
+def percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    """Of decode only: the first eighth of the samples, which holds prefill and first plans, is left out."""
+    values = sorted(seconds[len(seconds) // 8 :])
+    if not values:
+        return {}
+    shares = {"min": 0, "p10": len(values) // 10, "p50": len(values) // 2}
+    return {f"measured_{name}_{share}_us": values[at] * 1e6 for share, at in shares.items()}
+
+
+class Stopwatch:
+    """Wall seconds of every MoE layer and every step; `calls` says how many messages have gone to the device."""
+
+    def __init__(self, llm: Any, calls: Any) -> None:
+        self.layers: list[float] = []
+        self.layers_with_call: list[float] = []
+        self.steps: list[float] = []
+        self.outside: list[float] = []
+        self._calls, self._calls_before, self._start, self._in_layers = calls, 0, 0.0, 0.0
+        for module in llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.modules():
+            if type(module).__name__ == "MoERunner":
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+        self._step, llm.llm_engine.step = llm.llm_engine.step, self._timed_step
+
+    def _enter(self, *_: Any) -> None:
+        self._calls_before = self._calls()
+        self._start = time.perf_counter()
+
+    def _leave(self, *_: Any) -> None:
+        seconds = time.perf_counter() - self._start
+        self._in_layers += seconds
+        self.layers.append(seconds)
+        if self._calls() > self._calls_before:
+            self.layers_with_call.append(seconds)
+
+    def _timed_step(self) -> Any:
+        self._in_layers, start = 0.0, time.perf_counter()
+        outputs = self._step()
+        seconds = time.perf_counter() - start
+        self.steps.append(seconds)
+        self.outside.append(seconds - self._in_layers)
+        return outputs
+
+    def clear(self) -> None:
+        for times in (self.layers, self.layers_with_call, self.steps, self.outside):
+            times.clear()
+
+
+def round_trips(client: Any, message: tuple[Any, ...]) -> list[float]:
+    """The same Execute again and again, nothing computed beside it."""
+    seconds = []
+    for _ in range(ROUND_TRIPS):
+        start = time.perf_counter()
+        client.finish_execute(client.begin_execute(*message))
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
@@ -52,27 +120,52 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
         enable_prefix_caching=False,
         **plugin,
     )
-    times: list[float] = []
-    started = [0.0]
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    for module in model.modules():
-        if type(module).__name__ == "MoERunner":
-            module.register_forward_pre_hook(lambda *_: started.__setitem__(0, time.perf_counter()))
-            module.register_forward_hook(lambda *_: times.append(time.perf_counter() - started[0]))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    client = worker.ndp.device.client if settings is not None else None
+    last: list[tuple[Any, ...]] = []
+    calls = [0]
+    if client is not None:
+        begin = client.begin_execute
+
+        def begin_and_note(*message: Any) -> Any:
+            calls[0] += 1
+            last[:] = [tuple(part.copy() if hasattr(part, "copy") else part for part in message)]
+            return begin(*message)
+
+        client.begin_execute = begin_and_note
+    watch = Stopwatch(llm, lambda: calls[0])
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    times.clear()
+    watch.clear()
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    decode = sorted(times[len(times) // 8 :])  # the first steps are prefill
-    return {
-        "measured_p10_us": decode[len(decode) // 10] * 1e6,
-        "measured_p50_us": decode[len(decode) // 2] * 1e6,
-        "measured_min_us": decode[0] * 1e6,
-        "measured_tokens_per_s": arguments.batch * arguments.tokens / seconds,
-    }
+    found = percentiles("layer", watch.layers) | percentiles("called_layer", watch.layers_with_call)
+    found |= percentiles("step", watch.steps) | percentiles("outside", watch.outside)
+    if client is not None and last:
+        client.begin_execute = begin
+        found |= percentiles("round_trip", round_trips(client, last[0]))
+    found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
+    return found
+
+
+def verdicts(arms: dict[str, dict[str, float]], share: str) -> dict[str, float]:
+    """Over stock, in us, by the names of TARGETS; what was not run is left out."""
+    stock, hot, half = (arms.get(name, {}) for name in ("stock", "all-hot", "half-hot-3-bit"))
+
+    def difference(arm: dict[str, float], name: str) -> float:
+        return arm.get(f"measured_{name}_{share}_us", float("nan")) - stock.get(
+            f"measured_{name.removeprefix('called_')}_{share}_us", float("nan")
+        )
+
+    over = (
+        difference(hot, "layer"),
+        difference(half, "called_layer") - half.get(f"measured_round_trip_{share}_us", float("nan")),
+        difference(hot, "outside"),
+        difference(half, "outside"),
+    )
+    return {name: value for name, value in zip(TARGETS, over, strict=True) if value == value}
 
 
 def main() -> None:
@@ -83,6 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--json", type=Path, help="write what is printed last to this file, too")
     parser.add_argument("--arm", choices=tuple(ARMS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:
@@ -90,6 +184,7 @@ def main() -> None:
         return
     arms = arguments.arms.split(",")
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+    loads = []
     for _ in range(arguments.rounds):
         for arm in arms:
             command = [sys.executable, __file__, "--arm", arm]
@@ -100,17 +195,47 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(done.stderr[-3000:])
             results[arm].append(json.loads(done.stdout.strip().splitlines()[-1]))
-    table = Table(title=f"measured us per MoE layer, decode, batch {arguments.batch}, load {os.getloadavg()[0]:.1f}")
-    for name in ("arm", "min", "p10", "p50", "tokens/s"):
-        table.add_column(name)
-    summary: dict[str, dict[str, float]] = {}
-    for arm, runs in results.items():
-        summary[arm] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            loads.append(os.getloadavg()[0])
+    load = statistics.median(loads)
+    summary = {
+        arm: {key: statistics.median(run[key] for run in runs if key in run) for key in runs[0]}
+        for arm, runs in results.items()
+    }
+    console = Console()
+    table = Table(title=f"measured us, decode, batch {arguments.batch}, load {load:.1f}, min / p10 / p50")
+    columns = ("layer", "called_layer", "round_trip", "step", "outside")
+    for name in ("arm", *columns, "tokens/s"):
+        table.add_column(name.replace("_", " "))
+    for arm, found in summary.items():
+        cells = [[found.get(f"measured_{name}_{share}_us") for share in ("min", "p10", "p50")] for name in columns]
         table.add_row(
-            arm, *(f"{summary[arm][f'measured_{key}']:.1f}" for key in ("min_us", "p10_us", "p50_us", "tokens_per_s"))
+            arm,
+            *("-" if None in cell else " / ".join(f"{value:.0f}" for value in cell if value is not None) for cell in cells),
+            f"{found['measured_tokens_per_s']:.0f}",
         )
-    Console().print(table)
-    print(json.dumps({"batch": arguments.batch, "load": os.getloadavg()[0], "arms": summary}))
+    console.print(table)
+    over = {share: verdicts(summary, share) for share in ("min", "p10", "p50")}
+    table = Table(title="measured us over stock")
+    for name in ("what", "min", "p10", "p50", "at most"):
+        table.add_column(name)
+    for name, value in over["p50"].items():
+        table.add_row(name, *(f"{over[share][name]:.0f}" for share in over), f"{TARGETS[name]:.0f}")
+    console.print(table)
+    document = {
+        "question": "what the plugin adds to a MoE layer and to a step",
+        "model": Path(arguments.model).name,
+        "batch": arguments.batch,
+        "rounds": arguments.rounds,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load": load,
+        "arms": summary,
+        "measured_over_stock_us": over,
+        "targets_us": TARGETS,
+    }
+    line = json.dumps(document)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    print(line)
 
 
 if __name__ == "__main__":
