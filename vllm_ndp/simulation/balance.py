@@ -85,7 +85,9 @@ class Balancer:
         if not load.hot:
             return frozenset()
         known = self._known
-        device_ps = sum(known.device(bits, rows) for (_, bits), rows in load.cold.items())
+        device_ps = 0.0
+        for (_, bits), rows in load.cold.items():  # not sum(): Python 3.12 and later add floats in another way
+            device_ps += known.device(bits, rows)
         if load.cold:
             device_ps += known.message(*load.message)
         order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
@@ -100,6 +102,18 @@ class Balancer:
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])
+
+    def device_ps(self, bits: int, rows: int) -> float:
+        """What an expert with so many rows adds to the device's command."""
+        return self._known.device(bits, rows)
+
+    def gpu_ps(self, rows: int) -> float:
+        """What an expert with so many rows takes on the GPU."""
+        return self._known.gpu(rows)
+
+    def message_ps(self, rows: int, pairs: int) -> float:
+        """What a message takes beside its experts."""
+        return self._known.message(rows, pairs)
 
     @cached_property
     def _known(self) -> _Known:

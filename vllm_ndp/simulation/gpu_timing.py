@@ -123,6 +123,17 @@ class StepClock:
         self._attention_ps = self.model.attention_ps(rows, kv_tokens, attended)
         self._layers = []
 
+    @property
+    def attention_ps(self) -> int:
+        """What attention takes in each layer of the running step."""
+        return self._attention_ps
+
+    def follow(self, now_ps: int) -> None:
+        """Layers of the running step were timed elsewhere, by the same rule, up to now_ps; StepTime does not list them."""
+        if self._step_start_ps is None or self._layer_start_ps is not None or now_ps < self.now_ps:
+            raise RuntimeError("follow: only forward, between begin_step and end_step and not inside a layer")
+        self.now_ps = now_ps
+
     def begin_layer(self) -> int:
         """Attention passes; returns the simulated time at which the layer's work is handed to the device."""
         if self._step_start_ps is None or self._layer_start_ps is not None:

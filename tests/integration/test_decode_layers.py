@@ -1,0 +1,276 @@
+"""The native layer of few decode rows against what it replaces: the same routing, split, message, counts and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
+from vllm_ndp.integration.few_rows import hot_experts_ps, price_tables
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
+from vllm_ndp.integration.pairs import split_lists
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
+
+LAYERS, ENTRIES, HIDDEN = 2, 64, 8
+DENORMAL = 1e-45
+WEIGHTS = st.sampled_from([0.0, -0.0, DENORMAL, 0.1, 0.25, 0.3, 0.5, 1.0]) | st.floats(0, 4, width=32)
+
+
+@dataclass(frozen=True)
+class DrawnCosts:
+    """Prices in ps as Balancer asks for them; any will do, exact sums in floats are not to be expected."""
+
+    device: list[float]
+    gpu: float
+    link: float
+    device_fill_ps: float
+
+    def device_expert_ps(self, bits: int, tokens: int) -> float:
+        return self.device[bits % len(self.device)] * (1 + (tokens - 1) // 4)
+
+    def resident_ps(self, touched: int, pairs: int) -> float:
+        return self.gpu * touched + 0.1 * pairs
+
+    def link_ps(self, rows: int, pairs: int) -> float:
+        return self.link + 0.3 * rows + 0.7 * pairs
+
+
+@dataclass
+class Case:
+    num_experts: int
+    top_k: int
+    maps: NDArray[np.int32]  # [L, E]
+    ids: NDArray[np.int32]  # [L, T, k]
+    weights: NDArray[np.float32]  # [L, T, k]
+    owners: list[int]  # [T]
+    bits: NDArray[np.uint8]  # [R, L, E]
+    entries: list[int]  # [T]
+    balancer: Balancer | None
+    device_ps: list[int | None]  # [L], None: no answer
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_experts = draw(st.sampled_from([1, 2, 8, 60, 512]))
+    top_k = draw(st.integers(1, min(num_experts, 22)))
+    num_rows = draw(st.integers(1, MOST_PAIRS // top_k))
+    num_hot = draw(st.sampled_from([0, 1, num_experts // 2, num_experts]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    maps = np.full((LAYERS, num_experts), -1, np.int32)
+    for row in maps:
+        row[random.permutation(num_experts)[:num_hot]] = random.permutation(num_hot)
+    requests = draw(st.integers(1, num_rows))
+    owners = sorted([*range(requests), *random.integers(0, requests, num_rows - requests).tolist()])
+    # Few experts are popular, so that rows share them.
+    ids = np.stack(
+        [
+            [np.argsort(random.random(num_experts) ** (1 + np.arange(num_experts)))[:top_k] for _ in range(num_rows)]
+            for _ in range(LAYERS)
+        ]
+    ).astype(np.int32)
+    drawn = draw(st.lists(WEIGHTS, min_size=4, max_size=12))
+    weights = random.choice(np.array(drawn, np.float32), (LAYERS, num_rows, top_k))
+    bits = random.choice(np.array([0, 1, 2, 3, 4, 16], np.uint8), (requests, LAYERS, num_experts))
+    prices = st.floats(0.1, 10)
+    costs = DrawnCosts(draw(st.lists(prices, min_size=1, max_size=5)), draw(prices), draw(prices), draw(prices))
+    return Case(
+        num_experts,
+        top_k,
+        maps,
+        ids,
+        weights,
+        owners,
+        bits,
+        random.permutation(ENTRIES)[:num_rows].tolist(),
+        draw(st.sampled_from([None, Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])))])),  # type: ignore[arg-type]
+        draw(st.lists(st.none() | st.integers(1, 10**12), min_size=LAYERS, max_size=LAYERS)),
+    )
+
+
+class Buffers:
+    def __init__(self, case: Case) -> None:
+        self.ids = np.full((LAYERS, ENTRIES, case.top_k), -7, np.int16)
+        self.weights = np.full((LAYERS, ENTRIES, case.top_k), -7, np.float32)
+        self.slots = np.empty(MOST_PAIRS, np.int32)
+        self.topk_weights = np.empty(MOST_PAIRS, np.float32)
+        self.sent_rows = np.empty(MOST_PAIRS, np.int64)
+        self.pair_rows = np.empty(MOST_PAIRS, np.int32)
+        self.pair_experts = np.empty(MOST_PAIRS, np.int32)
+        self.pair_bits = np.empty(MOST_PAIRS, np.uint8)
+        self.pair_weights = np.empty(MOST_PAIRS, np.float32)
+        self.activations = np.empty((MOST_PAIRS, HIDDEN), np.float32)
+
+    def native(self, case: Case, model: GpuModel) -> DecodeLayers:
+        native = DecodeLayers(
+            self.ids,
+            self.weights,
+            list(case.maps),
+            hot_experts_ps(model),
+            model.hardware.gpu.layer_overhead_ps,
+            self.slots,
+            self.topk_weights,
+            self.sent_rows,
+            self.pair_rows,
+            self.pair_experts,
+            self.pair_bits,
+            self.pair_weights,
+            self.activations.view(np.uint8),
+        )
+        if case.balancer is not None:
+            native.price(case.balancer.offload_bits, *price_tables(case.balancer), case.balancer.device_ps)
+        return native
+
+
+MODEL = GpuModel(load_hardware("h100-ndp512"), HostDims.of_shape(public_shape("mixtral-8x7b")))
+
+
+def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
+    """0.0 and -0.0 differ."""
+    return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+
+
+@given(cases())
+@settings(max_examples=400, deadline=None)
+def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case: Case) -> None:
+    buffers = Buffers(case)
+    native, clock = buffers.native(case, MODEL), StepClock(MODEL, now_ps=17)
+    num_rows, requests = len(case.owners), len(case.bits)
+    owner = np.array(case.owners)
+    clock.begin_step(num_rows, 1000, 1234)
+    native.begin_step(
+        case.entries, case.owners, list(case.bits), clock.now_ps, clock.attention_ps, case.balancer is not None
+    )
+    counts = np.zeros((requests, 3), np.int64)
+    x = np.random.default_rng(0).random((num_rows, HIDDEN), np.float32)
+    for layer in range(LAYERS):
+        ids, weights = case.ids[layer], case.weights[layer]
+        expert_map, offloaded = case.maps[layer].tolist(), frozenset[int]()
+        if case.balancer is not None:
+            planned = case.bits[owner, layer]
+            load = LayerLoad.of_lists([s >= 0 for s in expert_map], ids.tolist(), weights.tolist(), planned)
+            offloaded = case.balancer.offloaded(load)
+            expert_map = [-1 if expert in offloaded else slot for expert, slot in enumerate(expert_map)]
+        split = split_lists(expert_map, ids.tolist(), weights.tolist(), torch.from_numpy(weights))
+        submit_ps = clock.begin_layer()
+
+        count = native.split(layer, ids.ctypes.data, weights.ctypes.data)
+
+        assert count == len(split.device.rows)
+        assert native.submit_ps == submit_ps
+        assert native.moved() == sorted(offloaded)
+        assert np.array_equal(buffers.ids[layer, case.entries], ids)
+        assert same_bits(buffers.weights[layer, case.entries], weights)
+        assert native.num_hot == sum(split.hot.counts)
+        assert native.idle_rows == split.hot.idle_rows
+        if split.hot.counts:
+            assert buffers.slots[: ids.size].tolist() == split.hot.slots.flatten().tolist()
+            assert same_bits(buffers.topk_weights[: ids.size], split.hot.topk_weights.numpy().flatten())
+        device_ps = case.device_ps[layer]
+        if count:
+            sent, local = np.unique(split.device.rows, return_inverse=True)
+            bits = case.bits[owner[split.device.rows], layer, split.device.experts]
+            if offloaded and case.balancer is not None:
+                bits[bits == 0] = case.balancer.offload_bits
+            assert buffers.sent_rows[: native.num_sent].tolist() == sent.tolist()
+            assert buffers.pair_rows[:count].tolist() == local.tolist()
+            assert buffers.pair_experts[:count].tolist() == split.device.experts.tolist()
+            assert buffers.pair_bits[:count].tolist() == bits.tolist()
+            assert same_bits(buffers.pair_weights[:count], split.device.topk_weights)
+            native.gather(x.ctypes.data, x.strides[0])
+            assert same_bits(buffers.activations[: native.num_sent], x[sent])
+            distinct = len(set(split.device.experts.tolist()))
+            kinds = [2 if device_ps is None else int(e in offloaded) for e in split.device.experts.tolist()]
+            np.add.at(counts, (owner[split.device.rows], kinds), 1)
+            stream_ps = MODEL.prefill_stream_ps(distinct, count) if device_ps is None else 0
+            native.end_layer(device_ps or 0, stream_ps, device_ps is not None)
+            clock.end_layer(
+                split.hot.counts,
+                device_ps=device_ps or 0,
+                streamed_experts=distinct if device_ps is None else 0,
+                streamed_pairs=count if device_ps is None else 0,
+            )
+        else:
+            clock.end_layer(split.hot.counts)
+        assert native.now_ps == clock.now_ps
+    assert native.counts() == counts.tolist()
+    assert (buffers.ids[:, sorted(set(range(ENTRIES)) - set(case.entries))] == -7).all()
+
+
+def test_the_native_layer_takes_the_batches_that_are_aliased() -> None:
+    assert MOST_PAIRS == ALIAS_PAIRS
+
+
+def small_case(balancer: Balancer | None = None) -> Case:
+    """Two rows of one request; expert 0 is hot, expert 1 is cold."""
+    return Case(
+        num_experts=2,
+        top_k=1,
+        maps=np.array([[0, -1]] * LAYERS, np.int32),
+        ids=np.array([[[0], [1]]] * LAYERS, np.int32),
+        weights=np.ones((LAYERS, 2, 1), np.float32),
+        owners=[0, 0],
+        bits=np.full((1, LAYERS, 2), 3, np.uint8),
+        entries=[4, 5],
+        balancer=balancer,
+        device_ps=[1] * LAYERS,
+    )
+
+
+def test_an_expert_that_does_not_exist_is_refused_before_anything_is_written() -> None:
+    case = small_case()
+    buffers = Buffers(case)
+    native = buffers.native(case, MODEL)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
+    for wrong in (-1, 2):
+        ids = np.array([[0], [wrong]], np.int32)
+        with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.E-1"):
+            native.split(0, ids.ctypes.data, case.weights.ctypes.data)
+    assert (buffers.ids == -7).all()
+
+
+def test_a_layer_must_end_before_the_next_begins() -> None:
+    case = small_case()
+    buffers = Buffers(case)
+    native = buffers.native(case, MODEL)
+    with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
+        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
+    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data) == 1
+    with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
+        native.split(1, case.ids.ctypes.data, case.weights.ctypes.data)
+    native.end_layer(5, 0, True)
+    with pytest.raises(RuntimeError, match="split must come first"):
+        native.end_layer(5, 0, True)
+
+
+def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
+    case = small_case()
+    native = Buffers(case).native(case, MODEL)
+    for entries, owners in (([4, ENTRIES], [0, 0]), ([4, -1], [0, 0]), ([4, 5], [0, 1]), ([4, 5], [0]), ([], [])):
+        with pytest.raises(ValueError, match=r"KV entry|no plan|owner|1\.\.32"):
+            native.begin_step(entries, owners, list(case.bits), 0, 0, False)
+    with pytest.raises(ValueError, match="offloading needs prices"):
+        native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, True)
+
+
+def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is_sound() -> None:
+    class Unknown(DrawnCosts):
+        def device_expert_ps(self, bits: int, tokens: int) -> float:
+            raise LookupError("no price")
+
+    case = small_case(Balancer(Unknown([1.0], 1.0, 1.0, 1.0), 3))  # type: ignore[arg-type]
+    native = Buffers(case).native(case, MODEL)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, True)
+    with pytest.raises(LookupError, match="no price"):
+        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
+    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data) == 1

@@ -1,0 +1,140 @@
+"""The layers of a decode step with few rows, in one native call each: split, offloading, message, counts and clock.
+
+On a dozen numbers the arithmetic of Python costs more than vLLM's kernel. `_decode_layers` (csrc/) gives the results of
+pairs.py, step.py, simulation/balance.py and simulation/gpu_timing.py, to the bit and to the picosecond; those remain for
+prompts, larger batches and GPUs. Knows hot slots, the routing sidecar and prices. Does not know requests or the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
+from vllm_ndp.integration.batch import BatchRows
+from vllm_ndp.integration.hot_slots import HotSlots
+from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.simulation.balance import Balancer
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+
+_ON_HOST = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2"), torch.bfloat16: np.dtype("<u2")}
+"""As device_link sends activations; numpy lacks bfloat16."""
+
+
+class FewRows:
+    """One per worker. `take` says whether a step is its own; then each layer calls `split` and perhaps `end_layer`."""
+
+    def __init__(
+        self, layers: dict[int, HotSlots], sidecar: RoutingSidecar, clock: StepClock, balancer: Balancer | None
+    ) -> None:
+        """balancer: None where hot experts never leave the GPU. The sidecar has its size."""
+        slots = layers[0]
+        hidden, dtype = slots.w13.shape[2], _ON_HOST[slots.w13.dtype]
+        self._clock = clock
+        self._top_k = sidecar.top_k
+        self._no_plan = np.zeros((len(layers), len(slots.expert_map)), np.uint8)
+        self._slots = torch.empty(MOST_PAIRS, dtype=torch.int32)
+        self._weights = torch.empty(MOST_PAIRS, dtype=torch.float32)
+        self.slots: torch.Tensor  # i32 [T, k], no -1
+        self.topk_weights: torch.Tensor  # f32 [T, k], 0 where the pair does not run here
+        self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.sent_rows = np.empty(MOST_PAIRS, np.int64)
+        self.pair_rows = np.empty(MOST_PAIRS, np.int32)  # index into sent_rows
+        self.pair_experts = np.empty(MOST_PAIRS, np.int32)
+        self.pair_bits = np.empty(MOST_PAIRS, np.uint8)
+        self.pair_weights = np.empty(MOST_PAIRS, np.float32)
+        self.activations: NDArray[Any] = np.empty((MOST_PAIRS, hidden), dtype)
+        self._row_bytes = hidden * dtype.itemsize
+        ids, weights = sidecar.on_host
+        self.native = DecodeLayers(
+            ids,
+            weights,
+            [layers[index].expert_map.numpy() for index in range(len(layers))],
+            hot_experts_ps(clock.model),
+            clock.model.hardware.gpu.layer_overhead_ps,
+            self._slots.numpy(),
+            self._weights.numpy(),
+            self.sent_rows,
+            self.pair_rows,
+            self.pair_experts,
+            self.pair_bits,
+            self.pair_weights,
+            self.activations.view(np.uint8),
+        )
+        if balancer is not None:
+            self.native.price(balancer.offload_bits, *price_tables(balancer), balancer.device_ps)
+
+    @staticmethod
+    def fits(layers: dict[int, HotSlots], top_k: int) -> bool:
+        """Whether tensors lie in the host's memory, and a row's pairs in the tables."""
+        return layers[0].takes_few_rows and top_k <= MOST_PAIRS
+
+    def take(self, rows: BatchRows, slot_mapping: torch.Tensor, *, offload: bool) -> bool:
+        """Begin a step if its layers are to run here: few decode rows. The clock's step has begun."""
+        num_rows = rows.num_rows
+        if num_rows * self._top_k > MOST_PAIRS or not rows.all_decode:
+            return False
+        if num_rows not in self._by_rows:
+            pairs = num_rows * self._top_k
+            self._by_rows[num_rows] = (
+                self._slots[:pairs].view(num_rows, self._top_k),
+                self._weights[:pairs].view(num_rows, self._top_k),
+            )
+        self.slots, self.topk_weights = self._by_rows[num_rows]
+        plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
+        clock = self._clock
+        self.native.begin_step(
+            slot_mapping.tolist(), rows.owner.tolist(), plans, clock.now_ps, clock.attention_ps, offload
+        )
+        return True
+
+    def split(self, layer: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> int:
+        """Split the pairs of a layer, f32 and i32 [T, k]; returns how many the device is to compute.
+
+        Without any, the layer is accounted for; else `end_layer` must follow.
+        """
+        if topk_ids.dtype is not torch.int32 or topk_weights.dtype is not torch.float32:
+            topk_ids, topk_weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
+        topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+        return self.native.split(layer, topk_ids.data_ptr(), topk_weights.data_ptr())
+
+    def gather(self, x: torch.Tensor) -> NDArray[Any]:
+        """The rows of x [T, H] that the device needs, as it takes them; valid until the next call."""
+        x = x.contiguous()
+        self.native.gather(x.data_ptr(), self._row_bytes)
+        return self.activations[: self.native.num_sent]
+
+    def device_pairs(self, count: int) -> Pairs:
+        """The pairs that were meant for the device, for computing them here."""
+        rows = self.sent_rows[self.pair_rows[:count]]
+        return Pairs(rows, self.pair_experts[:count].astype(np.int64), self.pair_weights[:count].copy())
+
+    def end_layer(self, count: int, device_ps: int | None) -> None:
+        """Account for a layer with `count` pairs for the device. device_ps: None where it gave no answer."""
+        if device_ps is not None:
+            self.native.end_layer(device_ps, 0, True)
+            return
+        experts = len(np.unique(self.pair_experts[:count]))
+        self.native.end_layer(0, self._clock.model.prefill_stream_ps(experts, count), False)
+
+
+def hot_experts_ps(model: GpuModel) -> NDArray[np.int64]:
+    """[experts touched, pairs]: GpuModel.hot_experts_ps as a table; 0 where fewer pairs than experts."""
+    table = np.zeros((MOST_PAIRS + 1, MOST_PAIRS + 1), np.int64)
+    for pairs in range(1, MOST_PAIRS + 1):
+        for touched in range(1, pairs + 1):
+            table[touched, pairs] = model.hot_experts_ps([pairs - touched + 1] + [1] * (touched - 1))
+    return table
+
+
+def price_tables(balancer: Balancer) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What Balancer asks for, in simulated ps: hot experts by rows, messages by rows and pairs (NaN: impossible)."""
+    gpu = np.array([balancer.gpu_ps(rows) if rows else 0.0 for rows in range(MOST_PAIRS + 1)])
+    message = np.full((MOST_PAIRS + 1, MOST_PAIRS + 1), np.nan)
+    for pairs in range(1, MOST_PAIRS + 1):
+        message[1 : pairs + 1, pairs] = [balancer.message_ps(rows, pairs) for rows in range(1, pairs + 1)]
+    return gpu, message
