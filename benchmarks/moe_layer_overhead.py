@@ -210,7 +210,10 @@ def main() -> None:
         cells = [[found.get(f"measured_{name}_{share}_us") for share in ("min", "p10", "p50")] for name in columns]
         table.add_row(
             arm,
-            *("-" if None in cell else " / ".join(f"{value:.0f}" for value in cell if value is not None) for cell in cells),
+            *(
+                "-" if None in cell else " / ".join(f"{value:.0f}" for value in cell if value is not None)
+                for cell in cells
+            ),
             f"{found['measured_tokens_per_s']:.0f}",
         )
     console.print(table)
@@ -218,7 +221,7 @@ def main() -> None:
     table = Table(title="measured us over stock")
     for name in ("what", "min", "p10", "p50", "at most"):
         table.add_column(name)
-    for name, value in over["p50"].items():
+    for name in over["p50"]:
         table.add_row(name, *(f"{over[share][name]:.0f}" for share in over), f"{TARGETS[name]:.0f}")
     console.print(table)
     document = {

@@ -139,16 +139,14 @@ def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
 
 
 @given(cases())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case: Case) -> None:
     buffers = Buffers(case)
     native, clock = buffers.native(case, MODEL), StepClock(MODEL, now_ps=17)
     num_rows, requests = len(case.owners), len(case.bits)
     owner = np.array(case.owners)
     clock.begin_step(num_rows, 1000, 1234)
-    native.begin_step(
-        case.entries, case.owners, list(case.bits), clock.now_ps, clock.attention_ps, case.balancer is not None
-    )
+    native.begin_step(case.entries, case.owners, list(case.bits), clock.now_ps, clock.attention_ps)
     counts = np.zeros((requests, 3), np.int64)
     x = np.random.default_rng(0).random((num_rows, HIDDEN), np.float32)
     for layer in range(LAYERS):
@@ -162,7 +160,7 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
         split = split_lists(expert_map, ids.tolist(), weights.tolist(), torch.from_numpy(weights))
         submit_ps = clock.begin_layer()
 
-        count = native.split(layer, ids.ctypes.data, weights.ctypes.data)
+        count = native.split(layer, ids.ctypes.data, weights.ctypes.data, case.balancer is not None)
 
         assert count == len(split.device.rows)
         assert native.submit_ps == submit_ps
@@ -229,11 +227,11 @@ def test_an_expert_that_does_not_exist_is_refused_before_anything_is_written() -
     case = small_case()
     buffers = Buffers(case)
     native = buffers.native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
     for wrong in (-1, 2):
         ids = np.array([[0], [wrong]], np.int32)
         with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.E-1"):
-            native.split(0, ids.ctypes.data, case.weights.ctypes.data)
+            native.split(0, ids.ctypes.data, case.weights.ctypes.data, False)
     assert (buffers.ids == -7).all()
 
 
@@ -242,11 +240,11 @@ def test_a_layer_must_end_before_the_next_begins() -> None:
     buffers = Buffers(case)
     native = buffers.native(case, MODEL)
     with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
-        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
-    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data) == 1
+        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1
     with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
-        native.split(1, case.ids.ctypes.data, case.weights.ctypes.data)
+        native.split(1, case.ids.ctypes.data, case.weights.ctypes.data, False)
     native.end_layer(5, 0, True)
     with pytest.raises(RuntimeError, match="split must come first"):
         native.end_layer(5, 0, True)
@@ -257,9 +255,15 @@ def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
     native = Buffers(case).native(case, MODEL)
     for entries, owners in (([4, ENTRIES], [0, 0]), ([4, -1], [0, 0]), ([4, 5], [0, 1]), ([4, 5], [0]), ([], [])):
         with pytest.raises(ValueError, match=r"KV entry|no plan|owner|1\.\.32"):
-            native.begin_step(entries, owners, list(case.bits), 0, 0, False)
+            native.begin_step(entries, owners, list(case.bits), 0, 0)
+
+
+def test_offloading_needs_prices() -> None:
+    case = small_case()
+    native = Buffers(case).native(case, MODEL)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
     with pytest.raises(ValueError, match="offloading needs prices"):
-        native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, True)
+        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, True)
 
 
 def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is_sound() -> None:
@@ -269,8 +273,8 @@ def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is
 
     case = small_case(Balancer(Unknown([1.0], 1.0, 1.0, 1.0), 3))  # type: ignore[arg-type]
     native = Buffers(case).native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, True)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
     with pytest.raises(LookupError, match="no price"):
-        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0, False)
-    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data) == 1
+        native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, True)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1

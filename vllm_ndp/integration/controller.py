@@ -27,6 +27,7 @@ from vllm_ndp.integration import compat, device_link, startup_table
 from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedRequest
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
@@ -79,6 +80,8 @@ class NdpController:
         self.device: DeviceLink
         self.planner: Planner
         self.recorder: RunRecorder | None = None
+        self._few: FewRows | None = None
+        self._balancer: Balancer | None = None
         self._operators: dict[int, str] = {}  # layer -> name
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
@@ -137,10 +140,10 @@ class NdpController:
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
         costs = Costs(self.hardware, self.shape, group_size=self.device.served.group_size)
-        balancer = Balancer(costs, offload_bits) if offload_bits else None
+        self._balancer = Balancer(costs, offload_bits) if offload_bits else None
         for index, name in self._operators.items():
             layer = MoELayer(
-                index, self.hot, self.device, self.planner, self.sidecar, self.locator, self.running, balancer
+                index, self.hot, self.device, self.planner, self.sidecar, self.locator, self.running, self._balancer
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -166,6 +169,8 @@ class NdpController:
         block_size = groups[0].kv_cache_spec.block_size
         self.sidecar.allocate(kv_cache_config.num_blocks, block_size)
         self.locator.block_size = block_size
+        if FewRows.fits(self.hot.layers, self.sizes.top_k):
+            self._few = FewRows(self.hot.layers, self.sidecar, self.clock, self._balancer)
         if self.settings.record is not None:
             self.recorder = RunRecorder(Path(self.settings.record), self._provenance(), self.sidecar)
             self._record_plan(0)
@@ -189,7 +194,7 @@ class NdpController:
         if self.recorder is not None:
             self.recorder.note_requests(self.num_steps, spans)
         self._planned = self._describe(self.planner.replan())
-        self.running.step = Step(self.num_steps, spans, self.sizes, self.clock)
+        self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self._few)
         try:
             yield
             self.take_report()  # unless the connector already did

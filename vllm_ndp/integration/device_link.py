@@ -28,6 +28,7 @@ from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
@@ -233,6 +234,22 @@ class DeviceLink:
             pairs.topk_weights,
         )
         return DeviceCall(layer, bits, sent, self.client, handle)
+
+    def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
+        """The same for the `count` pairs that a native split found. number: of the step."""
+        self.wait_installed()
+        bits = few.pair_bits[:count]
+        handle = self.client.begin_execute(
+            layer,
+            number,
+            few.native.submit_ps,
+            few.gather(x),
+            few.pair_rows[:count],
+            few.pair_experts[:count],
+            bits,
+            few.pair_weights[:count],
+        )
+        return DeviceCall(layer, bits, few.sent_rows[: few.native.num_sent], self.client, handle)
 
     def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].

@@ -1,8 +1,8 @@
 """The layers of a decode step with few rows, in one native call each: split, offloading, message, counts and clock.
 
-On a dozen numbers the arithmetic of Python costs more than vLLM's kernel. `_decode_layers` (csrc/) gives the results of
-pairs.py, step.py, simulation/balance.py and simulation/gpu_timing.py, to the bit and to the picosecond; those remain for
-prompts, larger batches and GPUs. Knows hot slots, the routing sidecar and prices. Does not know requests or the device.
+On a dozen numbers Python's arithmetic costs more than vLLM's kernel. `_decode_layers` (csrc/) gives the results of
+pairs.py, step.py, simulation/balance.py and simulation/gpu_timing.py, to the bit and to the picosecond; those remain
+for prompts, larger batches and GPUs. Knows hot slots, the routing sidecar and prices. Does not know the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
-_ON_HOST = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2"), torch.bfloat16: np.dtype("<u2")}
+_ON_HOST: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float16: np.dtype("<f2"),
+    torch.bfloat16: np.dtype("<u2"),
+}
 """As device_link sends activations; numpy lacks bfloat16."""
 
 
@@ -73,7 +77,7 @@ class FewRows:
         """Whether tensors lie in the host's memory, and a row's pairs in the tables."""
         return layers[0].takes_few_rows and top_k <= MOST_PAIRS
 
-    def take(self, rows: BatchRows, slot_mapping: torch.Tensor, *, offload: bool) -> bool:
+    def take(self, rows: BatchRows, slot_mapping: torch.Tensor) -> bool:
         """Begin a step if its layers are to run here: few decode rows. The clock's step has begun."""
         num_rows = rows.num_rows
         if num_rows * self._top_k > MOST_PAIRS or not rows.all_decode:
@@ -87,12 +91,10 @@ class FewRows:
         self.slots, self.topk_weights = self._by_rows[num_rows]
         plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         clock = self._clock
-        self.native.begin_step(
-            slot_mapping.tolist(), rows.owner.tolist(), plans, clock.now_ps, clock.attention_ps, offload
-        )
+        self.native.begin_step(slot_mapping.tolist(), rows.owner.tolist(), plans, clock.now_ps, clock.attention_ps)
         return True
 
-    def split(self, layer: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> int:
+    def split(self, layer: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, offload: bool) -> int:
         """Split the pairs of a layer, f32 and i32 [T, k]; returns how many the device is to compute.
 
         Without any, the layer is accounted for; else `end_layer` must follow.
@@ -100,7 +102,7 @@ class FewRows:
         if topk_ids.dtype is not torch.int32 or topk_weights.dtype is not torch.float32:
             topk_ids, topk_weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
         topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-        return self.native.split(layer, topk_ids.data_ptr(), topk_weights.data_ptr())
+        return self.native.split(layer, topk_ids.data_ptr(), topk_weights.data_ptr(), offload)
 
     def gather(self, x: torch.Tensor) -> NDArray[Any]:
         """The rows of x [T, H] that the device needs, as it takes them; valid until the next call."""
@@ -120,6 +122,15 @@ class FewRows:
             return
         experts = len(np.unique(self.pair_experts[:count]))
         self.native.end_layer(0, self._clock.model.prefill_stream_ps(experts, count), False)
+
+    def pairs_by_request(self, rows: BatchRows, pairs_per_row: int) -> dict[str, dict[str, int]]:
+        """How many (row, expert) pairs of each request ran where, over all layers of the step."""
+        found = {}
+        for span, (cold, offloaded, fallback) in zip(rows.spans, self.native.counts(), strict=True):
+            hot = span.num_tokens * pairs_per_row - cold - offloaded - fallback
+            counts = {"hot": hot, "spilled": offloaded, "cold": cold, "prefill": 0, "fallback": fallback}
+            found[span.request.request_id] = counts
+        return found
 
 
 def hot_experts_ps(model: GpuModel) -> NDArray[np.int64]:

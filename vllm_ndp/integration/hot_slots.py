@@ -225,6 +225,11 @@ class HotSlots:
             out[pairs.idle_rows] = 0
         return out
 
+    def run_aliased(self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The same where no slot is -1: topk_weights f32 and slots i32 [T, k], contiguous."""
+        assert isinstance(self.kernel, CpuSlotKernel)
+        return self.kernel.fused(x, self.w13, self.w2, topk_weights, slots)
+
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""
         if not self.expert_in:

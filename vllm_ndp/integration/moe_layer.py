@@ -16,6 +16,7 @@ import torch
 
 from vllm_ndp.integration.batch import RowLocator
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.pairs import Pairs, Split, split_arrays, split_lists
@@ -71,11 +72,14 @@ class MoELayer:
         if not step.started:
             step.start(*self._locator.locate(step.spans))
         num_rows = step.rows.num_rows
-        self._sidecar.write(self.index, step.slot_mapping, topk_ids[:num_rows], topk_weights[:num_rows])
-        step.begin_layer()
+        if step.few is None:
+            self._sidecar.write(self.index, step.slot_mapping, topk_ids[:num_rows], topk_weights[:num_rows])
+            step.begin_layer()
         return num_rows
 
     def _run(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        if step.few is not None:
+            return self._run_few(step.few, step.number, x, topk_weights, topk_ids)
         split = self._split(step, topk_weights, topk_ids)
         call = self._device.submit(step, self.index, x, split)
         try:
@@ -87,6 +91,32 @@ class MoELayer:
                 call.abandon()
             raise
         step.end_layer(self.index, split, device_ps)
+        return out
+
+    def _run_few(
+        self, few: FewRows, number: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for few decode rows, whose split, counts and clock are one native call."""
+        count = few.split(self.index, topk_weights, topk_ids, offload=self._balancer is not None and self._device.is_up)
+        if not count:
+            return self._slots.run_aliased(x, topk_weights, few.slots)
+        call = self._device.submit_few(number, self.index, x, few, count)
+        try:
+            if few.native.num_hot:
+                out = self._slots.run_aliased(x, few.topk_weights, few.slots)
+                if idle := few.native.idle_rows:
+                    out[idle] = 0
+            else:
+                out = torch.zeros_like(x)
+            if (answer := call.result()) is not None:
+                call.add(out, answer)
+                few.end_layer(count, answer.timing.total_ps)
+                return out
+            self._compute_here(call, out, x, few.device_pairs(count))
+        except BaseException:
+            call.abandon()
+            raise
+        few.end_layer(count, None)
         return out
 
     def _split(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
@@ -123,12 +153,16 @@ class MoELayer:
         if (answer := call.result()) is not None:
             call.add(out, answer)
             return int(answer.timing.total_ps)
+        self._compute_here(call, out, x, pairs)
+        return None
+
+    def _compute_here(self, call: DeviceCall, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
+        """The device gave no valid answer: add the same pairs, computed in this process."""
         here = self._device.compute_locally(call, x, pairs)
         if here is None:
             self._stream(out, x, pairs, {})
         else:
             out.add_(here)
-        return None
 
     def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs, keep: dict[int, int]) -> None:
         """Add the pairs in full precision from the pool; one rounding for all. keep: expert -> slot to stay in."""

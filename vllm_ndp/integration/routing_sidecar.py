@@ -15,18 +15,26 @@ class RoutingSidecar:
     """Memory for the choices of L layers with k experts per token; it has a size once the KV cache has one."""
 
     def __init__(self, num_layers: int, top_k: int, device: torch.device) -> None:
-        self._num_layers, self._top_k, self._device = num_layers, top_k, device
+        self.top_k = top_k
+        self._num_layers, self._device = num_layers, device
         self.block_size = 0
         self.allocate(0, 0)
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Follow a KV cache of so many blocks."""
         self.block_size = block_size
-        shape = (self._num_layers, num_blocks * block_size, self._top_k)
+        shape = (self._num_layers, num_blocks * block_size, self.top_k)
         # Not zeroed: pages become resident as KV entries are used, and only written entries are ever read.
         self._ids = torch.empty(shape, dtype=torch.int16, device=self._device)
         self._weights = torch.empty(shape, dtype=torch.float32, device=self._device)
         self._host = (self._ids.numpy(), self._weights.numpy()) if self._device.type == "cpu" else None
+
+    @property
+    def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
+        """Its memory, ids and weights [L, entries, k]; for those who write natively."""
+        if self._host is None:
+            raise ValueError(f"the routing sidecar lies on {self._device}")
+        return self._host
 
     @property
     def num_bytes(self) -> int:

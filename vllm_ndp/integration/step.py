@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split
 from vllm_ndp.integration.report import PAIR_KINDS, StepReport
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
@@ -33,6 +34,8 @@ class Step:
     spans: dict[str, Span]
     sizes: ModelSizes
     clock: StepClock
+    few: FewRows | None = None
+    """Who splits, times and counts the layers natively; None once the rows are known and are not few decode rows."""
     rows: BatchRows = field(init=False)
     slot_mapping: torch.Tensor = field(init=False)  # i64 [T], the KV entry of each row
     started: bool = field(default=False, init=False)
@@ -57,6 +60,8 @@ class Step:
         """The first layer runs: the order of the rows is known."""
         self.rows, self.slot_mapping, self.started = rows, slot_mapping, True
         self.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended)
+        if self.few is not None and not self.few.take(rows, slot_mapping):
+            self.few = None
 
     def begin_layer(self) -> None:
         self.clock.begin_layer()
@@ -121,6 +126,8 @@ class Step:
             return None
         self._reported = True
         tokens = tuple(span.request.request_id for span in self.spans.values() if span.yields_token)
+        if self.few is not None:
+            self.clock.follow(self.few.native.now_ps)
         time = self.clock.end_step(len(tokens))
         report = StepReport(time.start_ps, time.end_ps, tuple(self.spans), tokens, self.pairs_by_request(), plans)
         return report, time
@@ -128,12 +135,16 @@ class Step:
     def abandon(self) -> None:
         """An error ended the step: its simulated time does not count."""
         if self.started and not self._reported:
+            if self.few is not None:
+                self.clock.follow(self.few.native.now_ps)
             self.clock.abandon_step()
         self._reported = True
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:
         """How many (row, expert) pairs of each request ran where, over all layers."""
         rows, per_row = self.rows, self.sizes.num_layers * self.sizes.top_k
+        if self.few is not None:
+            return self.few.pairs_by_request(rows, per_row)
         left = {kind: np.add.reduceat(counts, rows.first_rows).tolist() for kind, counts in self._tally.items()}
         decode = np.add.reduceat(rows.decode, rows.first_rows, dtype=np.int64).tolist()
         found = {}

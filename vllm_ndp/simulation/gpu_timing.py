@@ -129,7 +129,7 @@ class StepClock:
         return self._attention_ps
 
     def follow(self, now_ps: int) -> None:
-        """Layers of the running step were timed elsewhere, by the same rule, up to now_ps; StepTime does not list them."""
+        """Layers of the running step were timed elsewhere, by the same rule, up to now_ps; StepTime lists none."""
         if self._step_start_ps is None or self._layer_start_ps is not None or now_ps < self.now_ps:
             raise RuntimeError("follow: only forward, between begin_step and end_step and not inside a layer")
         self.now_ps = now_ps

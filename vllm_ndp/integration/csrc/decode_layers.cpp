@@ -107,7 +107,7 @@ class DecodeLayers {
     }
 
     void begin_step(const std::vector<int64_t>& entries, const std::vector<int64_t>& owners,
-                    std::vector<In<uint8_t, 2>> bits, int64_t now_ps, int64_t attention_ps, bool offload) {
+                    std::vector<In<uint8_t, 2>> bits, int64_t now_ps, int64_t attention_ps) {
         want(!entries.empty() && static_cast<int64_t>(entries.size()) * top_k_ <= kMostPairs,
              "a step needs 1..32 pairs per layer");
         want(owners.size() == entries.size(), "every row needs an owner");
@@ -118,22 +118,22 @@ class DecodeLayers {
             want(plan.shape(0) == static_cast<size_t>(num_layers_) &&
                      plan.shape(1) == static_cast<size_t>(num_experts_),
                  "bits must be [L, E]");
-        want(!offload || prices_.offload_bits, "offloading needs prices");
         entries_ = entries;
         owners_ = owners;
         bits_ = std::move(bits);
         counts_.assign(bits_.size() * 3, 0);
         now_ps_ = now_ps;
         attention_ps_ = attention_ps;
-        offload_ = offload;
         waiting_ = false;
     }
 
     // ids i32 [T, k] and router weights f32 [T, k], contiguous, by address: an array argument costs more than the
     // layer. Returns how many pairs the device is to compute; without any, the layer's clock is done.
-    int64_t split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights) {
-        if (waiting_ || entries_.empty()) throw std::runtime_error("split: once per layer, between begin_step and end_layer");
+    int64_t split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights, bool offload) {
+        if (waiting_ || entries_.empty())
+            throw std::runtime_error("split: once per layer, between begin_step and end_layer");
         want(layer >= 0 && layer < num_layers_, "no such layer");
+        want(!offload || prices_.offload_bits, "offloading needs prices");
         const auto* ids = reinterpret_cast<const int32_t*>(topk_ids);
         const auto* weights = reinterpret_cast<const float*>(topk_weights);
         const int64_t pairs = static_cast<int64_t>(entries_.size()) * top_k_;
@@ -143,7 +143,7 @@ class DecodeLayers {
         note(ids, weights);
         for (int64_t expert : moved_) offloaded_[expert] = 0;
         moved_.clear();
-        if (offload_) decide(ids, weights);
+        if (offload) decide(ids, weights);
         lay_out(ids, weights);
         submit_ps_ = now_ps_ + attention_ps_;
         waiting_ = num_cold_ > 0;
@@ -326,7 +326,6 @@ class DecodeLayers {
     std::vector<In<uint8_t, 2>> bits_;       // [R]
     std::vector<int64_t> counts_;            // [R, 3]
     int64_t now_ps_ = 0, attention_ps_ = 0;
-    bool offload_ = false;
 
     // of the layer
     int64_t layer_ = 0, submit_ps_ = 0, hot_layer_ps_ = 0, num_hot_ = 0, num_cold_ = 0, num_sent_ = 0;
@@ -359,8 +358,9 @@ NB_MODULE(_decode_layers, m) {
         .def("price", &DecodeLayers::price, nb::arg("offload_bits"), nb::arg("gpu_ps"), nb::arg("message_ps"),
              nb::arg("device_ps"))
         .def("begin_step", &DecodeLayers::begin_step, nb::arg("entries"), nb::arg("owners"), nb::arg("bits"),
-             nb::arg("now_ps"), nb::arg("attention_ps"), nb::arg("offload"))
-        .def("split", &DecodeLayers::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"))
+             nb::arg("now_ps"), nb::arg("attention_ps"))
+        .def("split", &DecodeLayers::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
+             nb::arg("offload"))
         .def("gather", &DecodeLayers::gather, nb::arg("x"), nb::arg("row_bytes"))
         .def("end_layer", &DecodeLayers::end_layer, nb::arg("device_ps"), nb::arg("stream_ps"), nb::arg("answered"))
         .def("counts", &DecodeLayers::counts)
