@@ -16,7 +16,7 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 from vllm_ndp.integration.few_rows import hot_experts_ps, price_tables
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
-from vllm_ndp.integration.pairs import split_lists
+from vllm_ndp.integration.pairs import add_sums, split_lists
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
 
@@ -205,6 +205,25 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
 
 def test_the_native_layer_takes_the_batches_that_are_aliased() -> None:
     assert MOST_PAIRS == ALIAS_PAIRS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_partial_sums_are_added_as_torch_adds_them(dtype: torch.dtype, case: Case, seed: int) -> None:
+    native = Buffers(case).native(case, MODEL)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    if not native.split(0, case.ids[0].ctypes.data, case.weights[0].ctypes.data, False):
+        return
+    sent = np.unique([row for row, ids in enumerate(case.ids[0]) if (case.maps[0][ids] < 0).any()])
+    random = np.random.default_rng(seed)
+    scale = random.choice([1e-39, 1e-3, 1.0, 1e38], (len(case.owners), 1))
+    out = torch.from_numpy(random.uniform(-3, 3, (len(case.owners), HIDDEN)) * scale).to(dtype)
+    sums = (random.uniform(-3, 3, (len(sent), HIDDEN)) * scale[sent]).astype(np.float32)
+    expected = out.clone()
+    add_sums(expected, sums, sent)
+    native.add(out.data_ptr(), sums, dtype is torch.bfloat16)
+    assert np.array_equal(out.float().numpy(), expected.float().numpy(), equal_nan=True)
 
 
 def small_case(balancer: Balancer | None = None) -> Case:

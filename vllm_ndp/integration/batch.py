@@ -23,6 +23,9 @@ from vllm_ndp.planning.plan import Plan
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+_FEW_ROWS = 64
+"""Up to so many rows, lists are faster than arrays."""
+
 
 @dataclass
 class TrackedRequest:
@@ -88,30 +91,43 @@ class RequestTracker:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The rows of one step in the runner's order: T rows of R requests."""
+    """The rows of one step in the runner's order: T rows of R requests. Arrays are made when somebody asks for them."""
 
     spans: tuple[Span, ...]  # [R], row order
-    owner: NDArray[np.int32]  # [T], index into spans
-    positions: NDArray[np.int64]  # [T]
-    decode: NDArray[np.bool_]  # [T]
-    first_rows: NDArray[np.int64]  # [R], where each request's rows begin
 
-    @classmethod
-    def of(cls, spans: Sequence[Span]) -> BatchRows:
-        lengths = [span.num_tokens for span in spans]
-        owner = np.repeat(np.arange(len(spans), dtype=np.int32), lengths)
-        first_rows = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-        positions = np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in spans]).astype(np.int64)
-        prompt_lens = np.array([s.request.prompt_len for s in spans], dtype=np.int64)
-        return cls(tuple(spans), owner, positions, positions >= prompt_lens[owner], first_rows)
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
 
     @cached_property
     def all_decode(self) -> bool:
-        return bool(self.decode.all())
+        return all(span.start >= span.request.prompt_len for span in self.spans)
 
     @property
-    def num_rows(self) -> int:
-        return len(self.owner)
+    def owners(self) -> list[int]:
+        """[T], index into spans."""
+        return [index for index, span in enumerate(self.spans) for _ in range(span.num_tokens)]
+
+    @cached_property
+    def owner(self) -> NDArray[np.int32]:
+        """[T], index into spans."""
+        return np.repeat(np.arange(len(self.spans), dtype=np.int32), [span.num_tokens for span in self.spans])
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """[T]"""
+        return np.concatenate([np.arange(s.start, s.start + s.num_tokens, dtype=np.int64) for s in self.spans])
+
+    @cached_property
+    def decode(self) -> NDArray[np.bool_]:
+        """[T]"""
+        prompt_lens = np.array([span.request.prompt_len for span in self.spans], dtype=np.int64)
+        return self.positions >= prompt_lens[self.owner]
+
+    @cached_property
+    def first_rows(self) -> NDArray[np.int64]:
+        """[R], where each request's rows begin."""
+        return np.cumsum([0, *(span.num_tokens for span in self.spans[:-1])], dtype=np.int64)
 
     @property
     def kv_tokens(self) -> int:
@@ -121,7 +137,7 @@ class BatchRows:
     @property
     def attended(self) -> int:
         """(row, KV entry) pairs: each row attends to its own position and all before it."""
-        return int(self.positions.sum()) + self.num_rows
+        return sum(s.num_tokens * s.start + s.num_tokens * (s.num_tokens + 1) // 2 for s in self.spans)
 
     def expected_slot_mapping(self, block_size: int) -> NDArray[np.int64]:
         """The KV entry that each row must write if we are right about who owns it, [T]."""
@@ -130,6 +146,17 @@ class BatchRows:
             for span, first in zip(self.spans, self.first_rows.tolist(), strict=True)
         ]
         return np.concatenate(parts)
+
+    def write_to(self, entries: torch.Tensor, block_size: int) -> bool:
+        """Whether these KV entries i64 [T] are the expected ones."""
+        if self.num_rows > _FEW_ROWS:
+            return np.array_equal(entries.cpu().numpy(), self.expected_slot_mapping(block_size))
+        expected = [
+            span.request.blocks[position // block_size] * block_size + position % block_size
+            for span in self.spans
+            for position in range(span.start, span.start + span.num_tokens)
+        ]
+        return bool(entries.tolist() == expected)
 
 
 def slot_mapping(blocks: Sequence[int], positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
@@ -151,11 +178,12 @@ class RowLocator:
     def locate(self, spans: dict[str, Span]) -> tuple[BatchRows, torch.Tensor]:
         """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them."""
         order = [request_id for request_id in self._runner.input_batch.req_ids if request_id in spans]
-        rows = BatchRows.of([spans[request_id] for request_id in order])
-        mapping = get_forward_context().slot_mapping
-        entries = next(iter(mapping.values()))[: rows.num_rows].to(torch.int64)
+        rows = BatchRows(tuple(spans[request_id] for request_id in order))
+        entries = next(iter(get_forward_context().slot_mapping.values()))
+        if len(entries) != rows.num_rows or entries.dtype is not torch.int64:  # each of the two costs some us
+            entries = entries[: rows.num_rows].to(torch.int64)
         self.row_checks += 1
-        if not np.array_equal(entries.cpu().numpy(), rows.expected_slot_mapping(self.block_size)):
+        if not rows.write_to(entries, self.block_size):
             self.mismatches += 1
             raise RuntimeError(
                 "the rows of this step do not belong to the requests vllm-ndp expected (KV slots differ): "

@@ -29,7 +29,7 @@ from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.few_rows import FewRows
-from vllm_ndp.integration.pairs import Pairs, Split
+from vllm_ndp.integration.pairs import Pairs, Split, add_sums
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
 
@@ -113,12 +113,7 @@ class DeviceCall:
 
     def add(self, out: torch.Tensor, answer: ExecuteResult) -> None:
         """Add the partial sums to the rows that were sent."""
-        partial = torch.from_numpy(answer.y)
-        if len(self.rows) == out.shape[0]:
-            out.add_(partial.to(out.device))
-        else:
-            index = torch.from_numpy(self.rows).to(out.device)
-            out.index_add_(0, index, partial.to(out.device, out.dtype))
+        add_sums(out, answer.y, self.rows)
 
     def abandon(self) -> None:
         """The step is lost: take the answer all the same, so that it does not count as under way any longer."""

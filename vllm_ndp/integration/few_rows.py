@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 from vllm_ndp.integration.batch import BatchRows
 from vllm_ndp.integration.hot_slots import HotSlots
-from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.pairs import Pairs, add_sums
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
@@ -91,7 +91,7 @@ class FewRows:
         self.slots, self.topk_weights = self._by_rows[num_rows]
         plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         clock = self._clock
-        self.native.begin_step(slot_mapping.tolist(), rows.owner.tolist(), plans, clock.now_ps, clock.attention_ps)
+        self.native.begin_step(slot_mapping.tolist(), rows.owners, plans, clock.now_ps, clock.attention_ps)
         return True
 
     def split(self, layer: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, offload: bool) -> int:
@@ -109,6 +109,13 @@ class FewRows:
         x = x.contiguous()
         self.native.gather(x.data_ptr(), self._row_bytes)
         return self.activations[: self.native.num_sent]
+
+    def add(self, out: torch.Tensor, sums: NDArray[np.float32]) -> None:
+        """Add the device's partial sums [sent, H] to the rows of out [T, H] that were sent."""
+        if out.dtype is torch.float16:
+            add_sums(out, sums, self.sent_rows[: len(sums)])
+        else:
+            self.native.add(out.data_ptr(), sums, out.dtype is torch.bfloat16)
 
     def device_pairs(self, count: int) -> Pairs:
         """The pairs that were meant for the device, for computing them here."""

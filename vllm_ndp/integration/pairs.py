@@ -100,3 +100,12 @@ def split_arrays(
     experts = topk_ids.cpu().numpy()[rows, columns].astype(np.int64)
     cold = Pairs(rows, experts, topk_weights.float().cpu().numpy()[rows, columns])
     return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode))
+
+
+def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
+    """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order."""
+    partial = torch.from_numpy(sums)
+    if len(rows) == out.shape[0]:
+        out.add_(partial.to(out.device))
+    else:
+        out.index_add_(0, torch.from_numpy(rows).to(out.device), partial.to(out.device, out.dtype))

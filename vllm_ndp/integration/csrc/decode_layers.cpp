@@ -29,6 +29,20 @@ void want(bool holds, const char* sentence) {
     if (!holds) throw std::invalid_argument(sentence);
 }
 
+float widened(uint16_t bfloat16) {
+    const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+uint16_t rounded(float value) {  // to bfloat16, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // not a number
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
 struct Expert {  // an expert of this layer that some row asked for
     int64_t id, rows;
     double weight;  // of all rows
@@ -157,6 +171,26 @@ class DecodeLayers {
         for (int64_t i = 0; i < num_sent_; ++i)
             std::memcpy(activations_.data() + i * row_bytes,
                         reinterpret_cast<const uint8_t*>(x) + sent_rows_.data()[i] * row_bytes, row_bytes);
+    }
+
+    // Add the device's partial sums f32 [sent, H] to the rows that were sent, as torch's add_ (every row was sent) and
+    // index_add_ (some were: what is added is rounded first) do. out: [T, H], bfloat16 or float32.
+    void add(uintptr_t out, In<float, 2> sums, bool bfloat16) const {
+        want(static_cast<int64_t>(sums.shape(0)) == num_sent_, "a sum for every row that was sent is needed");
+        const auto hidden = static_cast<int64_t>(sums.shape(1));
+        const bool some = num_sent_ < static_cast<int64_t>(entries_.size());
+        for (int64_t i = 0; i < num_sent_; ++i) {
+            const float* sum = sums.data() + i * hidden;
+            const int64_t at = sent_rows_.data()[i] * hidden;
+            if (!bfloat16) {
+                float* row = reinterpret_cast<float*>(out) + at;
+                for (int64_t j = 0; j < hidden; ++j) row[j] += sum[j];
+                continue;
+            }
+            uint16_t* row = reinterpret_cast<uint16_t*>(out) + at;
+            for (int64_t j = 0; j < hidden; ++j)
+                row[j] = rounded(widened(row[j]) + (some ? widened(rounded(sum[j])) : sum[j]));
+        }
     }
 
     void end_layer(int64_t device_ps, int64_t stream_ps, bool answered) {
@@ -362,6 +396,7 @@ NB_MODULE(_decode_layers, m) {
         .def("split", &DecodeLayers::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
              nb::arg("offload"))
         .def("gather", &DecodeLayers::gather, nb::arg("x"), nb::arg("row_bytes"))
+        .def("add", &DecodeLayers::add, nb::arg("out"), nb::arg("sums"), nb::arg("bfloat16"))
         .def("end_layer", &DecodeLayers::end_layer, nb::arg("device_ps"), nb::arg("stream_ps"), nb::arg("answered"))
         .def("counts", &DecodeLayers::counts)
         .def("moved", &DecodeLayers::moved)
