@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.integration import few_rows
 from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 from vllm_ndp.integration.few_rows import hot_experts_ps, price_tables
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
@@ -297,3 +299,23 @@ def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is
         native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, True)
     native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
     assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_with_and_without_the_native_layer(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for path in ("native up to 32 pairs", "Python"):
+        if path == "Python":
+            monkeypatch.setattr(few_rows, "BUILT", False)
+        with engine(settings={"hot_experts": 4, "avg_bits": 3.0, "replicas": str(REPLICAS)}, dtype=dtype) as llm:
+            status, outputs = llm.collective_rpc("ndp_status")[0], greedy(llm, PROMPTS, 24)
+            totals = llm.collective_rpc("ndp_totals")[0]
+        assert status["decode_layers"] == path
+        reports = [output.kv_transfer_params["ndp"] for output in outputs]
+        assert sum(report["cold_pairs"] + report["spilled_pairs"] for report in reports) > 0
+        kept = [{k: v for k, v in report.items() if not k.startswith("measured_")} for report in reports]
+        found[path] = token_ids(outputs), kept, totals
+    assert found["native up to 32 pairs"] == found["Python"]

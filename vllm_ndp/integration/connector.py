@@ -50,6 +50,10 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         report = current_controller().take_report()
         return None if report is None else StepReports([report])
 
+    def has_connector_metadata(self) -> bool:
+        """Never, as attention layers see it: they then skip their two calls to us, in each layer of each step."""
+        return False
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...

@@ -256,7 +256,14 @@ class NdpController:
     # -- what is effective ----------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        return startup_table.status(self.settings, self.hot, self.device, self.sidecar, has_report=self._has_report)
+        return startup_table.status(
+            self.settings,
+            self.hot,
+            self.device,
+            self.sidecar,
+            is_native=self._few is not None,
+            has_report=self._has_report,
+        )
 
     def totals_dict(self) -> dict[str, Any]:
         return {

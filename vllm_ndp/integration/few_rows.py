@@ -13,13 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 from vllm_ndp.integration.batch import BatchRows
-from vllm_ndp.integration.hot_slots import HotSlots
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, HotSlots
 from vllm_ndp.integration.pairs import Pairs, add_sums
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+
+try:
+    from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
+
+    BUILT = True
+except ImportError:  # a tree that was not built: every step takes the Python path, and the start-up table says so
+    BUILT, MOST_PAIRS = False, ALIAS_PAIRS
 
 _ON_HOST: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype("<f4"),
@@ -74,8 +80,8 @@ class FewRows:
 
     @staticmethod
     def fits(layers: dict[int, HotSlots], top_k: int) -> bool:
-        """Whether tensors lie in the host's memory, and a row's pairs in the tables."""
-        return layers[0].takes_few_rows and top_k <= MOST_PAIRS
+        """Whether the module is built, tensors lie in the host's memory, and a row's pairs fit the tables."""
+        return BUILT and layers[0].takes_few_rows and top_k <= MOST_PAIRS
 
     def take(self, rows: BatchRows, slot_mapping: torch.Tensor) -> bool:
         """Begin a step if its layers are to run here: few decode rows. The clock's step has begun."""

@@ -12,11 +12,18 @@ from rich.table import Table
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 
 
 def status(
-    settings: NdpSettings, hot: HotExperts, device: DeviceLink, sidecar: RoutingSidecar, *, has_report: bool
+    settings: NdpSettings,
+    hot: HotExperts,
+    device: DeviceLink,
+    sidecar: RoutingSidecar,
+    *,
+    is_native: bool,
+    has_report: bool,
 ) -> dict[str, Any]:
     """What is effective, as data."""
     shape, description = hot.pool.shape, device.description
@@ -50,6 +57,7 @@ def status(
         "execution": _execution(num_hot, device.offload_bits),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "slot_kernel": hot.slot_kernel,
+        "decode_layers": f"native up to {ALIAS_PAIRS} pairs" if is_native else "Python",
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
     }
@@ -92,6 +100,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ),
         ("execution", status["execution"]),
         ("slot kernel", status["slot_kernel"]),
+        ("few decode rows", status["decode_layers"]),
         ("routing trace", status["record"]),
         ("per-request report", status["report"]),
     ]
