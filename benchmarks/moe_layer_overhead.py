@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
 
@@ -176,12 +176,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--json", type=Path, help="write what is printed last to this file, too")
+    add_json_option(parser)
     parser.add_argument("--arm", choices=tuple(ARMS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:
         print(json.dumps(run_arm(arguments)))
         return
+    measurement = Measurement(__doc__ or "")
     arms = arguments.arms.split(",")
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads = []
@@ -224,21 +225,8 @@ def main() -> None:
     for name in over["p50"]:
         table.add_row(name, *(f"{over[share][name]:.0f}" for share in over), f"{TARGETS[name]:.0f}")
     console.print(table)
-    document = {
-        "question": "what the plugin adds to a MoE layer and to a step",
-        "model": Path(arguments.model).name,
-        "batch": arguments.batch,
-        "rounds": arguments.rounds,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "load": load,
-        "arms": summary,
-        "measured_over_stock_us": over,
-        "targets_us": TARGETS,
-    }
-    line = json.dumps(document)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(line)
+    figures = {"batch": arguments.batch, "rounds": arguments.rounds, "arms": summary, "measured_over_stock_us": over}
+    measurement.end(figures, arguments.json)
 
 
 if __name__ == "__main__":
