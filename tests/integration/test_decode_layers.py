@@ -82,8 +82,9 @@ def cases(draw: st.DrawFn) -> Case:
     drawn = draw(st.lists(WEIGHTS, min_size=4, max_size=12))
     weights = random.choice(np.array(drawn, np.float32), (LAYERS, num_rows, top_k))
     bits = random.choice(np.array([0, 1, 2, 3, 4, 16], np.uint8), (requests, LAYERS, num_experts))
-    prices = st.floats(0.1, 10)
-    costs = DrawnCosts(draw(st.lists(prices, min_size=1, max_size=5)), draw(prices), draw(prices), draw(prices))
+    device, gpu, link = st.floats(0.1, 10), st.floats(0.1, 100), st.floats(0, 3)  # so that offloading often pays
+    costs = DrawnCosts(draw(st.lists(device, min_size=1, max_size=5)), draw(gpu), draw(link), draw(link))
+    balancer = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])))  # type: ignore[arg-type]
     return Case(
         num_experts,
         top_k,
@@ -93,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
         owners,
         bits,
         random.permutation(ENTRIES)[:num_rows].tolist(),
-        draw(st.sampled_from([None, Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])))])),  # type: ignore[arg-type]
+        draw(st.sampled_from([balancer, balancer, None])),
         draw(st.lists(st.none() | st.integers(1, 10**12), min_size=LAYERS, max_size=LAYERS)),
     )
 
