@@ -20,7 +20,7 @@ from vllm_ndp.integration.few_rows import hot_experts_ps, price_tables
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.pairs import add_sums, split_lists
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
-from vllm_ndp.simulation.gpu_timing import GpuModel, HostDims, StepClock
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 LAYERS, ENTRIES, HIDDEN = 2, 64, 8
 DENORMAL = 1e-45
@@ -133,7 +133,7 @@ class Buffers:
         return native
 
 
-MODEL = GpuModel(load_hardware("h100-ndp512"), HostDims.of_shape(public_shape("mixtral-8x7b")))
+MODEL = GpuModel(load_hardware("h100-ndp512"), public_shape("mixtral-8x7b"))
 
 
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
