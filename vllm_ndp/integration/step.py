@@ -35,7 +35,7 @@ class Step:
     sizes: ModelSizes
     clock: StepClock
     few: FewRows | None = None
-    """Who splits, times and counts the layers natively; None once the rows are known and are not few decode rows."""
+    """Who splits, times and counts the layers natively; None when the step shows other rows than few decode rows."""
     rows: BatchRows = field(init=False)
     slot_mapping: torch.Tensor = field(init=False)  # i64 [T], the KV entry of each row
     started: bool = field(default=False, init=False)
@@ -60,8 +60,9 @@ class Step:
         """The first layer runs: the order of the rows is known."""
         self.rows, self.slot_mapping, self.started = rows, slot_mapping, True
         self.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended)
-        if self.few is not None and not self.few.take(rows, slot_mapping):
-            self.few = None
+        few, self.few = self.few, None
+        if few is not None and few.take(rows, slot_mapping):
+            self.few = few
 
     def begin_layer(self) -> None:
         self.clock.begin_layer()
