@@ -169,6 +169,8 @@ def headline(
     met = now >= target if at_least else now <= target
     wanted = f"at {'least' if at_least else 'most'} {target:g} {unit}".rstrip()
     command = source.command if source.command == BY_HAND else f"`{source.command.split(' --')[0]}`"
+    while (round(now, digits) >= target if at_least else round(now, digits) <= target) != met:
+        digits += 1  # 40.3 of 40 would read as met
     verdict = "met" if met else "**missed**"
     return f"| {claim} | {f'{now:.{digits}f} {unit}'.rstrip()} | {wanted} | {verdict} | {command} |"
 

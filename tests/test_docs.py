@@ -160,6 +160,7 @@ def test_a_verdict_follows_from_the_figure_and_its_target() -> None:
         "a", 11, 10, "us", source
     )
     assert "| met |" in generate.headline("a", 10, 10, "us", source)
+    assert "| 10.04 us | at most 10 us | **missed** |" in generate.headline("a", 10.04, 10, "us", source)
     assert "| met |" in generate.headline("a", 11, 10, "us", source, at_least=True)
     assert "| **missed** |" in generate.headline("a", 9, 10, "us", source, at_least=True)
 
