@@ -12,7 +12,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: docs demo test test-fast test-vllm check gate format wheel setup clean
+.PHONY: docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -25,6 +25,11 @@ test-fast: $(READY)
 
 test-vllm: $(READY)
 	$(PYTEST) -m "vllm"
+
+# Every family of docs/families.md, two engines each: half an hour. Writes what the page's table is made from.
+test-families: $(READY)
+	NDP_FAMILIES_JSON=$(CURDIR)/docs/measured/families.json $(BIN)/python -m pytest -m "vllm or families" \
+		tests/integration/test_integration_families.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 """Write the parts of the docs that follow from something else (`make docs`), or say which are not current (`--check`).
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
+    docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
     README.md               the sentences with measured figures
 
@@ -216,7 +217,7 @@ def filled(page: str, root: Path = ROOT) -> str:
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
-    found = {root / "docs" / "performance.md": rendered("performance.md.j2", root)}
+    found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
     for name in ("docs/architecture.md", "README.md"):
         path = root / name
         found[path] = filled(path.read_text(), root)

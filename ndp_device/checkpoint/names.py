@@ -363,7 +363,8 @@ def _renumbered(name: str, expert: int | str) -> str:
 
 
 def _num_layers(config: Mapping[str, Any], name: str) -> int:
-    value = config.get("num_hidden_layers")
+    kinds = config.get("layers_block_type")  # Nemotron-H counts its layers so
+    value = config.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: config.json must give num_hidden_layers, a whole number, got {value!r}")
     return value

@@ -1,6 +1,6 @@
 """A program: the tokens one tiny family model makes on stock vLLM and with the plugin, and what the plugin counted.
 
-python family_tokens.py MODEL [stock] [ndp]     prints JSON: side -> passes, totals, or its refusal
+python family_tokens.py MODEL [stock] [ndp] [hot]     prints JSON: side -> passes, totals, or its refusal
 """
 
 from __future__ import annotations
@@ -15,36 +15,50 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from engines import PROMPTS, engine, greedy, token_ids
 
+from ndp_device.checkpoint.opening import open_checkpoint
+
 TOKENS = 32
 PROMPT_COUNT = 3
 REPEATS = 5  # 75 to 130 tokens each: longer than the budget of a chunk
 
-SETTINGS = {"cold_precision": "full"}
-"""Nothing is quantized, so every token must be stock's. Half of the experts are hot."""
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "ndp": {"cold_precision": "full"},  # nothing is quantized; half of the experts are hot
+    "hot": {"cold_precision": "full", "hot_experts": "all"},
+}
 
 PENALTIES = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
 """Greedy text of random weights soon repeats one word for ever, which a wrong expert would repeat as well."""
 
 
-def options_of(model: Path) -> dict[str, Any]:
-    """What this model needs to run on vLLM's CPU build."""
-    options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": PROMPT_COUNT, "max_model_len": 512}
-    if "linear_num_value_heads" in json.loads((model / "config.json").read_text()):
-        options["dtype"] = "bfloat16"  # the CPU kernel for linear attention computes in nothing else
-    return options | {"enable_prefix_caching": True, "enable_chunked_prefill": True}
+OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": PROMPT_COUNT,
+    "max_model_len": 512,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+}
 
 
-def run(model: Path, side: str) -> dict[str, Any]:
+def dtype_of(config: dict[str, Any]) -> str:
+    """What vLLM's CPU build can run this model in: its kernel for linear attention computes in bfloat16 only."""
+    return "bfloat16" if "linear_num_value_heads" in config else "float32"
+
+
+def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
     prompts = [prompt * REPEATS for prompt in PROMPTS[:PROMPT_COUNT]]
     try:
-        with engine(model, settings=SETTINGS if side == "ndp" else None, **options_of(model)) as llm:
+        settings = SETTINGS[side]
+        if settings and settings.get("hot_experts") == "all":
+            settings = settings | {"hot_experts": open_checkpoint(model).shape.num_experts}
+        with engine(model, settings=settings, dtype=dtype, **OPTIONS) as llm:
             settled = llm.llm_engine.vllm_config
             return {
                 # the second pass hits the prefix cache
                 "passes": [token_ids(greedy(llm, prompts, TOKENS, **PENALTIES)) for _ in range(2)],
                 "chunked_prefill": bool(settled.scheduler_config.enable_chunked_prefill),
                 "prefix_cache": bool(settled.cache_config.enable_prefix_caching),
-                "totals": llm.collective_rpc("ndp_totals")[0] if side == "ndp" else {},
+                "totals": llm.collective_rpc("ndp_totals")[0] if settings is not None else {},
             }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -52,7 +66,9 @@ def run(model: Path, side: str) -> dict[str, Any]:
 
 def main() -> None:
     model = Path(sys.argv[1])
-    print(json.dumps({side: run(model, side) for side in sys.argv[2:] or ("stock", "ndp")}), flush=True)
+    dtype = dtype_of(json.loads((model / "config.json").read_text()))
+    sides = sys.argv[2:] or ["stock", "ndp"] + ["hot"] * (dtype != "float32")
+    print(json.dumps({"dtype": dtype} | {side: run(model, side, dtype) for side in sides}), flush=True)
 
 
 if __name__ == "__main__":

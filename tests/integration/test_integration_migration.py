@@ -16,9 +16,9 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
     fills: list[tuple[int, int]] = []
     fill = streaming.StagingStreamer.fill
 
-    def counted(self, layer, expert, w13, w2, slot):
+    def counted(self, layer, expert, held, slot):
         fills.append((layer, expert))
-        fill(self, layer, expert, w13, w2, slot)
+        fill(self, layer, expert, held, slot)
 
     monkeypatch.setattr(streaming.StagingStreamer, "fill", counted)
     settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "migration": migration}
@@ -39,10 +39,10 @@ def assert_slots_hold_what_they_name() -> None:
         slots = ours.hot.layers[layer]
         assert sorted(slots.expert_in) == np.flatnonzero(ours.planner.replanner.placement.hot[layer]).tolist()
         for slot, expert in enumerate(slots.expert_in):
-            w13, w2 = slots.w13[slot : slot + 1].clone().zero_(), slots.w2[slot : slot + 1].clone().zero_()
-            slots.kernel.load(w13, w2, 0, ours.pool.expert(layer, expert))
-            assert w13.equal(slots.w13[slot : slot + 1])
-            assert w2.equal(slots.w2[slot : slot + 1])
+            anew = slots.held.empty_like(1)
+            slots.kernel.load(anew, 0, ours.pool.expert(layer, expert))
+            assert anew.w13.equal(slots.held.w13[slot : slot + 1])
+            assert anew.w2.equal(slots.held.w2[slot : slot + 1])
             assert slots.expert_map_list[expert] == slot == int(slots.expert_map[expert])
 
 

@@ -13,7 +13,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 64, 96, 8, 2
 @pytest.fixture(scope="module")
 def parts():  # type: ignore[no-untyped-def]
     from vllm_ndp.integration.experts_pool import ExpertWeights
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
 
     generator = torch.Generator().manual_seed(0)
 
@@ -28,7 +28,7 @@ def parts():  # type: ignore[no-untyped-def]
         def slots_for(hot):  # type: ignore[no-untyped-def]
             w13 = torch.empty(len(hot), 2 * INTERMEDIATE, HIDDEN, dtype=dtype)
             w2 = torch.empty(len(hot), HIDDEN, INTERMEDIATE, dtype=dtype)
-            slots = HotSlots(kernel, w13, w2, EXPERTS)
+            slots = HotSlots(kernel, SlotWeights(w13, w2), EXPERTS)
             for slot, expert in enumerate(hot):
                 slots.migrate(slot, expert, fill_with(kernel, experts[expert]))
             return slots
@@ -39,7 +39,7 @@ def parts():  # type: ignore[no-untyped-def]
 
 
 def fill_with(kernel, weights):  # type: ignore[no-untyped-def]
-    return lambda w13, w2, slot: kernel.load(w13, w2, slot, weights)
+    return lambda held, slot: kernel.load(held, slot, weights)
 
 
 def route(num_rows, generator):  # type: ignore[no-untyped-def]
@@ -61,7 +61,7 @@ def by_hand(x, weights, ids, experts, hot):  # type: ignore[no-untyped-def]
     for row in range(x.shape[0]):
         for weight, expert in zip(weights[row].tolist(), ids[row].tolist(), strict=True):
             if expert in hot:
-                w1, w3, w2 = (w.double() for w in experts[expert])
+                w1, w3, w2 = (w.double() for w in experts[expert][:3])
                 gate, up = w1 @ x[row].double(), w3 @ x[row].double()
                 out[row] += weight * (w2 @ (torch.nn.functional.silu(gate) * up))
     return out
@@ -140,7 +140,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
 
     from ndp_device.errors import ConfigError
     from vllm_ndp.integration.experts_pool import ExpertsPool
-    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
     from vllm_ndp.integration.pairs import Pairs
     from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
 
@@ -149,26 +149,27 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     kernel = CpuSlotKernel(dtype, hidden, intermediate, "silu")
     w13 = torch.zeros(2, 2 * intermediate, hidden, dtype=dtype)
     w2 = torch.zeros(2, hidden, intermediate, dtype=dtype)
-    staged = StagingStreamer(pool, kernel, w13, w2)
-    packed = PackedStreamer(tmp_path / "packed", pool, kernel, dtype)
-    again = PackedStreamer(tmp_path / "packed", pool, kernel, dtype)  # from the files alone
+    held = SlotWeights(w13, w2)
+    staged = StagingStreamer(pool, kernel, held)
+    packed = PackedStreamer(tmp_path / "packed", pool, kernel, held)
+    again = PackedStreamer(tmp_path / "packed", pool, kernel, held)  # from the files alone
     x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
     pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
-        slots = HotSlots(kernel, w13.clone(), w2.clone(), pool.shape.num_experts)
+        slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), pool.shape.num_experts)
         want = staged.run(layer, x, pairs, slots, {})
         assert slots.expert_in == [-1, -1]
         assert torch.equal(packed.run(layer, x, pairs, slots, {}), want)
         assert torch.equal(again.run(layer, x, pairs, slots, {}), want)
         assert torch.equal(staged.run(layer, x, pairs, slots, {7: 1, 0: 0}), want)
         assert slots.expert_in == [0, 7]
-        again.fill(layer, 7, w13, w2, 0)
-        assert torch.equal(slots.w13[1], w13[0])
+        again.fill(layer, 7, held, 0)
+        assert torch.equal(slots.held.w13[1], w13[0])
     for slot, streamer in enumerate((staged, again)):
-        streamer.fill(2, 5, w13, w2, slot)
+        streamer.fill(2, 5, held, slot)
     assert torch.equal(w13[0], w13[1])
     assert torch.equal(w2[0], w2[1])
     (tmp_path / "packed" / "w2-00001.bin").write_bytes(b"short")
     with pytest.raises(ConfigError, match="wrong size"):
-        PackedStreamer(tmp_path / "packed", pool, kernel, dtype)
+        PackedStreamer(tmp_path / "packed", pool, kernel, held)

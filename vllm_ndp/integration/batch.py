@@ -27,6 +27,15 @@ _FEW_ROWS = 64
 """Up to so many rows, lists are faster than arrays."""
 
 
+@dataclass(frozen=True)
+class KvGroup:
+    """The group of KV blocks that holds every position of a request: that of the layers with full attention."""
+
+    index: int  # among the groups of this model, whose blocks a request has side by side
+    block_size: int
+    layer_name: str  # of one of its layers
+
+
 @dataclass
 class TrackedRequest:
     """One running request. `score` appears when its prefill has ended, `plan` before the step after that."""
@@ -61,6 +70,8 @@ class Span:
 class RequestTracker:
     def __init__(self) -> None:
         self.requests: dict[str, TrackedRequest] = {}
+        self.kv_group = 0
+        """Index of the group whose blocks count."""
 
     def update(self, scheduler_output: SchedulerOutput) -> dict[str, Span]:
         """Apply one scheduler message; the spans it schedules, by request id."""
@@ -71,16 +82,16 @@ class RequestTracker:
             known = self.requests.get(new.req_id)
             if known is None or known.prompt_len != new.prompt_len:
                 known = self.requests[new.req_id] = TrackedRequest(new.req_id, new.prompt_len, [])
-            known.blocks = list(new.block_ids[0])
+            known.blocks = list(new.block_ids[self.kv_group])
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                request.blocks = list(blocks[0]) if blocks else []
+                request.blocks = list(blocks[self.kv_group]) if blocks else []
             elif blocks:
-                request.blocks.extend(blocks[0])
+                request.blocks.extend(blocks[self.kv_group])
             request.num_output_tokens = cached.num_output_tokens[index]
             starts[request_id] = cached.num_computed_tokens[index]
         return {
@@ -171,7 +182,7 @@ class RowLocator:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.block_size = 0  # of the KV cache, when that exists
+        self.group: KvGroup  # when the KV cache exists
         self.row_checks = 0
         self.mismatches = 0
 
@@ -179,11 +190,11 @@ class RowLocator:
         """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them."""
         order = [request_id for request_id in self._runner.input_batch.req_ids if request_id in spans]
         rows = BatchRows(tuple(spans[request_id] for request_id in order))
-        entries = next(iter(get_forward_context().slot_mapping.values()))
+        entries = get_forward_context().slot_mapping[self.group.layer_name]
         if len(entries) != rows.num_rows or entries.dtype is not torch.int64:  # each of the two costs some us
             entries = entries[: rows.num_rows].to(torch.int64)
         self.row_checks += 1
-        if not rows.write_to(entries, self.block_size):
+        if not rows.write_to(entries, self.group.block_size):
             self.mismatches += 1
             raise RuntimeError(
                 "the rows of this step do not belong to the requests vllm-ndp expected (KV slots differ): "

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.integration.batch import KvGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 def say(message: str) -> None:
     """Loud on purpose: what happens at start-up must be seen whatever the log level."""
     print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
+
+
+BROKEN_ON_CPU = {
+    "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
+    "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
+}
+"""What vLLM itself cannot do, found by running it without us; a test fails when it can."""
 
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:
@@ -90,6 +99,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     for refused, what in refusals:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
+    _refuse_broken_on_cpu(vllm_config)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
     num_hot = settings.resolve_hot_experts(shape.num_experts)
@@ -101,6 +111,54 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings
+
+
+def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
+    for architecture in vllm_config.model_config.architectures:
+        if _on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
+            raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
+
+
+def moe_index(layer: Any, layout: ExpertLayout) -> int:
+    """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    decoder_layer = extract_layer_index(layer.layer_name)
+    index = layout.moe_index.get(decoder_layer)
+    if index is None:
+        raise ConfigError(
+            f"vLLM has experts in layer {decoder_layer} ({layer.layer_name}), the checkpoint has experts in layers "
+            f"{sorted(layout.moe_index)}: config.json is of another model"
+        )
+    moe = layer.moe_config
+    for what, vllm_has, checkpoint_has in (
+        ("experts", moe.num_experts, layout.num_experts),
+        ("experts per token", moe.experts_per_token, layout.top_k),
+        ("hidden size", layer.hidden_size, layout.hidden_size),
+        ("intermediate size", layer.intermediate_size_per_partition, layout.intermediate_size),
+        ("activation", layer.activation.value, layout.activation),
+        ("biases", bool(moe.has_bias), layout.has_bias),
+    ):
+        if vllm_has != checkpoint_has:
+            raise ConfigError(
+                f"vLLM runs {layer.layer_name} with {what} {vllm_has}, the checkpoint has {checkpoint_has}: "
+                "drop what overrides it (--hf-overrides)"
+            )
+    return index
+
+
+def full_attention_group(kv_cache_config: Any) -> KvGroup:
+    """Where positions of a request stay as long as it runs: others forget them, or keep a state and no positions."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        first = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        if isinstance(first, FullAttentionSpec):
+            return KvGroup(index, spec.block_size, group.layer_names[0])
+    raise ConfigError(
+        "quantization 'ndp' keeps a prompt's routing beside its KV cache, but no layer of this model has full attention"
+    )
 
 
 def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:

@@ -87,6 +87,7 @@ class NdpController:
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._digest = ""
+        self._weighs_input = False
         self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
         self.num_steps = 0
@@ -103,10 +104,9 @@ class NdpController:
 
     def attach_layer(self, layer: Any) -> str:
         """Take a MoE layer whose weights would be ready; returns the name that its operator is called by."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        index = extract_layer_index(layer.layer_name)
+        index = compat.moe_index(layer, self.pool.layout)
         self.hot.attach(index, layer)
+        self._weighs_input = bool(layer.apply_router_weight_on_input)
         self._operators[index] = f"{self.number}:{layer.layer_name}"
         return self._operators[index]
 
@@ -131,7 +131,7 @@ class NdpController:
         offload_bits = settings.resolve_offload_bits(shape.num_experts)
         self.device = DeviceLink(settings, agreement, self.model_dir, self._digest, replicas, offload_bits)
         self.hot.open_pool(settings.pool, self._packed_dir())
-        self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].w13.device)
+        self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
         self.locator = RowLocator(runner)
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
         if replicas is not None:
@@ -143,7 +143,15 @@ class NdpController:
         self._balancer = Balancer(costs, offload_bits) if offload_bits else None
         for index, name in self._operators.items():
             layer = MoELayer(
-                index, self.hot, self.device, self.planner, self.sidecar, self.locator, self.running, self._balancer
+                index,
+                self.hot,
+                self.device,
+                self.planner,
+                self.sidecar,
+                self.locator,
+                self.running,
+                self._balancer,
+                weighs_input=self._weighs_input,
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -155,21 +163,18 @@ class NdpController:
 
     def _packed_dir(self) -> Path:
         """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
-        dtype = str(self.hot.layers[0].w13.dtype).removeprefix("torch.")
+        dtype = str(self.hot.layers[0].held.w13.dtype).removeprefix("torch.")
         name = f"{self._digest}-packed-{self.hot.slot_kernel}-{dtype}-{vllm.__version__}"
         return default_cache_dir(self._digest).with_name(name)
 
     def allocate(self, kv_cache_config: Any) -> None:
         """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ConfigError(
-                f"quantization 'ndp' needs one KV cache group, this model has {len(groups)} (hybrid attention)"
-            )
-        block_size = groups[0].kv_cache_spec.block_size
-        self.sidecar.allocate(kv_cache_config.num_blocks, block_size)
-        self.locator.block_size = block_size
-        if FewRows.fits(self.hot.layers, self.sizes.top_k):
+        group = compat.full_attention_group(kv_cache_config)
+        self.sidecar.allocate(kv_cache_config.num_blocks, group.block_size)
+        self.requests.kv_group = group.index
+        self.locator.group = group
+        # the native layers remember the weights that they compute with, which are not the router's where x is weighed
+        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self._weighs_input:
             self._few = FewRows(self.hot.layers, self.sidecar, self.clock, self._balancer)
         if self.settings.record is not None:
             self.recorder = RunRecorder(Path(self.settings.record), self._provenance(), self.sidecar)

@@ -18,17 +18,18 @@ _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class ExpertWeights(NamedTuple):
-    """gate w1 and up w3 [I, H], down w2 [H, I], in the checkpoint's dtype, still on disk."""
+    """gate w1 and up w3 [I, H], down w2 [H, I], in the checkpoint's dtype, still on disk; biases b1, b3 [I], b2 [H]."""
 
     w1: torch.Tensor
     w3: torch.Tensor
     w2: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 class ExpertsPool:
     def __init__(self, model_dir: Path) -> None:
         self._checkpoint = CheckpointExperts(model_dir)
-        self.shape = self._checkpoint.shape
+        self.shape, self.layout = self._checkpoint.shape, self._checkpoint.layout
         self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
@@ -38,9 +39,14 @@ class ExpertsPool:
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         full = self._checkpoint.expert(layer, expert)
-        return ExpertWeights(*(self._view(array) for array in (full.w1, full.w3, full.w2)))
+        w1, w3, w2 = (self._view(array) for array in (full.w1, full.w3, full.w2))
+        if full.biases is None:
+            return ExpertWeights(w1, w3, w2)
+        gate, up, down = (torch.from_numpy(v) for v in (full.biases.gate, full.biases.up, full.biases.down))
+        return ExpertWeights(w1, w3, w2, (gate, up, down))
 
     def _view(self, array: np.ndarray) -> torch.Tensor:
+        array = np.ascontiguousarray(array)  # copies what is stored transposed or interleaved; else a view of the map
         # torch has no read-only tensors; nobody writes into the pool, so drop numpy's flag instead of copying.
         writable = np.ndarray(array.shape, np.dtype(f"i{array.itemsize}"), _address(array), strides=array.strides)
         return torch.from_numpy(writable).view(self.dtype)

@@ -43,7 +43,7 @@ class FewRows:
     ) -> None:
         """balancer: None where hot experts never leave the GPU. The sidecar has its size."""
         slots = layers[0]
-        hidden, dtype = slots.w13.shape[2], _ON_HOST[slots.w13.dtype]
+        hidden, dtype = slots.held.w13.shape[2], _ON_HOST[slots.held.w13.dtype]
         self._clock = clock
         self._top_k = sidecar.top_k
         self._no_plan = np.zeros((len(layers), len(slots.expert_map)), np.uint8)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import HotSlots, make_slot_kernel
+from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.streaming import Streamer, make_streamer
@@ -33,8 +33,7 @@ class HotExperts:
     def attach(self, index: int, layer: Any) -> None:
         """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
         kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
-        slots = HotSlots(kernel, layer.w13_weight.data, layer.w2_weight.data, self.pool.shape.num_experts)
-        self.layers[index] = slots
+        self.layers[index] = HotSlots(kernel, SlotWeights.of_layer(layer), self.pool.shape.num_experts)
 
     def open_pool(self, kind: str, packed_dir: Path) -> None:
         """All layers are attached: choose where experts come from. kind: the setting `pool`."""

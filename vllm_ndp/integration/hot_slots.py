@@ -32,15 +32,35 @@ class SlotPairs(NamedTuple):
     """Rows without a hot pair, where no slot is -1 because each pair that runs elsewhere is aliased with weight 0."""
 
 
+class SlotWeights(NamedTuple):
+    """What S slots hold: w13 [S, 2I, H] and w2 [S, H, I]; b13 [S, 2I] and b2 [S, H] where experts have biases."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+    @classmethod
+    def of_layer(cls, layer: Any) -> SlotWeights:
+        """Those that a module of vLLM has allocated."""
+        names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+        return cls(*(None if (p := getattr(layer, name, None)) is None else p.data for name in names))
+
+    def empty_like(self, num_slots: int) -> SlotWeights:
+        return SlotWeights(*(None if t is None else t.new_empty((num_slots, *t.shape[1:])) for t in self))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(t.nbytes) for t in self if t is not None)
+
+
 class SlotKernel(Protocol):
     """Runs pairs over slots and knows the layout in which a slot holds its expert."""
 
-    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
-        """Write one expert into slot `slot` of w13 [S, 2I, H] and w2 [S, H, I], in the kernel's own layout."""
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+        """Write one expert into slot `slot`, in the kernel's own layout."""
 
-    def run(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """x [T, H], weights f32 [T, k], slots i32 [T, k] with -1 = elsewhere -> [T, H]; 0 where no pair is here."""
 
 
@@ -59,6 +79,7 @@ class CpuSlotKernel:
         self.isa = "amx" if amx else "vec"
         self._operator = cpu_fused_moe
         self._activation = activation
+        self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
         self._slot_elements = 2 * intermediate_size * hidden_size
 
     def check_slots(self, num_slots: int) -> None:
@@ -68,65 +89,63 @@ class CpuSlotKernel:
                 f"at most {(_INT32_ELEMENTS - 1) // self._slot_elements} for this model"
             )
 
-    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
-        half = w13.shape[1] // 2
-        for source, target in (
-            (expert.w1, w13[slot : slot + 1, :half]),
-            (expert.w3, w13[slot : slot + 1, half:]),
-            (expert.w2, w2[slot : slot + 1]),
-        ):
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+        w13, half = to.w13[slot : slot + 1], to.w13.shape[1] // 2
+        if self._interleaved:
+            gate_and_up = [(_interleave(expert.w1, expert.w3), w13)]
+        else:
+            gate_and_up = [(expert.w1, w13[:, :half]), (expert.w3, w13[:, half:])]
+        for source, target in (*gate_and_up, (expert.w2, to.w2[slot : slot + 1])):
             torch.ops._C.prepack_moe_weight(source.to(w13.dtype).unsqueeze(0), target, self.isa)
+        if expert.biases is not None and to.b13 is not None and to.b2 is not None:
+            gate, up, down = expert.biases
+            to.b13[slot].copy_(_interleave(gate, up) if self._interleaved else torch.cat([gate, up]))
+            to.b2[slot].copy_(down)
 
-    def run(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
         here = slots >= 0
         if bool(here.all()):
-            return self.fused(x, w13, w2, weights.contiguous(), slots.contiguous())
+            return self.fused(x, held, weights.contiguous(), slots.contiguous())
         if not bool(here.any()):
             return torch.zeros_like(x)
         if slots.numel() <= ALIAS_PAIRS:
-            return self._aliased(x, w13, w2, weights, slots, here)
-        return self._gathered(x, w13, w2, weights, slots, here)
+            return self._aliased(x, held, weights, slots, here)
+        return self._gathered(x, held, weights, slots, here)
 
     def _aliased(
         self,
         x: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        held: SlotWeights,
         weights: torch.Tensor,
         slots: torch.Tensor,
         here: torch.Tensor,
     ) -> torch.Tensor:
         own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
         alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
-        out = self.fused(x, w13, w2, weights * here, torch.where(here, slots, alias))
+        out = self.fused(x, held, weights * here, torch.where(here, slots, alias))
         # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
         return out.masked_fill_(own < 0, 0)
 
     def _gathered(
         self,
         x: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
+        held: SlotWeights,
         weights: torch.Tensor,
         slots: torch.Tensor,
         here: torch.Tensor,
     ) -> torch.Tensor:
         rows, cols = here.nonzero(as_tuple=True)
         partial = self.fused(
-            x.index_select(0, rows), w13, w2, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
+            x.index_select(0, rows), held, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
         )
         out = torch.zeros(x.shape, dtype=torch.float32)
         return out.index_add_(0, rows, partial.float()).to(x.dtype)
 
-    def fused(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def fused(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """vLLM's operator, which checks nothing: no slot may be -1; weights f32 and slots i32 must be contiguous."""
         out = torch.empty_like(x)
-        self._operator(out, x, w13, w2, None, None, weights, slots, self._activation, self.isa, False)
+        self._operator(out, x, *held, weights, slots, self._activation, self.isa, False)
         return out
 
 
@@ -142,24 +161,22 @@ class CudaSlotKernel:
     def check_slots(self, num_slots: int) -> None:
         return
 
-    def load(self, w13: torch.Tensor, w2: torch.Tensor, slot: int, expert: ExpertWeights) -> None:
-        half = w13.shape[1] // 2
-        w13[slot, :half].copy_(expert.w1)
-        w13[slot, half:].copy_(expert.w3)
-        w2[slot].copy_(expert.w2)
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+        half = to.w13.shape[1] // 2
+        to.w13[slot, :half].copy_(expert.w1)
+        to.w13[slot, half:].copy_(expert.w3)
+        to.w2[slot].copy_(expert.w2)
 
-    def run(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         # -1 must stay in the expert map, never in the ids: give "elsewhere" one id past the slots and map it to -1.
-        num_slots = w13.shape[0]
+        num_slots = held.w13.shape[0]
         expert_map = torch.arange(num_slots + 1, dtype=torch.int32, device=x.device)
         expert_map[num_slots] = -1
         ids = torch.where(slots >= 0, slots, num_slots)
         return self._fused(
             x,
-            w13,
-            w2,
+            held.w13,
+            held.w2,
             weights,
             ids,
             activation=self._activation,
@@ -171,41 +188,47 @@ class CudaSlotKernel:
 def make_slot_kernel(layer: Any, dtype: torch.dtype) -> CpuSlotKernel | CudaSlotKernel:
     if current_platform.is_cpu():
         return CpuSlotKernel(dtype, layer.hidden_size, layer.intermediate_size_per_partition, layer.activation.value)
+    if layer.moe_config.has_bias or layer.activation.value != "silu":
+        raise ConfigError(
+            f"quantization 'ndp' runs experts with biases or the activation {layer.activation.value} on CPU only so far"
+        )
     return CudaSlotKernel(layer.activation)
+
+
+def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Rows of both in turn: gate 0, up 0, gate 1, ..."""
+    return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
 class HotSlots:
     """The slots of one layer and which expert each one holds."""
 
-    def __init__(
-        self, kernel: CpuSlotKernel | CudaSlotKernel, w13: torch.Tensor, w2: torch.Tensor, num_experts: int
-    ) -> None:
-        kernel.check_slots(w13.shape[0])
+    def __init__(self, kernel: CpuSlotKernel | CudaSlotKernel, held: SlotWeights, num_experts: int) -> None:
+        kernel.check_slots(held.w13.shape[0])
         self.kernel = kernel
-        self.w13 = w13
-        self.w2 = w2
-        self.expert_in: list[int] = [-1] * w13.shape[0]
-        self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=w13.device)
+        self.held = held
+        self.expert_in: list[int] = [-1] * held.w13.shape[0]
+        self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w13.device)
         self.expert_map_list = [-1] * num_experts  # the same on the host, for few rows
 
     @property
     def num_bytes(self) -> int:
-        return int(self.w13.nbytes + self.w2.nbytes)
+        return self.held.num_bytes
 
     @property
     def takes_few_rows(self) -> bool:
         """Whether aliased pairs of a few rows may be given as lists made on the host."""
         return isinstance(self.kernel, CpuSlotKernel)
 
-    def migrate(self, slot: int, expert: int, fill: Callable[[torch.Tensor, torch.Tensor, int], None]) -> None:
-        """Replace what `slot` holds by calling fill(w13, w2, slot).
+    def migrate(self, slot: int, expert: int, fill: Callable[[SlotWeights, int], None]) -> None:
+        """Replace what `slot` holds by calling fill(held, slot).
 
         The map is cleared first and set last, so a half-copied slot is never named.
         """
         if self.expert_in[slot] >= 0:
             self._name(self.expert_in[slot], -1)
         self.expert_in[slot] = -1
-        fill(self.w13, self.w2, slot)
+        fill(self.held, slot)
         self.expert_in[slot] = expert
         self._name(expert, slot)
 
@@ -218,9 +241,9 @@ class HotSlots:
         if not pairs.counts:
             return torch.zeros_like(x)
         if pairs.idle_rows is None:
-            return self.kernel.run(x, self.w13, self.w2, pairs.topk_weights, pairs.slots)
+            return self.kernel.run(x, self.held, pairs.topk_weights, pairs.slots)
         assert isinstance(self.kernel, CpuSlotKernel)
-        out = self.kernel.fused(x, self.w13, self.w2, pairs.topk_weights, pairs.slots)
+        out = self.kernel.fused(x, self.held, pairs.topk_weights, pairs.slots)
         if pairs.idle_rows:
             out[pairs.idle_rows] = 0
         return out
@@ -228,11 +251,11 @@ class HotSlots:
     def run_aliased(self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The same where no slot is -1: topk_weights f32 and slots i32 [T, k], contiguous."""
         assert isinstance(self.kernel, CpuSlotKernel)
-        return self.kernel.fused(x, self.w13, self.w2, topk_weights, slots)
+        return self.kernel.fused(x, self.held, topk_weights, slots)
 
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""
         if not self.expert_in:
             return torch.zeros_like(x)
         slots = (topk_ids % len(self.expert_in)).to(torch.int32)
-        return self.kernel.run(x, self.w13, self.w2, topk_weights, slots)
+        return self.kernel.run(x, self.held, topk_weights, slots)

@@ -40,18 +40,21 @@ class MoELayer:
         locator: RowLocator,
         running: RunningStep,
         balancer: Balancer | None,
+        *,
+        weighs_input: bool = False,
     ) -> None:
-        """balancer: None where hot experts never leave the GPU."""
+        """balancer: None where hot experts never leave the GPU. weighs_input: the router's one weight is for x."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
+        self._weighs_input = weighs_input
 
     def forward(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """x [T, H], topk_weights f32 [T, k], topk_ids [T, k] global expert ids -> a fresh tensor [T, H]."""
         step = self._running.step
         if step is None:
-            return self._slots.run_anything(x, topk_weights, topk_ids)
+            return self._slots.run_anything(*self._weighed(x, topk_weights), topk_ids)
         try:
             return self._forward(step, x, topk_weights, topk_ids)
         except BaseException:
@@ -60,11 +63,21 @@ class MoELayer:
 
     def _forward(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         num_rows = self._begin(step, topk_weights, topk_ids)
+        x, topk_weights = self._weighed(x, topk_weights)
         if num_rows == x.shape[0]:
             return self._run(step, x, topk_weights, topk_ids)
         out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
         out[:num_rows] = self._run(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows])
         return out
+
+    def _weighed(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weigh the input where that is how the model does it; the output is then not weighed again.
+
+        What the sidecar remembers for planning are the router's weights all the same.
+        """
+        return (
+            (x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)) if self._weighs_input else (x, topk_weights)
+        )
 
     def _begin(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> int:
         """Wait for the hot slots, write the router's choices beside the KV cache; returns the number of real rows."""

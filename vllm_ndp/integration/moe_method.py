@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.errors import ConfigError
@@ -54,16 +56,23 @@ class NdpMoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         _refuse_unsupported(layer, self.moe)
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "w13_weight": (self.num_slots, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (self.num_slots, hidden_size, intermediate_size_per_partition),
         }
+        if self.moe.has_bias:
+            shapes["w13_bias"], shapes["w2_bias"] = (shape[:2] for shape in shapes.values())
         for name, shape in shapes.items():
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
+            # gpt-oss's loader does not call the loader: it copies all experts at once
+            parameter.copy_ = partial(_leave_in_pool, return_success=True)
+        self._parameters = tuple(shapes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        for name in self._parameters:
+            del getattr(layer, name).copy_
         self._name = self._controller.attach_layer(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
@@ -93,12 +102,21 @@ _leave_in_pool.supports_moe_loading = True  # type: ignore[attr-defined]  # vLLM
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
     unsupported = [
-        (layer.activation != MoEActivation.SILU, f"activation {layer.activation.value} (only silu)"),
-        (moe.has_bias, "expert biases"),
-        (layer.apply_router_weight_on_input, "router weights applied to the input"),
+        (layer.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI),
+         f"activation {layer.activation.value} (only silu and swigluoai)"),
+        (layer.apply_router_weight_on_input and moe.experts_per_token != 1,
+         "router weights applied to the input of more than one expert per token"),
         (any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")),
          "a clamped or scaled SwiGLU"),
+        (_is_misrouted(layer), "a score correction bias without groups, which vLLM's CPU router leaves out"),
     ]  # fmt: skip
     for present, what in unsupported:
         if present:
             raise ConfigError(f"quantization 'ndp' cannot run layer {layer.layer_name}: it has {what}")
+
+
+def _is_misrouted(layer: Any) -> bool:
+    """Whether vLLM itself would choose wrong experts (ERNIE-4.5, MiniMax-M2): tests watch for its end."""
+    has_bias = getattr(layer, "e_score_correction_bias", None) is not None
+    has_own_routing = layer.custom_routing_function is not None or layer.scoring_func == "sqrtsoftplus"
+    return has_bias and not (layer.use_grouped_topk or has_own_routing) and current_platform.is_cpu()

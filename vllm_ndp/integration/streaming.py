@@ -22,7 +22,7 @@ from rich.progress import track
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
 
 
@@ -30,8 +30,8 @@ class Streamer(Protocol):
     staging_bytes: int
     description: str
 
-    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
-        """Write one expert into slot `slot` of w13 [S, 2I, H] and w2 [S, H, I]."""
+    def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+        """Write one expert into slot `slot`."""
 
     keeps: bool
     """Whether an expert passes through memory of its own on its way to the kernel, which may be a slot."""
@@ -43,65 +43,68 @@ class Streamer(Protocol):
 class StagingStreamer:
     keeps = True
 
-    def __init__(self, pool: ExpertsPool, kernel: SlotKernel, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    def __init__(self, pool: ExpertsPool, kernel: SlotKernel, like: SlotWeights) -> None:
         self._pool, self._kernel = pool, kernel
-        self._w13 = torch.empty((1, *w13.shape[1:]), dtype=w13.dtype, device=w13.device)
-        self._w2 = torch.empty((1, *w2.shape[1:]), dtype=w2.dtype, device=w2.device)
-        self.staging_bytes = self._w13.nbytes + self._w2.nbytes
+        self._staging = like.empty_like(1)
+        self.staging_bytes = self._staging.num_bytes
         self.description = "the checkpoint, read page by page"
         if isinstance(kernel, CpuSlotKernel):
             self.description += '; {"pool": "packed"} prefills faster, for a copy on disk'
 
-    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
-        self._kernel.load(w13, w2, slot, self._pool.expert(layer, expert))
+    def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+        self._kernel.load(to, slot, self._pool.expert(layer, expert))
 
     def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in pairs.distinct_experts.tolist():  # each is read once per call
             slot = keep.get(expert)
             if slot is None:
-                w13, w2 = self._w13, self._w2
-                self.fill(layer, expert, w13, w2, 0)
+                held = self._staging
+                self.fill(layer, expert, held, 0)
             else:
-                w13, w2 = slots.w13, slots.w2
+                held = slots.held
                 slots.migrate(slot, expert, partial(self.fill, layer, expert))
             chosen = pairs.experts == expert
             rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
             weights = torch.from_numpy(pairs.topk_weights[chosen]).to(x.device).unsqueeze(1)
             index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-            part = self._kernel.run(x.index_select(0, rows), w13, w2, weights, index)
+            part = self._kernel.run(x.index_select(0, rows), held, weights, index)
             total.index_add_(0, rows, part.float())
         return total
 
 
 class PackedStreamer:
-    """Two files per layer, w13 [E, 2I, H] and w2 [E, H, I], packed by the live kernel and mapped."""
+    """Two files per layer, w13 [E, 2I, H] and w2 [E, H, I], packed by the live kernel and mapped; biases in memory."""
 
     staging_bytes = 0
     keeps = False  # the kernel reads the map itself
 
-    def __init__(self, directory: Path, pool: ExpertsPool, kernel: SlotKernel, dtype: torch.dtype) -> None:
+    def __init__(self, directory: Path, pool: ExpertsPool, kernel: SlotKernel, like: SlotWeights) -> None:
         if not isinstance(kernel, CpuSlotKernel):
             raise ConfigError("ndp setting 'pool' can be 'packed' on CPU only: use 'checkpoint'")
         kernel.check_slots(pool.shape.num_experts)  # its offsets are 32 bits wide here too
-        self._pool, self._kernel, self._dtype = pool, kernel, dtype
+        self._pool, self._kernel, self._like, self._dtype = pool, kernel, like, like.w13.dtype
         self.description = f"a packed copy in {directory}, mapped"
         if not directory.is_dir():
             self._build(directory)
         layers = range(pool.shape.num_layers)
-        self._layers = [self._map(directory, layer) for layer in layers]
+        self._layers = [self._with_biases(layer, *self._map(directory, layer)) for layer in layers]
         self._files = [[path.open("rb", buffering=0) for path in _paths(directory, layer)] for layer in layers]
         self._check()
 
-    def fill(self, layer: int, expert: int, w13: torch.Tensor, w2: torch.Tensor, slot: int) -> None:
-        for file, target in zip(self._files[layer], (w13[slot], w2[slot]), strict=True):
+    def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+        for file, target in zip(self._files[layer], (to.w13[slot], to.w2[slot]), strict=True):
             _read(file, expert * target.nbytes, target)
+        held = self._layers[layer]
+        for source, bias in ((held.b13, to.b13), (held.b2, to.b2)):
+            if source is not None and bias is not None:
+                bias[slot].copy_(source[expert])
 
     def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
-        part = self._kernel.fused(x.index_select(0, rows), *self._layers[layer], weights, experts)
+        part = self._kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
 
     def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +119,20 @@ class PackedStreamer:
             maps.append(torch.from_file(str(path), shared=create, size=count, dtype=self._dtype).view(size))
         return maps[0], maps[1]
 
+    def _with_biases(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> SlotWeights:
+        """Biases are small: the kernel's copy of them is made anew at each start."""
+        if self._like.b13 is None:
+            return SlotWeights(w13, w2)
+        one, num_experts = self._like.empty_like(1), self._pool.shape.num_experts
+        held = SlotWeights(w13, w2, *self._like.empty_like(num_experts)[2:])
+        for expert in range(num_experts):
+            self._kernel.load(one, 0, self._pool.expert(layer, expert))
+            for source, bias in ((one.b13, held.b13), (one.b2, held.b2)):
+                assert source is not None
+                assert bias is not None
+                bias[expert].copy_(source[0])
+        return held
+
     def _build(self, directory: Path) -> None:
         """Into a directory aside, renamed when it is whole: a half-written one is never mapped."""
         try:
@@ -127,23 +144,22 @@ class PackedStreamer:
         for layer in track(layers, f"packing experts into {directory}", console=Console(stderr=True)):
             w13, w2 = self._map(aside, layer, create=True)
             for expert in range(self._pool.shape.num_experts):
-                self._kernel.load(w13, w2, expert, self._pool.expert(layer, expert))
+                self._kernel.load(SlotWeights(w13, w2), expert, self._pool.expert(layer, expert))
         os.replace(aside, directory)
 
     def _check(self) -> None:
         """The layout depends on the kernel's build: repack one expert and compare."""
-        packed13, packed2 = self._layers[0]
-        w13, w2 = torch.empty_like(packed13[:1]), torch.empty_like(packed2[:1])
-        self._kernel.load(w13, w2, 0, self._pool.expert(0, 0))
-        if not (torch.equal(w13[0], packed13[0]) and torch.equal(w2[0], packed2[0])):
+        packed, one = self._layers[0], self._like.empty_like(1)
+        self._kernel.load(one, 0, self._pool.expert(0, 0))
+        if not (torch.equal(one.w13[0], packed.w13[0]) and torch.equal(one.w2[0], packed.w2[0])):
             raise ConfigError(f"{self.description} is in another kernel's layout: delete it and start again")
 
 
 def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, packed_dir: Path) -> Streamer:
     """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype."""
     if kind == "checkpoint":
-        return StagingStreamer(pool, slots.kernel, slots.w13, slots.w2)
-    return PackedStreamer(packed_dir, pool, slots.kernel, slots.w13.dtype)
+        return StagingStreamer(pool, slots.kernel, slots.held)
+    return PackedStreamer(packed_dir, pool, slots.kernel, slots.held)
 
 
 def _paths(directory: Path, layer: int) -> tuple[Path, Path]:

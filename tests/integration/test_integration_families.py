@@ -1,0 +1,190 @@
+"""Every family of Mixture-of-Experts models gives stock vLLM's tokens with nothing quantized and half its experts cold.
+
+A few families by default; `make test-families` runs all and writes docs/measured/families.json, from which the table of
+docs/families.md is made. What vLLM's CPU build itself gets wrong is refused by name, and a test here fails when vLLM
+gets it right.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import user_environment
+from family_tokens import PROMPT_COUNT, TOKENS
+from paths import ROOT
+
+pytestmark = pytest.mark.vllm
+torch = pytest.importorskip("torch")
+
+MAKER = ROOT / "benchmarks" / "make_family_models.py"
+BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "granite_moe_hybrid")
+"""Dense layers; latent attention, groups and a scale; biases and a clamp; weight on input; two kinds of state."""
+
+REFUSED = {
+    "ernie4_5_moe": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "minimax_m2": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "glm4_moe_lite": "vLLM's CPU build rotates its keys wrongly",
+    "jamba": "lacks the operator of its Mamba layers",
+    "nemotron_h": "no gate projection",
+}
+
+NOT_RUN = {"qwen3_5_moe": "torchvision"}
+"""vLLM's module of this family imports a package that our set-up removes: docs/compatibility.md."""
+
+
+def _families() -> list[Any]:
+    spec = importlib.util.spec_from_file_location("make_family_models", MAKER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return [
+        pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.families)
+        for name in module.FAMILIES
+        if name not in REFUSED and name not in NOT_RUN
+    ]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny models are made; NDP_FAMILY_MODELS names a directory that keeps them."""
+    kept = os.environ.get("NDP_FAMILY_MODELS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("families")
+
+
+def program(*arguments: object, timeout_s: float = 600) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=user_environment(),
+        cwd=ROOT / "tests" / "integration",
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert isinstance(result, dict)
+    return result
+
+
+def made(models: Path, family: str) -> Path:
+    return Path(program(MAKER, models, family)[family])
+
+
+def note(family: str, entry: dict[str, Any]) -> None:
+    """Into the file that NDP_FAMILIES_JSON names, if it does: what docs/families.md shows."""
+    if not (path := os.environ.get("NDP_FAMILIES_JSON")):
+        return
+    sys.path.insert(0, str(MAKER.parent))
+    import measured
+
+    file = Path(path)
+    known = json.loads(file.read_text())["figures"] if file.is_file() else {}
+    envelope = {
+        "question": "Does every family of models give stock vLLM's tokens with half of its experts on the device?",
+        "command": "make test-families",
+        "origin": "measured",
+        "date": datetime.date.today().isoformat(),
+        "commit": measured.commit(),
+        "machine": measured.machine(),
+        "figures": dict(sorted((known | {family: entry}).items())),
+    }
+    file.write_text(measured.readable(envelope) + "\n")
+
+
+@pytest.mark.parametrize("family", _families())
+def test_every_token_is_stocks(models: Path, family: str) -> None:
+    """3 prompts x 32 tokens, twice: in chunks of 64 tokens, and out of the prefix cache where the model allows one."""
+    ran = program("family_tokens.py", made(models, family))
+    stock, ours = ran["stock"], ran["ndp"]
+    assert "error" not in stock, stock
+    assert "error" not in ours, ours
+    pairs = [
+        (mine, theirs)
+        for my_pass, their_pass in zip(ours["passes"], stock["passes"], strict=True)
+        for mine_of, theirs_of in zip(my_pass, their_pass, strict=True)
+        for mine, theirs in zip(mine_of, theirs_of, strict=True)
+    ]
+    identical, totals = sum(mine == theirs for mine, theirs in pairs), ours["totals"]
+    note(
+        family,
+        {
+            "tokens_identical": identical,
+            "tokens_total": len(pairs),
+            "chunked_prefill": stock["chunked_prefill"],
+            "prefix_cache": stock["prefix_cache"],
+            "stock_passes_equal": stock["passes"][0] == stock["passes"][1],
+            "dtype": ran["dtype"],
+            "cold_pairs": totals["cold_pairs"],
+        },
+    )
+    assert len(pairs) == 2 * PROMPT_COUNT * TOKENS
+    assert all(len(set(tokens)) > TOKENS // 2 for one in stock["passes"] for tokens in one), "text too dull to tell"
+    assert totals["cold_pairs"] > 50, "the device must have computed something"
+    assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
+    if ran["dtype"] == "float32":
+        assert identical == len(pairs)
+    else:  # experts in two places round differently in bfloat16, so tokens must be stock's with all of them in one
+        assert ran["hot"]["passes"] == stock["passes"]
+        assert ran["hot"]["totals"]["cold_pairs"] == 0
+        assert all(mine[0] == theirs[0] for mine, theirs in zip(ours["passes"][0], stock["passes"][0], strict=True))
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_served_here_is_refused_by_name(models: Path, family: str) -> None:
+    error = program("family_tokens.py", made(models, family), "ndp")["ndp"]["error"]
+    note(family, {"refused": error})
+    assert REFUSED[family] in error
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", NOT_RUN)
+def test_what_stock_vllm_cannot_import_here_is_said_to_be_not_run(models: Path, family: str) -> None:
+    """Its experts are still compared with transformers': tests/ndp_device/checkpoint/test_checkpoint_families.py."""
+    error = program("family_tokens.py", made(models, family), "stock")["stock"]["error"]
+    note(family, {"not_run": error.splitlines()[0]})
+
+
+# -- expiry: these fail when vLLM's CPU build can do what it cannot do yet ---------------------------------------------
+
+
+def test_vllms_cpu_router_still_leaves_the_correction_bias_out() -> None:
+    """ERNIE-4.5: a bias that should make expert 3 win everywhere changes nothing. MiniMax-M2: sigmoid is refused."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts
+
+    logits, bias = torch.zeros(4, 8), torch.zeros(8)
+    logits[:, 1], bias[3] = 1.0, 10.0
+    _, ids = select_experts(torch.zeros(4, 2), logits, 1, False, True, e_score_correction_bias=bias)
+    assert (ids == 1).all(), "ERNIE-4.5 can be tried again: _is_misrouted in moe_method.py"
+    with pytest.raises(AssertionError):
+        select_experts(torch.zeros(4, 2), logits, 1, False, True, scoring_func="sigmoid", e_score_correction_bias=bias)
+
+
+def test_vllms_cpu_build_still_has_no_mamba_1() -> None:
+    import vllm._custom_ops  # noqa: F401  # loads the operators
+
+    assert not hasattr(torch.ops._C, "selective_scan_fwd"), "Jamba can be tried again: BROKEN_ON_CPU in compat.py"
+
+
+def test_vllms_cpu_build_still_rotates_three_dimensional_queries_wrongly() -> None:
+    """The same numbers as [T, heads * D] and as [T, heads, D] should be rotated alike."""
+    from vllm._custom_ops import rotary_embedding
+
+    tokens, heads, size = 5, 2, 64
+    cache = torch.randn(16, size, generator=torch.Generator().manual_seed(0))
+    flat = torch.randn(tokens, heads * size, generator=torch.Generator().manual_seed(1))
+    key = torch.randn(tokens, size, generator=torch.Generator().manual_seed(2))
+    cubic, positions = flat.clone().view(tokens, heads, size), torch.arange(tokens)
+    rotary_embedding(positions, flat, key.clone(), size, cache, False)
+    rotary_embedding(positions, cubic, key.clone().view(tokens, 1, size), size, cache, False)
+    assert not torch.allclose(flat, cubic.view(tokens, -1)), "GLM-4.7-Flash can be tried again: compat.py"
