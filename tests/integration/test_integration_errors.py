@@ -28,8 +28,7 @@ def test_what_a_layer_raises_is_not_masked_and_the_next_request_is_served(monkey
         with pytest.raises(Exception, match="a kernel that fails"):
             greedy(llm, [PROMPTS[1]], 6)
         assert calls, "the error must have been raised"
-        for request in list(llm.llm_engine.output_processor.request_states):
-            llm.llm_engine.abort_request([request])
+        llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
         assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == before
         totals = llm.collective_rpc("ndp_totals")[0]
         assert totals["device_state"] == "up"
