@@ -9,8 +9,9 @@ export VLLM_NO_USAGE_STATS ?= 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
 # Two processes of about 1.5 GB each. Whole files go to one of them, so that engines started for a file are shared in it.
+# Both must collect the same tests in the same order, those over a set included: hence the seed.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
