@@ -33,7 +33,11 @@ _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
 class ZmqTransport:
-    """A DEALER whose monitor tells within milliseconds that the device died; libzmq's heartbeat tells that it froze."""
+    """A DEALER whose monitor tells within milliseconds that the device died; libzmq's heartbeat tells that it froze.
+
+    Without the option IMMEDIATE: with it, libzmq 4.3.5 throws away what had arrived when a connection ends, and aborts
+    the process if that happens between two frames of a message. So `send` itself waits for the handshake.
+    """
 
     def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
         self._is_ipc = Address.parse(address).ipc_path is not None
@@ -42,15 +46,19 @@ class ZmqTransport:
         self._joining: fragments.Joining | None = None
         self._num_cut = 0
         self._given_up = False
+        self._connected = False  # the handshake is done
         self._lost = False  # the connection broke; what had arrived before is still handed out
         self._spinner = shm.Spinner(shm.HOST_SPIN_US)
-        self._socket = _context().socket(zmq.DEALER)
+        try:
+            self._socket = _context().socket(zmq.DEALER)
+            self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError as error:
+            raise DeviceUnavailable(f"this process can have no more sockets: {error.strerror}") from None
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, _HOST_QUEUE),
             (zmq.RCVHWM, _HOST_QUEUE),
             (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
-            (zmq.IMMEDIATE, 1),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
@@ -62,7 +70,6 @@ class ZmqTransport:
             (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._socket.connect(address)
 
@@ -117,6 +124,10 @@ class ZmqTransport:
         self._socket.close(linger=0)
 
     def _to_socket(self, frames: Frames) -> bool:
+        if not self._connected:
+            self._watch()
+        if self._lost or not self._connected:
+            return False
         try:
             _send(self._socket, frames)
         except zmq.Again:
@@ -140,8 +151,9 @@ class ZmqTransport:
                 frames = self._receive_now()
             if self._channel is not None:
                 self._given_up = bool(ready.get(self._channel.doorbell, 0) & zmq.POLLERR)
-        if frames is None and (self._lost or (self._monitor.poll(0) and self._is_disconnect())):
-            self._lost = True
+        if frames is None:
+            self._watch()
+        if frames is None and self._lost:
             frames = self._receive_now()  # what arrived before the connection broke still counts
             if frames is None:
                 raise DeviceUnavailable("the connection to the device was lost")
@@ -170,8 +182,12 @@ class ZmqTransport:
             self._version = codec.peek_version(message[0])
         return message
 
-    def _is_disconnect(self) -> bool:
-        return bool(parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED)
+    def _watch(self) -> None:
+        """Note what has become of the connection. A lost one stays lost, although libzmq makes another."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._connected = self._connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
 
     def _receive_now(self) -> Frames | None:
         try:

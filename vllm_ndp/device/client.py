@@ -128,7 +128,11 @@ class DeviceClient:
         if self._connection is None:
             if time.monotonic() < self._retry_at_s:
                 return False
-            self._connection = Connection(self._make_transport(self.address), self.counters)
+            try:
+                self._connection = Connection(self._make_transport(self.address), self.counters)
+            except DeviceUnavailable as error:  # this process has no descriptor left
+                self._fail(error)
+                return False
         while self._connection is not None and self._receive(0.0) and not self._up:
             pass
         if self._connection is not None and not self._up and self._connection.is_overdue():

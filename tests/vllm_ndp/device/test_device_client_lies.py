@@ -6,8 +6,12 @@ The lies are made by hand where one is known to have hurt, and by hypothesis eve
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
+import sys
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +26,7 @@ from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
+from ndp_device.transport import checksum, zmtp
 from vllm_ndp.device.client import DeviceClient
 
 CALLS = make_calls(4)
@@ -217,3 +222,44 @@ def test_a_shape_that_no_array_can_have_is_a_broken_message(shape: list[int]) ->
     fields = msgspec.to_builtins(reply) | {"type": "result", "tensors": [["y", "float32", shape, 0]]}
     with pytest.raises(RemoteProtocolError):
         codec.decode_reply(msgspec.msgpack.encode(fields), b"")
+
+
+HOST = """
+import sys, time
+from ndp_device.errors import DeviceUnavailable
+from ndp_device.protocol import codec, messages as msg
+from ndp_device.transport.zmq_client import ZmqTransport
+transport = ZmqTransport(sys.argv[1])
+while not transport.send(codec.encode(msg.Ping(1))):
+    time.sleep(0.001)
+time.sleep(0.5)
+arrived = 0
+try:
+    while True:
+        arrived += transport.receive(1.0) is not None
+except DeviceUnavailable:
+    print(arrived)
+"""
+
+
+def test_a_device_that_dies_behind_its_answers_does_not_end_the_host(tmp_path: Path) -> None:
+    """libzmq aborts its process if it lets go of a connection between two frames of a message (fq.cpp, IMMEDIATE)."""
+    path = tmp_path / "device"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    host = subprocess.Popen([sys.executable, "-c", HOST, f"ipc://{path}"], stdout=subprocess.PIPE, text=True)
+    connection, _ = listener.accept()
+    connection.sendall(zmtp.GREETING + zmtp.READY)
+    reader = zmtp.Reader()
+    while True:
+        reader.filled(connection.recv_into(reader.buffer()))
+        if reader.next()[0] is not None:
+            break
+    header, body = codec.encode(msg.Pong(1, incarnation="i", queue_depth=0, num_executed=0))
+    frames = list(zmtp.encoded((checksum.write(header, body), b"")))
+    connection.sendall(b"".join(bytes(part) for part in frames) * 100)
+    connection.close()
+    listener.close()
+    output, _ = host.communicate(timeout=60)
+    assert (host.returncode, output.strip()) == (0, "100")
