@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -42,7 +43,12 @@ class Watch:
                 self._seen = set()
             if event == "return" and self._depth == 0 and any(f.endswith(self._must) for _, f in self._seen):
                 self._done(sorted(self._seen))
-        if self._depth and event == "call" and any(part in code.co_filename for part in OURS):
+        if (
+            self._depth
+            and event == "call"
+            and "<" not in code.co_name
+            and any(part in code.co_filename for part in OURS)
+        ):
             file = next(
                 code.co_filename[code.co_filename.index(part) + 1 :] for part in OURS if part in code.co_filename
             )
@@ -54,8 +60,12 @@ def device(log: str, arguments: list[str]) -> None:
     from ndp_device.__main__ import main
 
     sys.argv = ["ndp-device", *arguments]
-    sys.setprofile(Watch("Server._serve", "Handler._execute", lambda seen: Path(log).write_text(json.dumps(seen))))
-    main()
+    paths: list[list[tuple[str, str]]] = []
+    sys.setprofile(Watch("Server._serve", "Handler._execute", paths.append))
+    try:
+        main()
+    finally:
+        Path(log).write_text(json.dumps(min(paths, key=len)))
 
 
 def engine(arguments: argparse.Namespace, address: str) -> list[tuple[str, str]]:
@@ -77,16 +87,19 @@ def engine(arguments: argparse.Namespace, address: str) -> list[tuple[str, str]]
     paths: list[list[tuple[str, str]]] = []
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     llm.generate({"prompt_token_ids": [5, 90, 700, 33]}, params, use_tqdm=False)
-    sys.setprofile(Watch("_moe", "finish_execute", paths.append))
+    watch = Watch(arguments.entry, "finish_execute", paths.append)
+    threading.setprofile(watch)
+    sys.setprofile(watch)
     llm.generate({"prompt_token_ids": [5, 90, 700, 33]}, params, use_tqdm=False)
     sys.setprofile(None)
-    return paths[-1]
+    return min(paths, key=len)  # not the first layer of a step, which does more
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-mixtral")
     parser.add_argument("--replicas", type=Path, default=ROOT / "models" / "tiny-mixtral-replicas")
+    parser.add_argument("--entry", default="MoELayer.forward", help="where the layer begins")
     parser.add_argument("--list", action="store_true", help="name them")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -99,10 +112,10 @@ def main() -> None:
             while not Path(directory, "device").exists():
                 time.sleep(0.1)
             here = engine(arguments, address)
-            there = [tuple(pair) for pair in json.loads(log.read_text())]
         finally:
             process.terminate()
             process.wait()
+        there = [tuple(pair) for pair in json.loads(log.read_text())]
     both = [("engine", here), ("device", there)]
     for side, seen in both:
         if arguments.list:
