@@ -3,8 +3,9 @@
 Times `MoERunner.forward` (router, experts, everything vLLM does for a MoE layer) and `LLMEngine.step` in a real engine,
 decode steps only, stock and plugin alternating in processes of their own. Limits: with every expert hot the work is
 vLLM's own fused call, so stock is the floor; a layer with a call to the device has stock plus one round trip, measured
-in the same process by sending the run's last message again with nothing in between. A step outside its layers is the
-step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, and what the plugin adds to them.
+in the same process by sending the run's last message again, as seldom as the run did and back to back. A step outside
+its layers is the step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, and what the plugin
+adds to them.
 
     python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 3 --json out.json
 """
@@ -12,6 +13,7 @@ step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -89,10 +91,13 @@ class Stopwatch:
             times.clear()
 
 
-def round_trips(client: Any, message: tuple[Any, ...]) -> list[float]:
-    """The same Execute again and again, nothing computed beside it."""
+def round_trips(client: Any, message: tuple[Any, ...], pause_s: float) -> list[float]:
+    """The same Execute again and again, nothing computed beside it; this core stays busy in the pauses."""
     seconds = []
     for _ in range(ROUND_TRIPS):
+        until = time.perf_counter() + pause_s
+        while time.perf_counter() < until:
+            pass
         start = time.perf_counter()
         client.finish_execute(client.begin_execute(*message))
         seconds.append(time.perf_counter() - start)
@@ -123,17 +128,17 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     client = worker.ndp.device.client if settings is not None else None
     last: list[tuple[Any, ...]] = []
-    calls = [0]
+    calls: list[float] = []  # when they were made
     if client is not None:
         begin = client.begin_execute
 
         def begin_and_note(*message: Any) -> Any:
-            calls[0] += 1
+            calls.append(time.perf_counter())
             last[:] = [tuple(part.copy() if hasattr(part, "copy") else part for part in message)]
             return begin(*message)
 
         client.begin_execute = begin_and_note
-    watch = Stopwatch(llm, lambda: calls[0])
+    watch = Stopwatch(llm, lambda: len(calls))
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
@@ -145,7 +150,9 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
     found |= percentiles("step", watch.steps) | percentiles("outside", watch.outside)
     if client is not None and last:
         client.begin_execute = begin
-        found |= percentiles("round_trip", round_trips(client, last[0]))
+        pause_s = statistics.median(b - a for a, b in itertools.pairwise(calls)) if len(calls) > 1 else 0.0
+        found |= percentiles("round_trip", round_trips(client, last[0], pause_s))
+        found |= percentiles("back_to_back", round_trips(client, last[0], 0.0))
     found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
     return found
 
