@@ -1,13 +1,14 @@
 """How much wall time does the plugin add to a MoE layer and to a decode step, and how much of it is the device?
 
 Times `MoERunner.forward` (router, experts, everything vLLM does for a MoE layer) and `LLMEngine.step` in a real engine,
-decode steps only, stock and plugin alternating in processes of their own. Limits: with every expert hot the work is
+decode steps only, stock and plugin in processes of their own that take turns every few steps, so that all meet the same
+moods of the machine; differences are taken turn by turn. Limits: with every expert hot the work is
 vLLM's own fused call, so stock is the floor; a layer with a call to the device has stock plus one round trip, measured
 in the same process by sending the run's last message again, as seldom as the run did and back to back. A step outside
 its layers is the step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, and what the plugin
 adds to them.
 
-    python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 3 --json out.json
+    python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 20 --json out.json
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "half-hot-3-bit": {"hot_experts": -2, "avg_bits": 3.0},
     "all-cold-3-bit": {"hot_experts": 0, "avg_bits": 3.0},
 }
-ROUND_TRIPS = 300
+ROUND_TRIPS = 50
+"""Per round."""
+MARK = "MEASURED "
 TARGETS = {  # us over stock, of the median
     "every expert hot, a layer": 10.0,
     "half hot, a layer with a call, beside the round trip": 60.0,
@@ -104,7 +108,8 @@ def round_trips(client: Any, message: tuple[Any, ...], pause_s: float) -> list[f
     return seconds
 
 
-def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
+def run_arm(arguments: argparse.Namespace) -> None:
+    """Measure once for each line that comes in."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
@@ -141,20 +146,57 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, float]:
     watch = Stopwatch(llm, lambda: len(calls))
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    watch.clear()
-    start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    found = percentiles("layer", watch.layers) | percentiles("called_layer", watch.layers_with_call)
-    found |= percentiles("step", watch.steps) | percentiles("outside", watch.outside)
-    if client is not None and last:
-        client.begin_execute = begin
-        pause_s = statistics.median(b - a for a, b in itertools.pairwise(calls)) if len(calls) > 1 else 0.0
-        found |= percentiles("round_trip", round_trips(client, last[0], pause_s))
-        found |= percentiles("back_to_back", round_trips(client, last[0], 0.0))
-    found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
-    return found
+    print(MARK, flush=True)
+    for _ in sys.stdin:
+        watch.clear()
+        calls.clear()
+        if client is not None:
+            client.begin_execute = begin_and_note
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        found = percentiles("layer", watch.layers) | percentiles("called_layer", watch.layers_with_call)
+        found |= percentiles("step", watch.steps) | percentiles("outside", watch.outside)
+        if client is not None and len(calls) > 1:
+            client.begin_execute = begin
+            pause_s = statistics.median(b - a for a, b in itertools.pairwise(calls))
+            found |= percentiles("round_trip", round_trips(client, last[0], pause_s))
+            found |= percentiles("back_to_back", round_trips(client, last[0], 0.0))
+        found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
+        print(MARK + json.dumps(found), flush=True)
+
+
+class Arm:
+    """A process with its engine; it measures when told to."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--arm", name]
+        for option in ("model", "batch", "tokens", "dtype"):
+            command += [f"--{option}", str(getattr(arguments, option))]
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+        )
+        self._answer()
+
+    def measure(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+        found: dict[str, float] = json.loads(self._answer())
+        return found
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return line.removeprefix(MARK)
+        self._errors.seek(0)
+        raise SystemExit(self._errors.read()[-3000:])
 
 
 def verdicts(arms: dict[str, dict[str, float]], share: str) -> dict[str, float]:
@@ -179,34 +221,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "models" / "tiny-mixtral"))
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--arms", default=",".join(ARMS))
     add_json_option(parser)
     parser.add_argument("--arm", choices=tuple(ARMS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:
-        print(json.dumps(run_arm(arguments)))
+        run_arm(arguments)
         return
     measurement = Measurement(__doc__ or "")
     arms = arguments.arms.split(",")
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads = []
+    processes = {name: Arm(name, arguments) for name in arms}
     for _ in range(arguments.rounds):
-        for arm in arms:
-            command = [sys.executable, __file__, "--arm", arm]
-            for name in ("model", "batch", "tokens", "dtype"):
-                command += [f"--{name}", str(getattr(arguments, name))]
-            environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(done.stderr[-3000:])
-            results[arm].append(json.loads(done.stdout.strip().splitlines()[-1]))
+        for name, process in processes.items():
+            results[name].append(process.measure())
             loads.append(os.getloadavg()[0])
+    for process in processes.values():
+        process.close()
     load = statistics.median(loads)
     summary = {
-        arm: {key: statistics.median(run[key] for run in runs if key in run) for key in runs[0]}
+        arm: {key: statistics.median(run[key] for run in runs if key in run) for key in sorted(set().union(*runs))}
         for arm, runs in results.items()
     }
     console = Console()
@@ -225,7 +263,14 @@ def main() -> None:
             f"{found['measured_tokens_per_s']:.0f}",
         )
     console.print(table)
-    over = {share: verdicts(summary, share) for share in ("min", "p10", "p50")}
+    over = {}
+    for share in ("min", "p10", "p50"):
+        rounds = [verdicts({arm: runs[i] for arm, runs in results.items()}, share) for i in range(arguments.rounds)]
+        over[share] = {
+            name: round(statistics.median(found), 1)
+            for name in TARGETS
+            if (found := [values[name] for values in rounds if name in values])
+        }
     table = Table(title="measured us over stock")
     for name in ("what", "min", "p10", "p50", "at most"):
         table.add_column(name)
