@@ -81,13 +81,13 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
 
 
 def test_an_engine_that_has_ended_leaves_none_of_its_layers_in_memory():
-    from vllm_ndp.integration.moe_method import _LAYERS
+    from vllm_ndp.integration.moe_layer import LAYERS
 
     gc.collect()
-    before = len(_LAYERS)
+    before = len(LAYERS)
     with engine(settings={"cold_precision": "full", "hot_experts": 4}) as llm:
         assert greedy(llm, PROMPTS[:1], 2)
-        assert len(_LAYERS) == before + 4
+        assert len(LAYERS) == before + 4
     del llm
     gc.collect()
-    assert len(_LAYERS) == before
+    assert len(LAYERS) == before
