@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import time
+
 import pytest
 from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 
@@ -33,3 +36,23 @@ def test_what_a_layer_raises_is_not_masked_and_the_next_request_is_served(monkey
         totals = llm.collective_rpc("ndp_totals")[0]
         assert totals["device_state"] == "up"
         assert totals["fallback_pairs"] == 0
+
+
+def test_a_trace_that_cannot_be_written_any_longer_costs_no_request(tmp_path, capsys):
+    """The kernel refuses every write to a file, as on a full disk; the trace holds what was written before."""
+    from vllm_ndp.traces.trace import Trace
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    settings = {"hot_experts": 8, "cold_precision": "full", "record": str(tmp_path / "trace")}
+    with engine(settings=settings) as llm:
+        before = token_ids(greedy(llm, [PROMPTS[0]], 6))
+        time.sleep(3)  # what waits reaches the disk every two seconds
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == before
+            time.sleep(3)
+            assert token_ids(greedy(llm, [PROMPTS[0]], 6)) == before
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capsys.readouterr().err.count("requests go on without a trace") == 1
+    assert len(Trace.load(tmp_path / "trace").prompt_len) >= 1

@@ -5,6 +5,7 @@ Also the few places where vLLM versions differ. Knows vLLM's configuration objec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 def say(message: str) -> None:
     """Loud on purpose: what happens at start-up must be seen whatever the log level."""
-    print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # stderr may lead to a disk that is full: no request may end by that
+        print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
 
 BROKEN_ON_CPU = {

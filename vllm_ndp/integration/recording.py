@@ -1,7 +1,8 @@
 """`"record": DIR`: the routing of a real run, with what the plugin decided and what simulated time it took.
 
-Reads the sidecar after each step, so recording costs the layers nothing. Knows the trace writer and the values of a
-step. Does not know files, nor who makes plans.
+Reads the sidecar after each step, so recording costs the layers nothing. A trace that can no longer be written (a full
+disk) ends the recording and no request. Knows the trace writer and the values of a step. Does not know files, nor who
+makes plans.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from ndp_device.errors import TraceError
 from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.batch import Span, slot_mapping
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
@@ -30,41 +34,64 @@ from vllm_ndp.traces.recorder import TraceWriter
 
 class RunRecorder:
     def __init__(self, directory: Path, provenance: Provenance, sidecar: RoutingSidecar) -> None:
-        self._writer = TraceWriter(directory, provenance)
+        self._writer: TraceWriter | None = TraceWriter(directory, provenance)
         self._sidecar = sidecar
         self._start_s = time.time()
         self._indices: dict[str, int] = {}
 
+    @contextmanager
+    def _writing(self) -> Iterator[TraceWriter | None]:
+        """The writer, None once it has failed; a failure inside is said once and ends the recording."""
+        try:
+            yield self._writer
+        except TraceError as error:
+            self._writer = None
+            say(f"{error}; what was written before is whole, and requests go on without a trace")
+
     def note_requests(self, step: int, spans: dict[str, Span]) -> None:
         """First sight of a request: who it is, and the routing that the prefix cache already holds for it."""
+        with self._writing() as writer:
+            if writer is not None:
+                self._note_requests(writer, step, spans)
+
+    def _note_requests(self, writer: TraceWriter, step: int, spans: dict[str, Span]) -> None:
         for request_id, span in spans.items():
             if request_id in self._indices:
                 continue
             index = self._indices[request_id] = len(self._indices)
-            self._writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
+            writer.add_request(index, request_id, span.request.prompt_len, time.time() - self._start_s)
             if span.start:
                 positions = np.arange(span.start)
                 entries = slot_mapping(span.request.blocks, positions, self._sidecar.block_size)
                 ids, weights = self._sidecar.read(entries)
                 owner, phases = np.full(span.start, index), np.full(span.start, CACHED)
-                self._writer.append_step(step, owner, positions, phases, ids, weights)
+                writer.append_step(step, owner, positions, phases, ids, weights)
 
     def note_plan(self, step: int, epoch: int, placement: Placement, plans: Mapping[str, Plan]) -> None:
         """The placement and every running request's plan, in force from this step on."""
         bits = {self._indices[name]: plan.bits.bits for name, plan in plans.items() if name in self._indices}
-        self._writer.append_plan(step, epoch, placement.hot, bits)
+        with self._writing() as writer:
+            if writer is not None:
+                writer.append_plan(step, epoch, placement.hot, bits)
 
     def note_step(self, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
+        with self._writing() as writer:
+            if writer is not None:
+                self._note_step(writer, step, epoch, simulated, measured_s)
+
+    def _note_step(self, writer: TraceWriter, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
         ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
         phases = np.where(rows.decode, DECODE, PREFILL)
-        self._writer.append_step(step.number, indices[rows.owner], rows.positions, phases, ids, weights)
+        writer.append_step(step.number, indices[rows.owner], rows.positions, phases, ids, weights)
         fallback = sum(pairs["fallback"] for pairs in step.pairs_by_request().values())
-        self._writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
+        writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
 
     def close(self) -> None:
-        self._writer.close()
+        with self._writing() as writer:
+            if writer is not None:
+                writer.close()
 
 
 def run_provenance(
