@@ -21,8 +21,9 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) --durations=25
 
+# integration/ is left out whole: to collect it means to import vLLM.
 test-fast: $(READY)
-	$(PYTEST) --durations=10 -m "not vllm and not slow and not gpu"
+	$(PYTEST) --durations=10 --ignore tests/integration -m "not vllm and not slow and not gpu"
 
 test-vllm: $(READY)
 	$(PYTEST) -m "vllm"

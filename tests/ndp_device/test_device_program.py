@@ -29,6 +29,8 @@ from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from ndp_device.widths import PLAN_BITS
 
+pytestmark = pytest.mark.slow  # together: each test starts programs
+
 PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from paths import DATA
 
+pytestmark = pytest.mark.slow  # together: each test starts programs
+
 TRACE = str(DATA / "tiny-mixtral-trace")
 PROGRAM = Path(sys.executable).parent / "vllm-ndp"
 
