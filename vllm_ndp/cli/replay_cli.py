@@ -112,10 +112,7 @@ def compare(
             "num_requests": result.num_requests,
             "rows": [row.as_dict() for row in result.rows],
             "skipped": result.skipped,
-            "measured_decisions_per_s": [
-                round(batches.num_decisions / seconds)
-                for (_, batches), seconds in zip(result.outcomes, result.measured_seconds, strict=True)
-            ],
+            "measured_decisions_per_s": [round(done.num_decisions / done.measured_seconds) for done in result.replayed],
             "measured_seconds": round(time.perf_counter() - started, 3),
         }
     )

@@ -1,16 +1,18 @@
 """Every system and policy on the same trace and the same modelled hardware, as one table.
 
 Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. Knows which
-variants of a system are worth a row of their own. Does not know how a system works.
+variants of a system are worth a row of their own, and that rows are found one by one, each by itself, so that
+sweep.py may find them in any order in any process. Does not know how a system works.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
@@ -19,7 +21,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, System, require_options, system_named
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -70,15 +72,37 @@ class CompareSettings:
 
 
 @dataclass(frozen=True)
+class Combination:
+    """What one row of the table is about: the unit of work of a sweep."""
+
+    batch: int
+    system: str
+    policy: str | None
+    """None where the system follows no policy."""
+    own: dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One combination done: its row, and what setting rows against each other needs."""
+
+    row: Summary
+    decode_ps: NDArray[np.float64]  # [G], decode of each group of requests
+    num_decisions: int
+    measured_seconds: float
+    """Wall time of the replay itself."""
+
+
+@dataclass(frozen=True)
 class Comparison:
     rows: list[Summary]
-    outcomes: list[tuple[Outcome, Batches]]
-    """As the rows, with everything behind them."""
-    measured_seconds: list[float]
-    """As the rows: wall time of the replay itself."""
+    replayed: list[Replayed]
+    """As the rows."""
     skipped: list[str]
     config_hash: str
     num_requests: int
+    outcomes: list[tuple[Outcome, Batches]] = field(default_factory=list)
+    """As the rows, with everything behind them; empty where other processes found the rows."""
 
 
 def split_requests(trace: Trace) -> tuple[Trace, Trace]:
@@ -95,75 +119,122 @@ def popularity(trace: Trace) -> ImportanceScore:
     return ImportanceScore.from_weights(merged.counts)
 
 
+class Replays:
+    """One trace under one CompareSettings. Everything that can be refused is refused by the constructor."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        settings: CompareSettings,
+        *,
+        prior: ImportanceScore | None = None,
+        loss: LossTable | None = None,
+    ) -> None:
+        p = trace.provenance
+        self.costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+        self.costs.require(p.num_experts, p.top_k)
+        if prior is None:
+            if len(trace.prompt_len) < 2:
+                raise TraceError("a prior needs requests of its own: record more than one request, or give --prior")
+            known, trace = split_requests(trace)
+            prior = popularity(known)
+        self._trace, self._settings, self._prior = trace, settings, prior
+        self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
+        self._budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
+        rules = PolicySettings(
+            bit_rule=settings.bits,
+            batch_rule=settings.batch_rule,
+            seed=settings.seed,
+            prior=prior,
+            prior_tokens=settings.prior_tokens,
+        )
+        names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
+        self._policies = {name: load_policy(name, rules) for name in sorted(names)}
+        self._batches: dict[int, Batches] = {}
+        self.num_requests = len(trace.prompt_len)
+        sizes = list(dict.fromkeys(settings.batches))
+        self.skipped = [
+            f"batch {batch}: only {self.num_requests} requests to replay"
+            for batch in sizes
+            if batch > self.num_requests
+        ]
+        self.combinations = [
+            combination
+            for batch in sizes
+            if batch <= self.num_requests
+            for combination in _combinations(settings, batch)
+        ]
+        if not self.combinations:
+            raise TraceError(self.skipped[0])
+
+    def arrange(self) -> None:
+        """Arrange the trace for every batch size now, so that processes forked from this one share it."""
+        for combination in self.combinations:
+            self._arranged(combination.batch)
+
+    def replay(self, combination: Combination) -> tuple[Replayed, Outcome, Batches]:
+        """Find one row, with everything behind it."""
+        settings, policy = self._settings, combination.policy
+        batches = self._arranged(combination.batch)
+        options = ReplayOptions(
+            policy=self._policies["prefill" if policy in (None, ORACLE) else policy],
+            budget=self._budget,
+            loss=self._loss,
+            prior=self._prior,
+            clairvoyant=policy == ORACLE,
+            migration=settings.migration,
+            migration_budget=settings.migration_budget,
+            hysteresis=settings.hysteresis,
+            bits_for=settings.bits_for,
+            own=combination.own,
+        )
+        started = time.perf_counter()
+        outcome = system_named(combination.system).replay(batches, self.costs, options)
+        seconds = time.perf_counter() - started
+        row = summarise(outcome, batches, self.costs)
+        decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
+        return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
+
+    def compared(
+        self, replayed: Sequence[Replayed], outcomes: list[tuple[Outcome, Batches]] | None = None
+    ) -> Comparison:
+        """The table from its rows, given in the order of `combinations`."""
+        rows = side_by_side(replayed)
+        config_hash = self.costs.hardware.config_hash
+        return Comparison(rows, list(replayed), self.skipped, config_hash, self.num_requests, outcomes or [])
+
+    def _arranged(self, batch: int) -> Batches:
+        if batch not in self._batches:
+            self._batches[batch] = Batches.of(self._trace, batch, affinity=self._settings.affinity)
+        return self._batches[batch]
+
+
 def compare(
     trace: Trace, settings: CompareSettings, *, prior: ImportanceScore | None = None, loss: LossTable | None = None
 ) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    p = trace.provenance
-    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
-    costs.require(p.num_experts, p.top_k)
-    if prior is None:
-        if len(trace.prompt_len) < 2:
-            raise TraceError("a prior needs requests of its own: record more than one request, or give --prior")
-        known, trace = split_requests(trace)
-        prior = popularity(known)
-    loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
-    budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
-    policy_settings = PolicySettings(
-        bit_rule=settings.bits,
-        batch_rule=settings.batch_rule,
-        seed=settings.seed,
-        prior=prior,
-        prior_tokens=settings.prior_tokens,
-    )
-    policies = {name: load_policy("prefill" if name == ORACLE else name, policy_settings) for name in settings.policies}
-    rows, outcomes, skipped, seconds = [], [], [], []
-    for batch in dict.fromkeys(settings.batches):
-        if batch > len(trace.prompt_len):
-            skipped.append(f"batch {batch}: only {len(trace.prompt_len)} requests to replay")
-            continue
-        batches = Batches.of(trace, batch, affinity=settings.affinity)
-        for system, policy, own in _combinations(settings):
-            name = policy or "prefill"
-            options = ReplayOptions(
-                policy=policies.get(name) or load_policy("prefill", policy_settings),
-                budget=budget,
-                loss=loss,
-                prior=prior,
-                clairvoyant=policy == ORACLE,
-                migration=settings.migration,
-                migration_budget=settings.migration_budget,
-                hysteresis=settings.hysteresis,
-                bits_for=settings.bits_for,
-                own=own,
-            )
-            started = time.perf_counter()
-            outcome = system.replay(batches, costs, options)
-            seconds.append(time.perf_counter() - started)
-            rows.append(summarise(outcome, batches, costs))
-            outcomes.append((outcome, batches))
-    if not rows:
-        raise TraceError(skipped[0])
-    decode_ps = [np.nansum(step_times(outcome, batches, costs), axis=1) for outcome, batches in outcomes]
+    replays = Replays(trace, settings, prior=prior, loss=loss)
+    done = [replays.replay(combination) for combination in replays.combinations]
+    return replays.compared([replayed for replayed, _, _ in done], [(outcome, batches) for _, outcome, batches in done])
+
+
+def side_by_side(replayed: Sequence[Replayed]) -> list[Summary]:
+    """The rows, each set against the paper's system and policy at its batch size."""
     paper = {
-        row.batch: times
-        for row, times in zip(rows, decode_ps, strict=True)
-        if (row.system, row.policy) == ("context_aware", "prefill")
+        done.row.batch: done.decode_ps
+        for done in replayed
+        if (done.row.system, done.row.policy) == ("context_aware", "prefill")
     }
-    rows = [
-        against(row, times, paper[row.batch]) if row.batch in paper else row
-        for row, times in zip(rows, decode_ps, strict=True)
+    return [
+        against(done.row, done.decode_ps, paper[done.row.batch]) if done.row.batch in paper else done.row
+        for done in replayed
     ]
-    return Comparison(rows, outcomes, seconds, skipped, costs.hardware.config_hash, len(trace.prompt_len))
 
 
-def _combinations(
-    settings: CompareSettings,
-) -> Iterator[tuple[System, str | None, dict[str, float | str]]]:
+def _combinations(settings: CompareSettings, batch: int) -> Iterator[Combination]:
     for name in settings.systems:
-        system = system_named(name)
         variants = [{**variant, **settings.options} for variant in VARIANTS.get(name, ({},))]
         distinct = [v for i, v in enumerate(variants) if v not in variants[:i]]
-        for policy in settings.policies if system.follows_policy else (None,):
+        for policy in settings.policies if system_named(name).follows_policy else (None,):
             for options in distinct:
-                yield system, policy, options
+                yield Combination(batch, name, policy, options)
