@@ -41,8 +41,26 @@ class HardwareOptions:
     ] = None
 
     def overrides(self) -> dict[str, str | int]:
-        pairs = assignments(self.set_, "--set", "section.field=value")
-        return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in pairs.items()}
+        return hardware_values(self.set_)
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """What a sweep varies beside batch sizes, systems and policies."""
+
+    model: Annotated[str, typer.Option(help="Sizes that times are simulated for, with commas between them.")] = (
+        "mixtral-8x7b"
+    )
+    hardware: Annotated[str, typer.Option(help="Hardware presets with commas between them.")] = "h100-ndp512"
+    memory: Annotated[str, typer.Option(help="GPU memory in GB, with commas; default: as the hardware has it.")] = ""
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value of every hardware, as section.field=value.")
+    ] = None
+
+
+JobsOption = Annotated[
+    str, typer.Option(help="Processes that share the work: a number, all (one per core), or ray (a Ray cluster).")
+]
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,12 @@ class SystemOptions:
 
     def of_systems(self) -> dict[str, float | str]:
         return {name: _number_or_text(value) for name, value in assignments(self.option, "--option").items()}
+
+
+def hardware_values(pairs: list[str] | None) -> dict[str, str | int]:
+    """Read the values of --set."""
+    given = assignments(pairs, "--set", "section.field=value")
+    return {name: int(value) if value.lstrip("-").isdigit() else value for name, value in given.items()}
 
 
 def integers(text: str, option: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Commands on recorded routing: replay, compare, reproduce, analyze, report. They need no vLLM.
+"""Commands on recorded routing: replay, compare, sweep, reproduce, analyze, report. They need no vLLM.
 
 Knows options and what each command puts into its last line. replay/ computes, tables.py prints.
 """
@@ -20,8 +20,10 @@ from vllm_ndp.cli.options import (
     OLD_TRACE,
     AvgBitsOption,
     BatchOption,
+    GridOptions,
     HardwareOptions,
     HotOption,
+    JobsOption,
     PlanOptions,
     PriorOption,
     ReplicasOption,
@@ -33,7 +35,7 @@ from vllm_ndp.cli.options import (
 
 if TYPE_CHECKING:
     from vllm_ndp.planning.bitwidths import LossTable
-    from vllm_ndp.replay.compare import CompareSettings, Comparison
+    from vllm_ndp.replay.compare import CompareSettings
     from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
@@ -73,6 +75,7 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     examples=(
         f"vllm-ndp compare {BUNDLED} --systems context_aware,monde --batch 1,4",
         f"vllm-ndp compare {BUNDLED} --systems balanced --option spill_bits=2 --csv table.csv",
+        f"vllm-ndp compare {BUNDLED} --systems all --jobs all",
         f"vllm-ndp compare {BUNDLED} --systems fiddler --prior models/tiny-mixtral/prior.npy --set dram.kind=ideal",
     ),
     renamed=OLD_TRACE | OLD_HOT | {"--bits": "--bit-rule"},
@@ -83,6 +86,7 @@ def compare(
     where: HardwareOptions,
     plans: PlanOptions,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file too.")] = None,
+    jobs: JobsOption = "1",
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
@@ -91,18 +95,20 @@ def compare(
     require_writable(csv_file)
     from vllm_ndp.cli.tables import print_comparison
     from vllm_ndp.planning.policies import read_prior
-    from vllm_ndp.replay import compare as comparing
+    from vllm_ndp.replay.sweep.jobs import parse_jobs
+    from vllm_ndp.replay.sweep.run import compare_by
     from vllm_ndp.traces.trace import Trace
 
+    workers = parse_jobs(jobs)
     started = time.perf_counter()
     recorded = Trace.load(trace)
     settings = _settings(what, where, plans)
     loss = None if plans.replicas is None else _losses(recorded, plans.replicas)
     prior = None if plans.prior is None else read_prior(plans.prior)
-    result = comparing.compare(recorded, settings, prior=prior, loss=loss)
+    result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
     print_comparison(result, settings)
     if csv_file is not None:
-        _write_csv(result, csv_file)
+        _write_csv([row.as_dict() for row in result.rows], csv_file)
     print_json(
         {
             "trace": str(trace),
@@ -113,6 +119,61 @@ def compare(
             "rows": [row.as_dict() for row in result.rows],
             "skipped": result.skipped,
             "measured_decisions_per_s": [round(done.num_decisions / done.measured_seconds) for done in result.replayed],
+            "measured_seconds": round(time.perf_counter() - started, 3),
+        }
+    )
+
+
+@command(
+    app,
+    "sweep",
+    examples=(
+        f"vllm-ndp sweep {BUNDLED} --systems monde,balanced --policies prefill --memory 24,80 --out sweep",
+        f"vllm-ndp sweep {BUNDLED} --model mixtral-8x7b,mixtral-8x22b --systems fiddler --jobs all --out sizes",
+    ),
+)
+def sweep(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Directories, one per routing shape.")],
+    grid: GridOptions,
+    what: SystemOptions,
+    plans: PlanOptions,
+    out: Annotated[Path, typer.Option(help="Directory of the results; one of the same sweep is gone on with.")],
+    jobs: JobsOption = "all",
+) -> None:
+    """Run compare for every model, hardware and memory size.
+
+    May be stopped and started again. All times are simulated.
+    """
+    from vllm_ndp.cli.tables import print_sweep, progress
+    from vllm_ndp.planning.policies import read_prior
+    from vllm_ndp.replay.sweep.grid import Axes, Grid
+    from vllm_ndp.replay.sweep.jobs import parse_jobs
+    from vllm_ndp.replay.sweep.run import run_sweep
+    from vllm_ndp.traces.trace import Trace
+
+    if plans.replicas is not None and len(traces) > 1:
+        raise ConfigError(f"--replicas belong to one trace, {len(traces)} were given: sweep them one by one")
+    workers = parse_jobs(jobs)
+    started = time.perf_counter()
+    memory = integers(grid.memory, "--memory") if grid.memory else ()
+    axes = Axes(_listed(grid.model), _listed(grid.hardware), memory)
+    first = HardwareOptions(axes.models[0], axes.hardware[0], grid.set_)
+    recorded = [Trace.load(path) for path in traces]
+    loss = None if plans.replicas is None else _losses(recorded[0], plans.replicas)
+    prior = None if plans.prior is None else read_prior(plans.prior)
+    tasks = Grid(recorded, axes, _settings(what, first, plans), prior=prior, loss=loss)
+    with progress("rows") as advance:
+        result = run_sweep(tasks, out, workers, advance)
+    print_sweep(result)
+    columns = [point.columns() | row.as_dict() for point, row in result.rows]
+    _write_csv(columns, out / "sweep.csv")
+    print_json(
+        {
+            "out": str(out),
+            "rows": len(result.rows),
+            "rows_found_before": result.found_before,
+            "refused": [{**point.columns(), "why": why} for point, why in result.refused],
+            "skipped": result.skipped,
             "measured_seconds": round(time.perf_counter() - started, 3),
         }
     )
@@ -279,11 +340,15 @@ def _settings(what: SystemOptions, where: HardwareOptions, plans: PlanOptions) -
     )
 
 
-def _write_csv(result: Comparison, path: Path) -> None:
+def _listed(text: str) -> tuple[str, ...]:
+    return names(text, ())
+
+
+def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(result.rows[0].as_dict()))
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
-        writer.writerows(row.as_dict() for row in result.rows)
+        writer.writerows(rows)
 
 
 def _losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> LossTable:

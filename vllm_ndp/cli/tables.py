@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ndp_device.widths import WIDTHS
 from vllm_ndp.replay.analysis import Analysis, Sensitivity
 from vllm_ndp.replay.compare import CompareSettings, Comparison
 from vllm_ndp.replay.reproduce import Reproduction
+from vllm_ndp.replay.sweep.run import SweepResult
 from vllm_ndp.replay.systems import SYSTEMS
 
 
@@ -23,6 +29,57 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")
+    for note in result.skipped:
+        print(f"  skipped {note}")
+
+
+@contextmanager
+def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, shown to people only; what it yields is called with how many are done, of how many."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(unit, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_sweep(result: SweepResult) -> None:
+    """For each point and batch size the fastest row that is no oracle, and the best of the others' systems."""
+    table = Table(title="fastest system at each point; simulated decode tokens/s")
+    for name in (
+        "model",
+        "hardware",
+        "memory GB",
+        "batch",
+        "system",
+        "policy",
+        "tokens/s",
+        "loss",
+        "next system",
+        "of it",
+    ):
+        table.add_column(name, justify="left" if name in ("model", "hardware", "system", "policy") else "right")
+    for point, batch, best, second in result.winners():
+        model, hardware, memory = map(str, point.columns().values())
+        cells = best.cells()
+        other = (
+            ("-", "-")
+            if second is None
+            else (second.system, f"{second.decode_tokens_per_s / best.decode_tokens_per_s:.2f}")
+        )
+        table.add_row(
+            model,
+            hardware,
+            memory,
+            str(batch),
+            best.system,
+            best.policy,
+            cells["decode tokens/s"],
+            cells["loss"],
+            *other,
+        )
+    Console(width=200).print(table)
+    for point, why in result.refused:
+        print(f"  refused {', '.join(map(str, point.columns().values()))}: {why}")
     for note in result.skipped:
         print(f"  skipped {note}")
 

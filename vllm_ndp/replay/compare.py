@@ -119,39 +119,49 @@ def popularity(trace: Trace) -> ImportanceScore:
     return ImportanceScore.from_weights(merged.counts)
 
 
-class Replays:
-    """One trace under one CompareSettings. Everything that can be refused is refused by the constructor."""
+class Workload:
+    """What is replayed, whatever the hardware: requests, the popularity known beforehand, groups that decode together.
 
-    def __init__(
-        self,
-        trace: Trace,
-        settings: CompareSettings,
-        *,
-        prior: ImportanceScore | None = None,
-        loss: LossTable | None = None,
-    ) -> None:
-        p = trace.provenance
-        self.costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
-        self.costs.require(p.num_experts, p.top_k)
+    Without a prior every PRIOR_EVERY-th request is held out to make one.
+    """
+
+    def __init__(self, trace: Trace, *, prior: ImportanceScore | None = None, affinity: bool = False) -> None:
         if prior is None:
             if len(trace.prompt_len) < 2:
                 raise TraceError("a prior needs requests of its own: record more than one request, or give --prior")
             known, trace = split_requests(trace)
             prior = popularity(known)
-        self._trace, self._settings, self._prior = trace, settings, prior
+        self.trace, self.prior = trace, prior
+        self._affinity = affinity
+        self._batches: dict[int, Batches] = {}
+
+    def batches(self, batch: int) -> Batches:
+        """The trace arranged for one batch size, once."""
+        if batch not in self._batches:
+            self._batches[batch] = Batches.of(self.trace, batch, affinity=self._affinity)
+        return self._batches[batch]
+
+
+class Replays:
+    """One workload under one CompareSettings. Everything that can be refused is refused by the constructor."""
+
+    def __init__(self, workload: Workload, settings: CompareSettings, loss: LossTable | None = None) -> None:
+        p = workload.trace.provenance
+        self.costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+        self.costs.require(p.num_experts, p.top_k)
+        self._workload, self._settings = workload, settings
         self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
         self._budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
         rules = PolicySettings(
             bit_rule=settings.bits,
             batch_rule=settings.batch_rule,
             seed=settings.seed,
-            prior=prior,
+            prior=workload.prior,
             prior_tokens=settings.prior_tokens,
         )
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = {name: load_policy(name, rules) for name in sorted(names)}
-        self._batches: dict[int, Batches] = {}
-        self.num_requests = len(trace.prompt_len)
+        self.num_requests = len(workload.trace.prompt_len)
         sizes = list(dict.fromkeys(settings.batches))
         self.skipped = [
             f"batch {batch}: only {self.num_requests} requests to replay"
@@ -170,17 +180,17 @@ class Replays:
     def arrange(self) -> None:
         """Arrange the trace for every batch size now, so that processes forked from this one share it."""
         for combination in self.combinations:
-            self._arranged(combination.batch)
+            self._workload.batches(combination.batch)
 
     def replay(self, combination: Combination) -> tuple[Replayed, Outcome, Batches]:
         """Find one row, with everything behind it."""
         settings, policy = self._settings, combination.policy
-        batches = self._arranged(combination.batch)
+        batches = self._workload.batches(combination.batch)
         options = ReplayOptions(
             policy=self._policies["prefill" if policy in (None, ORACLE) else policy],
             budget=self._budget,
             loss=self._loss,
-            prior=self._prior,
+            prior=self._workload.prior,
             clairvoyant=policy == ORACLE,
             migration=settings.migration,
             migration_budget=settings.migration_budget,
@@ -203,17 +213,12 @@ class Replays:
         config_hash = self.costs.hardware.config_hash
         return Comparison(rows, list(replayed), self.skipped, config_hash, self.num_requests, outcomes or [])
 
-    def _arranged(self, batch: int) -> Batches:
-        if batch not in self._batches:
-            self._batches[batch] = Batches.of(self._trace, batch, affinity=self._settings.affinity)
-        return self._batches[batch]
-
 
 def compare(
     trace: Trace, settings: CompareSettings, *, prior: ImportanceScore | None = None, loss: LossTable | None = None
 ) -> Comparison:
     """Replay the trace under every combination. Raises ConfigError or TraceError before any replay starts."""
-    replays = Replays(trace, settings, prior=prior, loss=loss)
+    replays = Replays(Workload(trace, prior=prior, affinity=settings.affinity), settings, loss)
     done = [replays.replay(combination) for combination in replays.combinations]
     return replays.compared([replayed for replayed, _, _ in done], [(outcome, batches) for _, outcome, batches in done])
 

@@ -47,6 +47,17 @@ def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
     )
 
 
+def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
+    words = ["sweep", TRACE, "--systems", "fiddler,monde", "--memory", "24,80", "--out", str(tmp_path / "sweep")]
+    first, second = last_json(run(*words)), last_json(run(*words, "--jobs", "1"))
+    assert (first["rows"], first["rows_found_before"], second["rows_found_before"]) == (8, 0, 8)
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["memory_gb"] for row in rows] == ["24"] * 4 + ["80"] * 4
+    done = run(*words, "--avg-bits", "3", code=2)
+    assert "holds another sweep, with other settings" in done.stderr
+
+
 def test_reproduce_paper_prints_rows_with_what_was_published():
     result = last_json(run("reproduce", "paper"))
     row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")
@@ -96,6 +107,9 @@ def test_a_foreign_recording_is_imported(tmp_path):
             ["compare", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
             "/nowhere/t.csv cannot be used",
         ),
+        (["compare", TRACE, "--jobs", "many"], "--jobs must be a number"),
+        (["sweep", TRACE, "--memory", "lots", "--out", "/nowhere/sweep"], "--memory must be whole numbers"),
+        (["sweep", TRACE, "--model", "olmoe", "--out", "/nowhere/sweep"], "add a trace of its routing shape"),
         (["analyze", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
         (["report", TRACE, "--steps", "-1"], "'--steps'"),
         (["reproduce", "nothing"], "'paper', 'cxl-expert', 'hobbit', 'moepic'"),
