@@ -154,6 +154,12 @@ _H200: Table = {
     "gpu.hbm_capacity_bytes": _q(141 * 10**9, "byte", "[S] H200 SXM data sheet"),
 }
 
+_HOST: Table = {
+    "host.cpu_flops_per_s": _q(20_000_000_000_000, "flop/s", "[S] seed 002: 20 TFLOPS of AMX"),
+    "host.memory_bytes_per_s": _q(307_200_000_000, "byte/s", "[D] 8 channels of DDR5-4800 x 8 B"),
+    "host.memory_capacity_bytes": _q(2**40, "byte", "[O] 16 modules of 64 GiB, two on each of the 8 channels"),
+}
+
 _ENERGY: Table = {
     "energy.dram_line32_fj": _q(1_110_000, "fJ per 32 B", "[S] M2NDP energy table"),
     "energy.activate_fj": _q(1_800_000, "fJ per row", "[S] M2NDP energy table"),
@@ -166,6 +172,7 @@ _SEED002: Table = {
     **_GEN5,
     **_ARRAYS,
     **_H100,
+    **_HOST,
     **_ENERGY,
     "dram.kind": _q("ideal", "name", "[S] seed 002 gives a bandwidth only"),
     "dram.standard": _q("commodity CXL expander", "name", "[S] seed 002"),
@@ -195,9 +202,9 @@ DENSITY_REFRESH: Mapping[str, Mapping[int, Mapping[str, int]]] = {
 }
 
 PRESETS: Mapping[str, Table] = {
-    "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_ENERGY},
-    "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_ENERGY},
-    "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_ENERGY},
+    "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
+    "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
+    "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},
     "seed002-cxl-ndp": {
         **_SEED002,
         "array.units": _q(125, "count", "[D] 2 TFLOP/s = 1000 x 10^9 multiply-accumulates/s = 125 x 4 x 2 x 1 GHz"),

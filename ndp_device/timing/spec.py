@@ -21,6 +21,7 @@ REFRESH_MODES = ("all-bank", "per-bank", "off")
 PE_MODES = ("bit_scalable", "bit_scalable_pow2", "fp16_dequant", "int8")
 LAUNCH_PATHS = ("cxlmem", "dma")
 DRAM_KINDS = ("bank", "ideal")
+_MOST_BYTES = 2**50
 
 
 def _choose(section: str, field: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -32,6 +33,11 @@ def _at_least(section: str, spec: object, minimum: int, *names: str) -> None:
     for name in names:
         if getattr(spec, name) < minimum:
             raise ConfigError(f"{section}.{name} must be at least {minimum}, got {getattr(spec, name)}")
+
+
+def _capacity(key: str, num_bytes: int) -> None:
+    if not 1 <= num_bytes <= _MOST_BYTES:
+        raise ConfigError(f"{key} must lie in 1..{_MOST_BYTES} (a pebibyte), got {num_bytes}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,8 @@ class DramSpec:
     def __post_init__(self) -> None:
         _choose("dram", "kind", self.kind, DRAM_KINDS)
         _choose("dram", "refresh", self.refresh, REFRESH_MODES)
-        _at_least("dram", self, 1, "capacity_bytes", "ideal_bytes_per_s", "channels", "ranks", "bank_groups")
+        _capacity("dram.capacity_bytes", self.capacity_bytes)
+        _at_least("dram", self, 1, "ideal_bytes_per_s", "channels", "ranks", "bank_groups")
         _at_least("dram", self, 1, "banks_per_group", "lines_per_row", "line_bytes", "stripe_bytes", "tck_fs", "burst")
         _at_least("dram", self, 1, "cl", "rcd", "rp", "rp_ab", "ras", "rc", "rtp", "ccd_s", "ccd_l", "rrd_s", "rrd_l")
         _at_least("dram", self, 1, "faw", "ppd", "act_cycles", "read_cycles", "rfc", "refi", "queue_entries")
@@ -204,10 +211,24 @@ class GpuSpec:
     layer_overhead_ps: int  # launches and synchronisation of one layer
 
     def __post_init__(self) -> None:
-        _at_least("gpu", self, 1, "flops_per_s", "hbm_bytes_per_s", "hbm_capacity_bytes", "hbm_efficiency_percent")
+        _at_least("gpu", self, 1, "flops_per_s", "hbm_bytes_per_s", "hbm_efficiency_percent")
+        _capacity("gpu.hbm_capacity_bytes", self.hbm_capacity_bytes)
         _at_least("gpu", self, 0, "layer_overhead_ps")
         if self.hbm_efficiency_percent > 100:
             raise ConfigError(f"gpu.hbm_efficiency_percent must be 1..100, got {self.hbm_efficiency_percent}")
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """The host's processor as two rooflines, and its memory."""
+
+    cpu_flops_per_s: int  # dense 16-bit
+    memory_bytes_per_s: int
+    memory_capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        _at_least("host", self, 1, "cpu_flops_per_s", "memory_bytes_per_s")
+        _capacity("host.memory_capacity_bytes", self.memory_capacity_bytes)
 
 
 @dataclass(frozen=True)
@@ -228,19 +249,21 @@ SECTIONS: dict[str, type[Any]] = {
     "link": LinkSpec,
     "array": ArraySpec,
     "gpu": GpuSpec,
+    "host": HostSpec,
     "energy": EnergySpec,
 }
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One host GPU and one CXL-NDP device."""
+    """One host with its GPU, and one CXL-NDP device."""
 
     preset: str
     dram: DramSpec
     link: LinkSpec
     array: ArraySpec
     gpu: GpuSpec
+    host: HostSpec
     energy: EnergySpec
 
     @cached_property

@@ -329,6 +329,7 @@ def _settings(what: SystemOptions, where: HardwareOptions, plans: PlanOptions) -
         affinity=what.affinity,
         options=what.of_systems(),
         num_hot=plans.hot_experts,
+        fit=plans.fit,
         avg_bits=plans.avg_bits,
         bits=plans.bit_rule,
         batch_rule=plans.batch_rule,

@@ -21,6 +21,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.capacity import Planned, fitted, with_memory
 from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
@@ -54,6 +55,8 @@ class CompareSettings:
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
     bits_for: str = ReplayOptions.bits_for
+    fit: bool = False
+    """Take the most hot experts, at most num_hot, and the widest replicas that the memories hold."""
     affinity: bool = False
     """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
@@ -67,6 +70,8 @@ class CompareSettings:
         for name in self.systems:
             system_named(name)
         require_options(self.options, self.systems)
+        if self.num_hot is not None and self.num_hot < 0:
+            raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -151,7 +156,12 @@ class Replays:
         self.costs.require(p.num_experts, p.top_k)
         self._workload, self._settings = workload, settings
         self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)
-        self._budget = Budget(p.num_experts // 2 if settings.num_hot is None else settings.num_hot, settings.avg_bits)
+        num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
+        if num_hot > p.num_experts:
+            raise ConfigError(f"hot experts per layer must lie in 0..{p.num_experts}, got {num_hot}")
+        if settings.fit and settings.num_hot is None:
+            num_hot = p.num_experts
+        self._budget = Budget(num_hot, settings.avg_bits)
         rules = PolicySettings(
             bit_rule=settings.bits,
             batch_rule=settings.batch_rule,
@@ -168,24 +178,22 @@ class Replays:
             for batch in sizes
             if batch > self.num_requests
         ]
-        self.combinations = [
+        combinations = [
             combination
             for batch in sizes
             if batch <= self.num_requests
             for combination in _combinations(settings, batch)
         ]
-        if not self.combinations:
+        if not combinations:
             raise TraceError(self.skipped[0])
+        planned = [self._plan(combination) for combination in combinations]
+        fits, refused = fitted(planned, self.costs, fit=settings.fit)
+        self.skipped += refused
+        self._planned = [one for one in fits if one is not None]
+        self.combinations = [c for c, one in zip(combinations, fits, strict=True) if one is not None]
 
-    def arrange(self) -> None:
-        """Arrange the trace for every batch size now, so that processes forked from this one share it."""
-        for combination in self.combinations:
-            self._workload.batches(combination.batch)
-
-    def replay(self, combination: Combination) -> tuple[Replayed, Outcome, Batches]:
-        """Find one row, with everything behind it."""
+    def _plan(self, combination: Combination) -> Planned:
         settings, policy = self._settings, combination.policy
-        batches = self._workload.batches(combination.batch)
         options = ReplayOptions(
             policy=self._policies["prefill" if policy in (None, ORACLE) else policy],
             budget=self._budget,
@@ -198,10 +206,21 @@ class Replays:
             bits_for=settings.bits_for,
             own=combination.own,
         )
+        return Planned(system_named(combination.system), self._workload.batches(combination.batch), options)
+
+    def arrange(self) -> None:
+        """Arrange the trace for every batch size now, so that processes forked from this one share it."""
+        for combination in self.combinations:
+            self._workload.batches(combination.batch)
+
+    def replay(self, combination: Combination) -> tuple[Replayed, Outcome, Batches]:
+        """Find one row, with everything behind it."""
+        one = self._planned[self.combinations.index(combination)]
+        system, batches, options = one
         started = time.perf_counter()
-        outcome = system_named(combination.system).replay(batches, self.costs, options)
+        outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
-        row = summarise(outcome, batches, self.costs)
+        row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
 

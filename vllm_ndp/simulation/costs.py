@@ -28,7 +28,7 @@ from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, default_group_size
+from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
 from vllm_ndp.simulation.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16
@@ -83,6 +83,11 @@ class Costs:
         return expert_bytes(
             self.shape.hidden_size, self.shape.intermediate_size, bits, self.group_size, scales=self.scales
         )
+
+    def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
+        """What one expert's nested replica occupies: the planes of its widest width, scales and offsets of each."""
+        scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
+        return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales
 
     def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""

@@ -48,7 +48,17 @@ def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
 
 
 def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
-    words = ["sweep", TRACE, "--systems", "fiddler,monde", "--memory", "24,80", "--out", str(tmp_path / "sweep")]
+    words = [
+        "sweep",
+        TRACE,
+        "--systems",
+        "fiddler,monde",
+        "--memory",
+        "24,80",
+        "--fit",
+        "--out",
+        str(tmp_path / "sweep"),
+    ]
     first, second = last_json(run(*words)), last_json(run(*words, "--jobs", "1"))
     assert (first["rows"], first["rows_found_before"], second["rows_found_before"]) == (8, 0, 8)
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
@@ -102,6 +112,13 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
         (["compare", TRACE, "--batch", "one"], "whole numbers"),
         (["compare", TRACE, "--hot-experts", "9"], r"0..8"),
+        (["compare", TRACE, "--hot-experts", "-1"], "hot experts per layer must be at least 0, got -1"),
+        (
+            ["compare", TRACE, "--set", "dram.capacity_bytes=1", "--set", "gpu.hbm_capacity_bytes=1"],
+            "context_aware with K 4 at batch 1 does not fit, gpu memory lacks 49079648255 bytes",
+        ),
+        (["compare", TRACE, "--fit", "--set", "gpu.hbm_capacity_bytes=1"], "nothing of it fits"),
+        (["compare", TRACE, "--set", "dram.capacity_bytes=-1"], "dram.capacity_bytes must lie in 1.."),
         (["compare", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
         (
             ["compare", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],

@@ -58,8 +58,8 @@ class Engine:
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
         self.clock = StepClock(GpuModel(hardware, shape))
         self.device = DeviceModel(hardware)
-        costs = Costs(hardware, shape, group_size=setup.group_size)
-        self.balancer = Balancer(costs, setup.spill_bits) if setup.spill_bits else None
+        self.costs = Costs(hardware, shape, group_size=setup.group_size)
+        self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []

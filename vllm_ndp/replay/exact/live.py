@@ -18,7 +18,8 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.exact.engine import Engine
-from vllm_ndp.traces.format import ALL_REQUESTS
+from vllm_ndp.simulation.memory import Footprint, beside_device_memory
+from vllm_ndp.traces.format import ALL_REQUESTS, CACHED
 from vllm_ndp.traces.trace import Trace
 
 
@@ -70,6 +71,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
     if setup is None or not len(trace.events.get("step", ())):
         raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
     engine = Engine(trace, setup, rules)
+    require_capacity(engine, rules.budget.num_hot)
     plans = _recorded_plans(trace)
     mismatches = 0
     times = np.zeros((2, len(engine.steps)), np.int64)
@@ -94,6 +96,18 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
         plan_mismatches=mismatches,
         fallback_steps=int((trace.events["fallback_pairs"][order] > 0).sum()),
     )
+
+
+def require_capacity(engine: Engine, num_hot: int) -> None:
+    """Raises DoesNotFit where the modelled hardware could not have held the run: its plans and its largest KV cache."""
+    costs, trace = engine.costs, engine.trace
+    ran = trace.phase != CACHED
+    spans, place = np.unique(np.stack([trace.step[ran], trace.request[ran]]), axis=1, return_inverse=True)
+    context = np.zeros(spans.shape[1], np.int64)
+    np.maximum.at(context, place.ravel(), trace.position[ran].astype(np.int64) + 1)
+    per_step = np.bincount(np.unique(spans[0], return_inverse=True)[1], weights=context)
+    held = Footprint.of(beside_device_memory(costs, num_hot), costs.shape, int(per_step.max(initial=0)))
+    held.require(costs.hardware, f"the run with K {num_hot}", "record it with other capacities, or fewer hot_experts")
 
 
 def _recorded_plans(trace: Trace) -> dict[int, dict[int, NDArray[np.uint8]]]:

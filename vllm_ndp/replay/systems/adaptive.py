@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay._lanes import follow
-from vllm_ndp.replay.systems.context_aware import finish, plan_groups
+from vllm_ndp.replay.systems.context_aware import finish, memory, plan_groups
 from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs
@@ -68,4 +68,5 @@ ADAPTIVE = System(
     ),
     True,
     replay,
+    memory,
 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ndp_device.widths import WIDTHS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.replay import _lanes
-from vllm_ndp.replay.systems.context_aware import finish, plan_groups
+from vllm_ndp.replay.systems.context_aware import finish, memory, plan_groups
 from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs
@@ -39,6 +39,7 @@ def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     bits = options.whole("spill_bits", DEFAULT_OFFLOAD_BITS, WIDTHS[0], WIDTHS[-1])
+    bits = min(bits, options.widest)
     hot, before, planned = plan_groups(batches, options)
     widths = np.take_along_axis(planned[:, :, None], batches.ids, axis=4)
     offloaded = offload(batches, widths, costs, bits)
@@ -56,4 +57,5 @@ BALANCED = System(
     ),
     True,
     replay,
+    memory,
 )

@@ -9,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
-from vllm_ndp.replay.systems.system import ReplayOptions, System
+from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_pairs, run_prompts
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.memory import beside_device_memory
 
 
 def plan_groups(
@@ -43,7 +45,8 @@ def plan_groups(
             placement = Placement(few_moves(current, ranking, options.migration_budget, options.hysteresis))
         current = hot[group] = placement.hot
         for request, score in enumerate(scores_for_bits(scores, options.bits_for)):
-            bits[group, request] = options.policy.assign(score, placement, options.loss, options.budget).bits
+            planned = options.policy.assign(score, placement, options.loss, options.budget).bits
+            bits[group, request] = np.where(planned <= WIDTHS[-1], np.minimum(planned, options.widest), planned)
     return hot, before, bits
 
 
@@ -122,6 +125,10 @@ def finish(
     )
 
 
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    return beside_device_memory(costs, options.budget.num_hot, options.widest)
+
+
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     hot, before, bits = plan_groups(batches, options)
     # [G, B, L, E] looked up by [G, B, D, L, k]
@@ -139,4 +146,5 @@ CONTEXT_AWARE = System(
     ),
     True,
     replay,
+    memory,
 )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.cpu import HostCpu
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up, sums_after, sums_before
@@ -21,6 +21,17 @@ from vllm_ndp.simulation.costs import Costs
 HOT, WARM, COLD = 0, 1, 2
 COLD_BITS = 4
 ACTIVATION_RATIO = 0.5  # source: seed 002, 8-bit activations
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Warm experts in host memory, cold ones in the expander: at 4 bits, and in full precision to be loaded from."""
+    shape, num_hot = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
+    num_warm = (shape.num_experts - num_hot) // 2
+    warm = shape.num_layers * num_warm * shape.expert_bytes
+    cold = shape.num_layers * (shape.num_experts - num_hot - num_warm) * shape.expert_bytes
+    return Memory(
+        gpu=slots_bytes(costs.shape, num_hot), device=cold + cold * COLD_BITS // FULL_PRECISION_BITS, host=warm
+    )
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -81,4 +92,5 @@ CXL_EXPERT = System(
     ),
     False,
     replay,
+    memory,
 )

@@ -9,12 +9,26 @@ import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.cpu import HostCpu
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import (
+    Memory,
+    ReplayOptions,
+    System,
+    all_experts_bytes,
+    popular_placement,
+    slots_bytes,
+)
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Popular experts never leave the GPU: host memory holds the others."""
+    shape = costs.shape
+    popular = shape.num_layers * min(options.budget.num_hot, shape.num_experts) * shape.expert_bytes
+    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape) - popular)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -63,4 +77,5 @@ FIDDLER = System(
     ),
     False,
     replay,
+    memory,
 )

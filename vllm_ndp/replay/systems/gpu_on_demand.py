@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import (
+    Memory,
+    ReplayOptions,
+    System,
+    all_experts_bytes,
+    popular_placement,
+    slots_bytes,
+)
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import CACHE_PRIORITIES, LRU, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -16,9 +23,18 @@ from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
 
-def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+def _cache(options: ReplayOptions) -> tuple[str, int]:
+    """(kind, experts per layer that it holds)."""
     kind = options.word("cache", "none", ("none", *CACHE_PRIORITIES))
-    capacity = 0 if kind == "none" else options.budget.num_hot
+    return kind, 0 if kind == "none" else options.budget.num_hot
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    return Memory(gpu=slots_bytes(costs.shape, _cache(options)[1]), host=all_experts_bytes(costs.shape))
+
+
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    kind, capacity = _cache(options)
     start = popular_placement(options.prior, capacity)
     rows = batches.loads.rows
     hit = visits(batches.loads, start, capacity, CACHE_PRIORITIES.get(kind, LRU)).hit
@@ -48,4 +64,5 @@ GPU_ON_DEMAND = System(
     ),
     False,
     replay,
+    memory,
 )

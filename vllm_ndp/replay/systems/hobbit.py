@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from ndp_device.timing.units import ceil_div
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import (
+    Memory,
+    ReplayOptions,
+    System,
+    all_experts_bytes,
+    popular_placement,
+    slots_bytes,
+)
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -41,6 +48,12 @@ def precision_classes(weights: NDArray[np.float32], t1: float = T1, t2: float = 
     before /= np.maximum(sum(gates), 1e-12)[..., None]
     classes: NDArray[np.uint8] = np.where(before <= t1, HIGH, np.where(before <= t2, LOW, SKIP)).astype(np.uint8)
     return classes
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Both caches share the places of num_hot experts; host memory holds every expert at both precisions."""
+    low = all_experts_bytes(costs.shape) * LOW_BITS // FULL_PRECISION_BITS
+    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape) + low)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -101,4 +114,5 @@ HOBBIT = System(
     ),
     False,
     replay,
+    memory,
 )

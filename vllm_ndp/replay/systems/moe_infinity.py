@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -53,4 +53,5 @@ MOE_INFINITY = System(
     ),
     False,
     replay,
+    beside_host_memory,
 )

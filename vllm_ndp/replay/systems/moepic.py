@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.replay.systems.system import ReplayOptions, System, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import lcp, visits
 from vllm_ndp.replay.vectorised.execution import without_device
@@ -128,4 +128,5 @@ MOEPIC = System(
     ),
     False,
     replay,
+    beside_host_memory,
 )

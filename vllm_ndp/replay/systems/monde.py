@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.systems.system import ReplayOptions, System
+from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, all_experts_bytes, slots_bytes
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_prompts
 from vllm_ndp.replay.vectorised.loads import sums_after, sums_before
@@ -31,6 +31,11 @@ def num_moved(active: NDArray[np.int64], share: float, rounding: str) -> NDArray
     exact = share * active
     rounded: NDArray[np.float64] = {"floor": np.floor(exact), "round": np.rint(exact)}.get(rounding, np.ceil(exact))
     return rounded.astype(np.int64)
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Every expert beside the device's memory; the GPU holds the ones that pass through."""
+    return Memory(gpu=slots_bytes(costs.shape, 0), device=all_experts_bytes(costs.shape))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -92,4 +97,5 @@ MONDE = System(
     ),
     False,
     replay,
+    memory,
 )

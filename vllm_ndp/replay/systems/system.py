@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
 from vllm_ndp.planning.plan import Budget
@@ -17,6 +18,7 @@ from vllm_ndp.planning.policies import Policy
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
 """free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
@@ -41,10 +43,14 @@ class ReplayOptions:
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "request"
     """request: each has its own widths, as published · batch: one width per expert, so that all share its read."""
+    widest: int = WIDTHS[-1]
+    """The widest width that the device's replicas hold; plans that ask for more get it."""
     own: dict[str, float | str] = field(default_factory=dict)
     """What single systems have beside it (OPTIONS), by name."""
 
     def __post_init__(self) -> None:
+        if self.widest not in WIDTHS:
+            raise ConfigError(f"the widest replica must have one of {list(WIDTHS)} bits, got {self.widest}")
         if self.migration not in MIGRATIONS:
             raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
         if self.bits_for not in BITS_FOR:
@@ -80,12 +86,19 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class System:
-    """name, what is assumed (printed beside every number), whether it follows a placement policy, and the replay."""
+    """name, what is assumed (printed beside every number), whether it follows a placement policy, the replay, and where
+    its experts lie: bytes of the whole model, which are checked against the hardware before anything is replayed."""
 
     name: str
     assumptions: tuple[str, ...]
     follows_policy: bool
     replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
+    memory: Callable[[Costs, ReplayOptions], Memory]
+
+
+def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Of systems that keep every expert in host memory and num_hot per layer on the GPU."""
+    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape))
 
 
 def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]:
@@ -94,3 +107,16 @@ def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]
     hot = np.zeros(prior.values.shape, np.bool_)
     np.put_along_axis(hot, order, True, axis=1)
     return hot
+
+
+__all__ = [
+    "MIGRATIONS",
+    "DoesNotFit",
+    "Memory",
+    "ReplayOptions",
+    "System",
+    "all_experts_bytes",
+    "beside_host_memory",
+    "popular_placement",
+    "slots_bytes",
+]

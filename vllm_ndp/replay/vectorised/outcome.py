@@ -65,6 +65,12 @@ class Summary:
     """How much faster decode is than under the paper's system and policy at this batch: 0.2 = 20 %."""
     over_paper_se: float = float("nan")
     """Of the same groups side by side (jackknife)."""
+    num_hot: int = 0
+    """Places for full-precision experts on the GPU, per layer."""
+    gpu_gb: float = float("nan")
+    device_gb: float = float("nan")
+    host_gb: float = float("nan")
+    """What the system holds in each memory, all of it for the GPU, experts for the others."""
 
     def cells(self) -> dict[str, str]:
         """Heading -> text, for tables that people read; what does not apply is a dash."""
@@ -73,6 +79,7 @@ class Summary:
             "system": self.system,
             "policy": self.policy,
             "batch": str(self.batch),
+            "K": str(self.num_hot),
             "decode tokens/s": _with_error(self.decode_tokens_per_s, self.decode_tokens_per_s_se),
             "over the paper %": f"{over:+.1f}" + (f" ± {error:.1f}" if np.isfinite(error) else "")
             if np.isfinite(over)
@@ -84,6 +91,7 @@ class Summary:
             "hit mass": _text(self.hit_mass, 3),
             "moved GB": _text(self.migrated_gb),
             "NDP busy %": _text(100 * self.device_busy, 3),
+            "GPU GB": _text(self.gpu_gb, 3),
             "bits": _text(self.avg_bits, 3),
             "loss": _text(self.loss, 3),
         }

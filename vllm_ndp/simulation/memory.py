@@ -1,0 +1,113 @@
+"""Whether a model, its experts and the KV cache of a batch fit into modelled memories. Bytes only, no time.
+
+A system states where the experts of the whole model lie (`Memory`). Everything else that a GPU must hold is the same
+for all systems and is added here. Room for activations is not counted: it depends on the serving program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape, WholeModel
+from ndp_device.timing.spec import Hardware
+from ndp_device.widths import WIDTHS
+from vllm_ndp.simulation.costs import Costs
+
+CAPACITY_OF = {"gpu": "gpu.hbm_capacity_bytes", "device": "dram.capacity_bytes", "host": "host.memory_capacity_bytes"}
+"""Place -> the hardware value that says how much it holds."""
+
+STAGED_EXPERTS = 2
+"""Places through which other experts stream: one computes while the next one arrives."""
+
+
+class DoesNotFit(ConfigError):
+    """A system needs more memory than the hardware has; the others of a comparison may fit."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a system's experts occupy, by place, of the whole model."""
+
+    gpu: int = 0
+    device: int = 0
+    host: int = 0
+
+    def __post_init__(self) -> None:
+        for place, num_bytes in vars(self).items():
+            if num_bytes < 0:
+                raise ValueError(f"bytes of experts in {place} memory must not be negative, got {num_bytes}")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """All that one system holds in memory while it decodes one batch."""
+
+    experts: Memory
+    other_weights: int
+    kv_cache: int
+
+    @classmethod
+    def of(cls, experts: Memory, shape: WholeModel, kv_tokens: int) -> Footprint:
+        """kv_tokens: of all requests of the batch together, when most are cached."""
+        return cls(
+            experts,
+            other_weights=other_weights(shape) * shape.dtype_bytes,
+            kv_cache=kv_tokens * shape.num_layers * shape.kv_values * shape.dtype_bytes,
+        )
+
+    @property
+    def gpu(self) -> int:
+        return self.experts.gpu + self.other_weights + self.kv_cache
+
+    def by_place(self) -> dict[str, int]:
+        return {"gpu": self.gpu, "device": self.experts.device, "host": self.experts.host}
+
+    def missing(self, hardware: Hardware) -> dict[str, int]:
+        """Place -> bytes that it lacks; empty where all fits."""
+        values = hardware.values()
+        lacking = {place: need - values[CAPACITY_OF[place]] for place, need in self.by_place().items()}
+        return {place: num_bytes for place, num_bytes in lacking.items() if num_bytes > 0}
+
+    def require(self, hardware: Hardware, who: str, advice: str) -> None:
+        """Raises DoesNotFit with the bytes that are missing, and what they would be for."""
+        missing, values = self.missing(hardware), hardware.values()
+        if not missing:
+            return
+        parts = []
+        for place, num_bytes in missing.items():
+            key = CAPACITY_OF[place]
+            needs = f"experts {self.experts.gpu}, other weights {self.other_weights}, KV cache {self.kv_cache}"
+            uses = f" ({needs})" if place == "gpu" else " for experts"
+            parts.append(
+                f"{place} memory lacks {num_bytes} bytes: it needs {self.by_place()[place]}{uses} and {key} "
+                f"is {values[key]}"
+            )
+        raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
+
+
+def other_weights(shape: WholeModel) -> int:
+    """Weights of the whole model beside its routed experts: attention of every layer, the output projection, and the
+    embedding, which is counted apart from it because most large models do not tie the two."""
+    return shape.num_layers * shape.attention_weights + shape.head_weights + shape.hidden_size * shape.vocab_size
+
+
+def all_experts_bytes(shape: ModelShape) -> int:
+    """Every expert of the model in full precision."""
+    return shape.num_layers * shape.num_experts * shape.expert_bytes
+
+
+def slots_bytes(shape: ModelShape, num_hot: int) -> int:
+    """GPU memory of num_hot full-precision experts per layer, and of the places through which others stream; those are
+    not needed where every expert has a place of its own."""
+    held = min(num_hot, shape.num_experts)
+    staged = 0 if held == shape.num_experts else STAGED_EXPERTS
+    return (shape.num_layers * held + staged) * shape.expert_bytes
+
+
+def beside_device_memory(costs: Costs, num_hot: int, widest: int = WIDTHS[-1]) -> Memory:
+    """Of plans: num_hot experts per layer on the GPU; on the device every expert in full precision, for prompts and
+    migrations, and as a nested replica of up to `widest` bits."""
+    shape = costs.shape
+    replicas = shape.num_layers * shape.num_experts * costs.stored_replica_bytes(widest)
+    return Memory(gpu=slots_bytes(shape, num_hot), device=all_experts_bytes(shape) + replicas)
