@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.replay.systems.system import ReplayOptions, System
+from vllm_ndp.replay.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import Costs
@@ -29,6 +29,7 @@ def fitted(planned: list[Planned], costs: Costs, *, fit: bool) -> tuple[list[Pla
     """(each as it fits into the memories, or None; why those do not), before anything is replayed.
 
     Raises DoesNotFit for a system of which no variant fits at some batch size; with `fit` only if nothing at all does.
+    A system that K places cannot hold, TooFewPlaces, does not stop the others: more memory would not help it.
     """
     fits: list[Planned | None] = []
     refused: list[tuple[Planned, DoesNotFit]] = []
@@ -39,9 +40,9 @@ def fitted(planned: list[Planned], costs: Costs, *, fit: bool) -> tuple[list[Pla
             fits.append(None)
             refused.append((one, refusal))
     running = [one for one in fits if one is not None]
-    for one, reason in refused:
+    for one, reason in sorted(refused, key=lambda refusal: isinstance(refusal[1], TooFewPlaces)):
         others = any(other.system is one.system and other.batches is one.batches for other in running)
-        if not (others or (fit and running)):
+        if not (others or ((fit or isinstance(reason, TooFewPlaces)) and running)):
             raise reason
     return fits, list(dict.fromkeys(str(reason) for _, reason in refused))
 
@@ -61,7 +62,10 @@ def with_memory(row: Summary, one: Planned, costs: Costs) -> Summary:
     """The row with what it holds in each memory; K is 0 where no place on the GPU is kept for an expert."""
     held = _footprint(one, costs)
     without = replace(one.options, budget=replace(one.options.budget, num_hot=0))
-    uses_places = one.system.memory(costs, without).gpu != held.experts.gpu
+    try:
+        uses_places = one.system.memory(costs, without).gpu != held.experts.gpu
+    except TooFewPlaces:
+        uses_places = False  # its own experts in the memory that the places of others take
     return replace(
         row,
         num_hot=one.options.budget.num_hot if uses_places else 0,

@@ -17,7 +17,7 @@ from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
-from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions
+from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.replay.systems.context_aware import few_moves, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
@@ -84,12 +84,25 @@ def test_replaying_twice_gives_the_same_to_the_bit_and_nothing_negative(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("hot", [0, 8])
 def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
+    if system == "quantized" and not hot:
+        with pytest.raises(TooFewPlaces, match=r"at 2 bits take 0.396 GB, 0 hot ones leave room for 0.000 GB"):
+            run(system, budget=Budget(hot, 2.0))
+        return
     outcome = run(system, budget=Budget(hot, 2.0))
     assert outcome.total_pairs == 2 * 4 * int(Batches.of(TRACE).valid.sum())
     if system in ("context_aware", "adaptive"):
         assert outcome.hit_mass == hot / 8
     if system in ("context_aware", "fiddler", "cxl_expert", "moe_infinity") and hot == 8:
         assert outcome.moe_ps == pytest.approx(np.full(outcome.moe_ps.shape, 2 * COSTS.gpu_experts_ps(1)[1]))
+
+
+def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused():
+    settings = CompareSettings(systems=("quantized", "fiddler"), num_hot=2)
+    result = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings)
+    assert [row.policy for row in result.rows] == ["3 bits", "2 bits", "static"]
+    assert [note.partition(" take")[0].rpartition("at ")[2] for note in result.skipped] == ["8 bits", "4 bits"]
+    with pytest.raises(TooFewPlaces, match="8 bits take"):
+        compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("quantized",), num_hot=1))
 
 
 def test_pairs_and_bits_are_conserved_by_a_static_plan():
@@ -219,6 +232,10 @@ def test_a_summary_adds_layers_attention_and_head():
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
+        ("quantized", {"weight_bits": 5}, "weight_bits must be widest or one of 16, 8, 4, 3, 2, got 5"),
+        ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
+        ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),
+        ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),
         ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
         ("adaptive", {"frequency": "fifo"}, "frequency must be"),
     ],

@@ -13,10 +13,14 @@ from vllm_ndp.replay.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.replay.systems.fiddler import FIDDLER
 from vllm_ndp.replay.systems.gpu_on_demand import GPU_ON_DEMAND
 from vllm_ndp.replay.systems.hobbit import HOBBIT
+from vllm_ndp.replay.systems.ktransformers import KTRANSFORMERS
+from vllm_ndp.replay.systems.llama_cpp import LLAMA_CPP
 from vllm_ndp.replay.systems.moe_infinity import MOE_INFINITY
 from vllm_ndp.replay.systems.moepic import MOEPIC
 from vllm_ndp.replay.systems.monde import MONDE
-from vllm_ndp.replay.systems.system import ReplayOptions, System
+from vllm_ndp.replay.systems.quantized import QUANTIZED
+from vllm_ndp.replay.systems.system import ReplayOptions, System, TooFewPlaces
+from vllm_ndp.replay.systems.vllm_offload import VLLM_OFFLOAD
 
 SYSTEMS: dict[str, System] = {
     system.name: system
@@ -31,6 +35,10 @@ SYSTEMS: dict[str, System] = {
         MOEPIC,
         FIDDLER,
         MOE_INFINITY,
+        QUANTIZED,
+        VLLM_OFFLOAD,
+        LLAMA_CPP,
+        KTRANSFORMERS,
     )
 }
 
@@ -41,6 +49,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "hobbit": ("t1", "t2", "low_slots"),
     "gpu_on_demand": ("cache",),
     "moepic": ("theta",),
+    "quantized": ("weight_bits",),
+    "vllm_offload": ("offload_backend",),
+    "llama_cpp": ("gguf_bits",),
+    "ktransformers": ("cpu_bits",),
 }
 """What `ReplayOptions.own` may name, by system."""
 
@@ -61,4 +73,4 @@ def system_named(name: str) -> System:
     return SYSTEMS[name]
 
 
-__all__ = ["OPTIONS", "SYSTEMS", "ReplayOptions", "System", "require_options", "system_named"]
+__all__ = ["OPTIONS", "SYSTEMS", "ReplayOptions", "System", "TooFewPlaces", "require_options", "system_named"]

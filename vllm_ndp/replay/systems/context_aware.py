@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import WIDTHS
+from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT
 from vllm_ndp.planning.importance import scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
@@ -89,6 +90,7 @@ def gate_loss(batches: Batches, widths: NDArray[np.uint8], options: ReplayOption
     layers, experts = options.loss.mse.shape[:2]
     table = np.zeros((layers, experts, 256))
     table[:, :, 1:5] = options.loss.mse / np.maximum(options.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
+    table[:, :, 8] = table[:, :, 4] * LOSS_RATIO_PER_BIT**-4  # no replica has 8 bits: extrapolated
     lost = table[np.arange(layers)[:, None], batches.ids, widths] * batches.weights
     return float((lost * batches.pairs).sum() / (batches.valid.sum() * layers))
 

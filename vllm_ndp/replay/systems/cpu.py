@@ -14,9 +14,14 @@ PS_PER_S = 1e12
 
 @dataclass(frozen=True)
 class HostCpu:
-    flops_per_s: float = 20e12  # source: seed 002, "20 TFLOPS" of AMX
-    memory_bytes_per_s: float = 307.2e9  # source: arithmetic, 8 channels of DDR5-4800 x 8 B
+    flops_per_s: int
+    memory_bytes_per_s: int
     cxl_bytes_per_s: float = 64e9  # source: seed 002, a commodity CXL 2.0 expander
+
+    @classmethod
+    def of(cls, costs: Costs) -> HostCpu:
+        host = costs.hardware.host
+        return cls(host.cpu_flops_per_s, host.memory_bytes_per_s)
 
     def experts_ps(self, costs: Costs, max_tokens: int, weight_bytes: float, bytes_per_s: float) -> NDArray[np.float64]:
         """[tokens]: one expert read from a memory of that rate and multiplied by n rows; 0 rows cost nothing."""
@@ -24,4 +29,18 @@ class HostCpu:
         read = weight_bytes / bytes_per_s
         compute = 2.0 * costs.shape.weights_per_expert * rows / self.flops_per_s
         times: NDArray[np.float64] = np.where(rows > 0, np.maximum(read, compute) * PS_PER_S, 0.0)
+        return times
+
+    def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
+        """[rows]: activations of n rows to the CPU and their results back, over the link."""
+        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
+        return np.array([costs.fetch_ps(n * row_bytes) if n else 0 for n in range(max_rows + 1)], np.float64)
+
+    def layers_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
+        """[L]: all experts of counts [L, E] from host memory, one after the other, and the rows' way there and back."""
+        read = np.where(counts > 0, weight_bytes / self.memory_bytes_per_s, 0.0)
+        compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
+        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
+        hop = [costs.fetch_ps(int(n) * row_bytes) if n else 0 for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
+        times: NDArray[np.float64] = np.maximum(read, compute).sum(axis=1) * PS_PER_S + np.array(hop, np.float64)
         return times

@@ -35,7 +35,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    cpu = HostCpu()
+    cpu = HostCpu.of(costs)
     g, b, d, layers, _ = batches.shape
     num_hot = options.budget.num_hot
     hot = popular_placement(options.prior, num_hot)

@@ -32,7 +32,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    cpu = HostCpu()
+    cpu = HostCpu.of(costs)
     g, b, d, layers, _ = batches.shape
     resident = popular_placement(options.prior, options.budget.num_hot)
     gpu = costs.gpu_experts_ps(b)

@@ -20,6 +20,11 @@ from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 
+
+class TooFewPlaces(DoesNotFit):
+    """The places of num_hot experts per layer, which every system of a comparison gets alike, cannot hold this one."""
+
+
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
 """free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
 kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
@@ -109,14 +114,30 @@ def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]
     return hot
 
 
+def resident_layers(costs: Costs, num_hot: int, expert_bytes: int) -> int:
+    """How many layers of the model keep all their experts, of that size each, in the GPU memory of num_hot
+    full-precision ones per layer."""
+    room = num_hot * costs.shape.expert_bytes * costs.shape.num_layers
+    return min(room // (expert_bytes * costs.shape.num_experts), costs.shape.num_layers)
+
+
+def whole_layers(costs: Costs, num_hot: int, expert_bytes: int) -> Memory:
+    """Memory of those layers on the GPU, and of the others on the host."""
+    resident, layer_bytes = resident_layers(costs, num_hot, expert_bytes), costs.shape.num_experts * expert_bytes
+    return Memory(gpu=resident * layer_bytes, host=(costs.shape.num_layers - resident) * layer_bytes)
+
+
 __all__ = [
     "MIGRATIONS",
     "DoesNotFit",
     "Memory",
     "ReplayOptions",
     "System",
+    "TooFewPlaces",
     "all_experts_bytes",
     "beside_host_memory",
     "popular_placement",
+    "resident_layers",
     "slots_bytes",
+    "whole_layers",
 ]

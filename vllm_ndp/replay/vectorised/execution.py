@@ -79,24 +79,28 @@ def without_device(
     *,
     moe_ps: NDArray[np.float64],
     gpu_ps: NDArray[np.float64],
-    resident: NDArray[np.bool_],
     fetched_experts: float,
     hot_pairs: int,
+    resident: NDArray[np.bool_] | None = None,
+    prefill_ps: NDArray[np.float64] | None = None,
     cold_bits: float = 0.0,
     cold_pairs: int = 0,
     loss: float = 0.0,
     notes: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Of a system whose experts run on the GPU or CPU. resident [L, E]: what the GPU holds while prompts run;
-    fetched_experts: whole ones that crossed the link during decode, in the trace's layers."""
+    """Of a system whose experts run on the GPU or CPU. prefill_ps [G, B], or resident [L, E]: what the GPU holds while
+    prompts run; fetched_experts: whole ones that crossed the link during decode, in the trace's layers."""
     g, _, d, layers, _ = batches.shape
+    if prefill_ps is None:
+        here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
+        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs)
     return Outcome(
         system=system,
         policy=policy,
         moe_ps=moe_ps,
         device_ps=np.zeros((g, d, layers)),
         gpu_ps=gpu_ps,
-        prefill_ps=run_prompts(batches, np.broadcast_to(resident, (g, *resident.shape)), costs),
+        prefill_ps=prefill_ps,
         migration_ps=np.zeros(g),
         migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
         hot_pairs=hot_pairs,

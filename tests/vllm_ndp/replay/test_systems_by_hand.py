@@ -1,0 +1,173 @@
+"""Every system on a few tokens, to be worked out with a pencil. F = 10 us: a copy; C = 1 us: computing on the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from by_hand import US, C, F, chosen, machine, run, trace
+
+from vllm_ndp.replay.systems.ktransformers import most_used
+from vllm_ndp.replay.systems.quantized import widest_that_fits
+
+PROMPT = chosen([[0, 1]])
+CPU = 20 * US  # an expert read from host memory
+HOP = 2 * 1000 * 2 / 600e9 * 1e12  # one row to the CPU and back
+
+
+def near(expected):
+    return pytest.approx(expected, rel=1e-3, abs=1e4)  # of us; 10 ns for attention and link packets
+
+
+def test_gpu_on_demand_waits_for_every_copy_and_the_last_expert():
+    """Two copies and the compute of the second: 2 F + C. With two places holding 0 and 1 (the most popular):
+    [0, 1] hits, 2 C; [2, 3] misses both and takes the places, 2 F + C; [2, 3] hits; [0, 3]: one copy, F + C."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]], [[2, 3]], [[0, 3]]))
+    cold = run("gpu_on_demand", batches, machine(), 2)
+    assert cold.moe_ps.ravel() == near([2 * F + C] * 4)
+    lru = run("gpu_on_demand", batches, machine(), 2, cache="lru")
+    assert lru.moe_ps.ravel() == near([2 * C, 2 * F + C, 2 * C, F + C])
+    assert lru.migrated_bytes == 3 * 6e6
+
+
+def test_least_frequently_used_leaves_where_least_recently_used_would_keep_it():
+    """Two places, used: 0, 0, 1, then 2. LFU keeps 0 (used twice), LRU keeps 1; then 0: a hit under LFU alone."""
+    batches = trace(chosen([[0]]), chosen([[0]], [[0]], [[1]], [[2]], [[0]]), num_experts=4)
+    costs = machine(top_k=1)
+    lfu, lru = (run("gpu_on_demand", batches, costs, 2, cache=kind).moe_ps.ravel() for kind in ("lfu", "lru"))
+    assert lfu == near([C, C, C, F + C, C])
+    assert lru == near([C, C, C, F + C, F + C])
+
+
+def test_fiddler_computes_a_miss_on_the_cpu_unless_a_copy_is_faster():
+    """0 and 1 are on the GPU. [0, 1]: 2 C. [0, 2]: the CPU needs 20 us and a hop, the copy F + C = 11 us: copied,
+    and the GPU computes both: F + 2 C."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]]))
+    outcome = run("fiddler", batches, machine(), 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, F + 2 * C])
+    assert outcome.cold_pairs == 0
+
+
+def test_moe_infinity_fetches_early_what_the_sequence_has_used_and_hides_it_behind_the_layer_before():
+    """Layer 0 always uses [0, 1], which its two places hold: 2 C. Layer 1 holds 0 and 1, and the prompt used 2 and 3
+    in 20 tokens, more than the 16 that the prior (0 and 1) is worth: both are predicted, so the layer before hides 2 C
+    of their two copies: 2 F - 2 C of waiting, then 2 C of compute."""
+    prompt = chosen(*[[[0, 1], [2, 3]]] * 20)
+    outcome = run("moe_infinity", trace(prompt, chosen([[0, 1], [2, 3]])), machine(2), 2, [[1, 1, 0, 0]] * 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, 2 * F])
+    assert outcome.notes["misses_predicted"] == 1.0
+
+
+def test_moe_infinity_waits_for_what_it_did_not_predict():
+    """Prompt and prior know 0 and 1 only; 2 and 3 come as a surprise: 2 F + 2 C, and take the places of 0 and 1."""
+    prompt = chosen([[0, 1]], [[0, 1]])
+    outcome = run("moe_infinity", trace(prompt, chosen([[2, 3]])), machine(), 2, [[1, 1, 0, 0]])
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C])
+    assert outcome.notes["misses_predicted"] == 0.0
+
+
+def test_mondes_rounding_of_half_an_expert_decides_between_the_device_and_a_copy():
+    """Link and device have the same rate: H = 1/2 of the active experts. One of two moves: a copy and its compute,
+    11 us, beside one on the device: 11.7 us of multiplying 3 M weights at 256 a ns, and its message. Of a single one,
+    half is nothing or all: the device's 12.7 us or F + C = 11 us; cost takes the shorter."""
+    costs, alone = machine(), machine(top_k=1)
+    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    assert 12 * US < device < 13 * US
+    two = run("monde", trace(PROMPT, chosen([[0, 1]])), costs, 2, h_rounding="floor")
+    assert two.moe_ps.ravel() == near([device])
+    assert (two.hot_pairs, two.migrated_bytes) == (1, 6e6)
+    one = trace(chosen([[0]]), chosen([[0]]))
+    for rounding, expected in (("floor", device), ("ceil", F + C), ("cost", F + C)):
+        assert run("monde", one, alone, 2, h_rounding=rounding).moe_ps.ravel() == near([expected])
+
+
+def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
+    """The prompt made 0 and 1 hot. [0, 1]: 2 C. [0, 2]: C beside one cold expert. [2, 3]: two of them."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[2, 3]]))
+    costs = machine()
+    outcome = run("context_aware", batches, costs, 2)
+    cold = costs.device_experts_ps(1)
+    bits = [int(b) for b in np.unique(cold_bits(batches, outcome))]
+    assert bits == [2]  # two cold experts that the prompt never used: equal, so 2 bits each
+    message = costs.links_ps(1)[1, 1] + costs.device_fill_ps
+    two = costs.links_ps(1)[1, 2] + costs.device_fill_ps
+    assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold[2, 1]), two + 2 * cold[2, 1]])
+    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 3)
+
+
+def cold_bits(batches, outcome):
+    return [outcome.cold_bits / outcome.cold_pairs]
+
+
+def test_balancing_sends_the_lighter_of_two_hot_experts_to_the_device_only_if_that_is_shorter():
+    """Two hot experts on this GPU take 2 C = 2 us, on the device at 3 bits one takes longer: nothing moves."""
+    batches = trace(PROMPT, chosen([[0, 1]]))
+    costs = machine()
+    outcome = run("balanced", batches, costs, 2)
+    alone = costs.device_experts_ps(1)[3, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    assert alone > 2 * C
+    assert outcome.moe_ps.ravel() == near([2 * C])
+    assert outcome.notes["spilled_pairs"] == 0
+
+
+def test_following_decode_exchanges_one_expert_once_the_link_had_time_for_its_copy():
+    """Hot: 0 (prompt). Decode uses 3 alone: each step lasts as long as 3 does on the device, d; a copy takes F. After
+    ceil(F / d) steps the copy is there and 3 is hot: C from then on."""
+    batches = trace(chosen([[0]]), chosen(*[[[3]]] * 12), num_experts=4)
+    costs = machine(top_k=1)
+    outcome = run("adaptive", batches, costs, 1, frequency="lru")
+    steps = outcome.moe_ps.ravel()
+    first_hot = int(np.argmin(steps > 1.5 * C))
+    assert first_hot == int(np.ceil(F / steps[0]))
+    assert steps[first_hot:] == near([C] * (12 - first_hot))
+    assert outcome.notes["copies"] == 1
+
+
+def test_quantized_reads_everything_at_the_widest_width_that_fits():
+    """1000 x 1000 x 3 weights at 4 bits, groups of 64: 1.5 MB and 4 B for each of 48,000 groups: 1.692 MB; four of them
+    take 6.768 MB, more than one place of 6 MB, so one hot place means 3 bits (5.268 MB). Two places hold 4 bits, not 8
+    (12.768 MB). [0, 1] at 4 bits: 2 x 1.692 MB at 6 TB/s = 0.564 us."""
+    costs = machine()
+    assert [widest_that_fits(costs, places) for places in (0, 1, 2, 3, 4)] == [None, 3, 4, 8, 16]
+    outcome = run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 2)
+    assert outcome.moe_ps.ravel() == pytest.approx([0.564 * US], rel=1e-4)
+    assert outcome.loss == pytest.approx(4.4**-3)
+    assert outcome.prefill_ps.ravel() == pytest.approx([0.564 * US], rel=0.01)
+    assert run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 4).loss == 0.0
+
+
+def test_vllm_offload_reads_chosen_experts_of_half_of_its_layers_or_copies_all_of_them():
+    """Two layers, two of four places: one layer stays. uva: 2 C there, 2 F in the other. prefetch: the other's four
+    experts are copied in every step whatever was chosen: 4 F for two layers, 2 F each."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    uva = run("vllm_offload", batches, machine(2), 2)
+    assert uva.moe_ps.sum() == near(2 * C + 2 * F)
+    assert uva.migrated_bytes == 2 * 6e6
+    prefetch = run("vllm_offload", batches, machine(2), 2, offload_backend="prefetch")
+    assert prefetch.moe_ps.sum() == near(4 * F)
+    assert prefetch.migrated_bytes == 4 * 6e6
+    assert run("vllm_offload", batches, machine(2), 4).moe_ps.sum() == near(4 * C)
+
+
+def test_llama_cpp_computes_whole_layers_on_the_cpu():
+    """Two layers, places for one of them: 2 C, and two experts from host memory with a hop. At 4 bits all fit."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    assert run("llama_cpp", batches, machine(2), 2).moe_ps.sum() == near(2 * C + 2 * CPU + HOP)
+    small = run("llama_cpp", batches, machine(2), 2, gguf_bits=4)
+    assert small.moe_ps.sum() == pytest.approx(2 * 0.564 * US, rel=1e-4)
+    assert small.loss == pytest.approx(4.4**-3)
+
+
+def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_at_once():
+    """Two places per layer on average: the four highest counts lie 3 in layer 0 and 1 in layer 1. Layer 0 [0, 1]: 2 C.
+    Layer 1 [0, 2]: C on the GPU beside one expert on the CPU."""
+    frequency = np.array([[9.0, 8, 7, 0], [6, 1, 1, 1]])
+    assert most_used(frequency, 4).tolist() == [[True, True, True, False], [True, False, False, False]]
+    # a prior is a share of each layer: written so that the shares rank as above
+    prior = [[0.34, 0.33, 0.33, 0.0], [0.4, 0.2, 0.2, 0.2]]
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("ktransformers", batches, machine(2), 2, prior)
+    assert outcome.notes["gpu_experts_per_layer"] == [3, 1]
+    assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP])
+    narrow = run("ktransformers", batches, machine(2), 2, prior, cpu_bits=4)
+    assert narrow.moe_ps.ravel()[1] == near(CPU * 1.692 / 6 + HOP)
+    assert narrow.loss == pytest.approx(4.4**-3 / 4)  # one of four equal choices
