@@ -176,6 +176,8 @@ class DeviceModel:
         self._device_free_ps = 0
         self._link_out_free_ps = 0
         self._bulk = _Bulk()
+        self._num_migrations = 0
+        self._migration_ends: dict[int, int] = {}
 
     def execute(self, work: Work, submit_ps: int) -> Timing:
         """Serve one command submitted at absolute simulated time submit_ps; commands are served in call order."""
@@ -217,6 +219,8 @@ class DeviceModel:
 
         out_start = max(end + outbound.launch_ps, self._link_out_free_ps)
         self._link_out_free_ps = out_start + outbound.serial_ps
+        if self._bulk.until_ps > out_start:
+            self._pass_migrations(out_start, outbound.serial_ps)
         done = out_start + outbound.wire_ps + outbound.completion_ps
 
         queue = (wire_start - ready) + (start - arrived) + (out_start - end - outbound.launch_ps)
@@ -257,17 +261,38 @@ class DeviceModel:
             config_hash=self._config_hash,
         )
 
-    def migrate(self, num_bytes: int, submit_ps: int) -> int:
-        """Weights leave for the GPU in bulk, one migration after the other; returns when the last byte has arrived.
+    def begin_migration(self, num_bytes: int, submit_ps: int) -> int:
+        """Weights leave for the GPU in bulk; returns the migration's number.
 
-        Commands go on meanwhile: their activations pass the bulk on the link, and both share the DRAM.
+        It begins when everything submitted before it has left the device. Commands submitted later run beside it: they
+        read what it leaves of the DRAM, and their activations pass it on the link, which moves its end.
         """
-        if num_bytes == 0:
-            return submit_ps
+        number, self._num_migrations = self._num_migrations, self._num_migrations + 1
+        self._migration_ends = {n: end for n, end in self._migration_ends.items() if end >= submit_ps}
         move = migration(self.hardware, num_bytes)
-        done = max(submit_ps, self._bulk.until_ps) + move.total_ps
-        self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
-        return done
+        start = max(submit_ps, self._bulk.until_ps, self._link_out_free_ps) if num_bytes else submit_ps
+        self._migration_ends[number] = done = start + move.total_ps
+        if num_bytes:
+            self._bulk = _Bulk(done, min(move.dram_ps, move.total_ps - 1), move.total_ps)
+        return number
+
+    def migration_end_ps(self, number: int) -> int:
+        """When the last byte of a migration arrives, unless a command submitted before then passes it.
+
+        Not to be asked once something was submitted after that moment.
+        """
+        return self._migration_ends[number]
+
+    def migrate(self, num_bytes: int, submit_ps: int) -> int:
+        """The same for a host that has the device to itself and waits; returns when the last byte has arrived."""
+        return self.migration_end_ps(self.begin_migration(num_bytes, submit_ps))
+
+    def _pass_migrations(self, from_ps: int, serial_ps: int) -> None:
+        """Results go out at from_ps: what is still to be sent of every migration waits for them."""
+        for number, end in self._migration_ends.items():
+            if end > from_ps:
+                self._migration_ends[number] = end + serial_ps
+        self._bulk = self._bulk._replace(until_ps=self._bulk.until_ps + serial_ps)
 
     def _run(
         self,

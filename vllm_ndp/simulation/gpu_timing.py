@@ -189,3 +189,9 @@ class StepClock:
         took = self.model.migration_ps(num_experts)
         self.now_ps += took
         return took
+
+    def wait_until(self, now_ps: int) -> None:
+        """Nothing runs before then: a migration of this host beside others, or no request."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("wait_until: only between two steps")
+        self.now_ps = max(self.now_ps, now_ps)

@@ -1,20 +1,24 @@
-"""A trace run step by step with the very code the plugin runs: StepClock for the GPU side, DeviceModel for the device.
+"""One host run step by step with the very code the plugin runs: its planner, its balancer, StepClock for the GPU side.
 
-Plans come from the plugin's own planner (planning/replanner.py). Rows in recorded order, one message per layer with the
-decode rows that have a cold pair, experts in order of first appearance, as integration/ does it. Slow and exact,
-where systems/ are fast and averaged. Knows no recorded times.
+Plans come from the plugin's own planner (planning/replanner.py). Rows in the order they are given, one message per
+layer with the decode rows that have a cold pair, experts in order of first appearance, as integration/ does it. Slow
+and exact, where systems/ are fast and averaged.
+
+What the host asks of its device it yields (Command, Migration), and somebody answers: clients.py, which may have one
+host or many. Knows routing by (request, position). Does not know which rows a step has, nor recorded times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import WholeModel
-from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.planning.importance import ImportanceScore
@@ -24,8 +28,30 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
-from vllm_ndp.traces.format import CACHED, LiveSetup
+from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.trace import Trace
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Work for the device; the answer is its Timing."""
+
+    work: Work
+    submit_ps: int
+
+
+@dataclass(frozen=True)
+class Migration:
+    """Weights that leave the device for this host's GPU; the answer is when the last byte has arrived, in ps."""
+
+    num_bytes: int
+    submit_ps: int
+
+
+Asks = Generator[Command | Migration, Any, R]
+"""Something that runs until it asks its device, and goes on with the answer."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +62,18 @@ class StepRun:
     time: StepTime
     device: tuple[Timing | None, ...]
     migrated_experts: int
+    migration_ps: int
+    decode_only: StepTime | None
+    """The step as it would have been without its prefill rows; None where it had none, or nothing else."""
     replanned: bool
 
 
 @dataclass
 class RequestState:
     prompt_len: int
-    last_step: int
     outputs: int = 0
     prefilled: bool = False
+    finished: bool = False
     score: ImportanceScore | None = None
     plan: Plan | None = None
 
@@ -54,24 +83,16 @@ class Engine:
 
     def __init__(self, trace: Trace, setup: LiveSetup, rules: PlannerRules) -> None:
         hardware = load_hardware(setup.preset, **setup.overrides)
-        self.trace, self.setup = trace, setup
+        self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
         self.clock = StepClock(GpuModel(hardware, shape))
-        self.device = DeviceModel(hardware)
         self.costs = Costs(hardware, shape, group_size=setup.group_size)
         self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
         self._timings: list[Timing | None] = []
-        executed = np.flatnonzero(trace.phase != CACHED)
-        last = np.full(len(trace.prompt_len), -1, np.int64)
-        np.maximum.at(last, trace.request[executed], trace.step[executed])
-        self.requests = [RequestState(int(n), int(s)) for n, s in zip(trace.prompt_len, last, strict=True)]
-        self.steps: NDArray[np.int64] = np.unique(trace.step[executed]).astype(np.int64)
-        ordered = executed[np.argsort(trace.step[executed], kind="stable")]
-        bounds = np.flatnonzero(np.diff(trace.step[ordered])) + 1
-        self._rows = dict(zip(self.steps.tolist(), np.split(ordered, bounds), strict=True))
+        self.requests = [RequestState(int(n)) for n in trace.prompt_len]
 
     @property
     def epoch(self) -> int:
@@ -82,46 +103,59 @@ class Engine:
         """The placement in force, [L, E]."""
         return self.planner.placement.hot
 
-    def run(self, step: int) -> StepRun:
-        """Replan if a prefill has ended, then run the step. Call for every step of `steps`, in order."""
+    def step(self, number: int, rows: NDArray[np.int64]) -> Asks[StepRun]:
+        """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch."""
         epoch, self._timings = self.epoch, []
-        moved = self._replan(step)
-        self.clock.migrate(moved)
-        time = self._run_rows(self._rows[step])
-        self._end_prefills(step)
-        return StepRun(step, time, tuple(self._timings), moved, self.epoch != epoch)
+        moved, before = self._replan(), self.clock.now_ps
+        if moved:
+            arrived = yield Migration(moved * self.clock.model.shape.expert_bytes, before)
+            self.clock.wait_until(arrived)
+        migration_ps = self.clock.now_ps - before
+        time, decode_only = yield from self._run_rows(rows)
+        self._end_prefills()
+        timings = tuple(self._timings)
+        return StepRun(number, time, timings, moved, migration_ps, decode_only, self.epoch != epoch)
 
-    def _replan(self, step: int) -> int:
-        """For the prefills that ended in the step before, if their requests are still there; experts that moved."""
+    def finish(self, request: int) -> None:
+        """A request has had its last step: from the next one on it is gone."""
+        self.requests[request].finished = True
+
+    def _replan(self) -> int:
+        """For the prefills that ended in the step before, if their requests are still there; experts that move."""
         ended, self._ended = self._ended, []
-        if not any(self.requests[r].last_step >= step for r in ended):
+        if all(self.requests[r].finished for r in ended):
             return int(self.planner.restore().sum())
-        change = self.planner.replan(self._scores(step))
+        change = self.planner.replan(self._scores())
         for request, plan in change.plans.items():
             self.requests[request].plan = plan
         return change.num_moved
 
-    def _scores(self, step: int) -> dict[int, ImportanceScore]:
-        """Of requests that are still there in `step` and whose prefill has ended."""
-        return {i: r.score for i, r in enumerate(self.requests) if r.score is not None and r.last_step >= step}
+    def _scores(self) -> dict[int, ImportanceScore]:
+        """Of requests that are still there and whose prefill has ended."""
+        return {i: r.score for i, r in enumerate(self.requests) if r.score is not None and not r.finished}
 
-    def _end_prefills(self, step: int) -> None:
+    def _end_prefills(self) -> None:
         """Score the prompts that ended in this step; of what it streamed, the slots keep what will be hot."""
         for r in self._ended:
             sequence = self.trace.sequences[r]
             stats = RoutingStats.from_choices(sequence.prompt_ids, sequence.prompt_weights, self.hot.shape[1])
             self.requests[r].score = self.planner.score(stats)
         if self._ended:
-            self.planner.keep(list(self._scores(step).values()), self._streamed)
+            self.planner.keep(list(self._scores().values()), self._streamed)
 
-    def _run_rows(self, rows: NDArray[np.int64]) -> StepTime:
-        """rows index the trace in recorded order."""
+    def _run_rows(self, rows: NDArray[np.int64]) -> Asks[tuple[StepTime, StepTime | None]]:
+        """The step's time, and what it would have been for its decode rows alone."""
         trace = self.trace
         owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
         ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
         decode = positions >= trace.prompt_len[owner]
         self._streamed = np.zeros_like(self.hot)
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows))
+        alone = None
+        if decode.any() and not decode.all():
+            kept = {r: end for r, end in ends.items() if decode[owner == r].any()}
+            alone = StepClock(self.clock.model, self.clock.now_ps)
+            alone.begin_step(int(decode.sum()), sum(kept.values()), int(positions[decode].sum()) + int(decode.sum()))
         for layer in range(self.hot.shape[0]):
             here = self.hot[layer]
             ids = trace.ids[rows, layer].astype(np.int64)
@@ -130,17 +164,18 @@ class Engine:
                 load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits)
                 here = here.copy()
                 here[list(self.balancer.offloaded(load))] = False
-            self._run_layer(layer, ids, here, owner, decode)
-        yielding = 0
+            yield from self._run_layer(layer, ids, here, owner, decode, alone)
+        yielding = alone_yielding = 0
         for r, end in ends.items():
             request = self.requests[r]
             if end >= request.prompt_len + request.outputs:
                 yielding += 1
+                alone_yielding += end > request.prompt_len
                 request.outputs += 1
             if not request.prefilled and end >= request.prompt_len:
                 request.prefilled = True
                 self._ended.append(r)
-        return self.clock.end_step(yielding)
+        return self.clock.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     def _run_layer(
         self,
@@ -149,7 +184,8 @@ class Engine:
         on_gpu: NDArray[np.bool_],
         owner: NDArray[np.int64],
         decode: NDArray[np.bool_],
-    ) -> None:
+        alone: StepClock | None,
+    ) -> Asks[None]:
         """ids [T, k]; on_gpu [E]: experts whose pairs run in GPU memory."""
         self.clock.begin_layer()
         here = on_gpu[ids]
@@ -159,20 +195,25 @@ class Engine:
         to_device = decode[cold_rows]
         timing = None
         if to_device.any():
-            timing = self._execute(layer, cold_rows[to_device], experts[to_device], owner)
+            timing = yield self._command(layer, cold_rows[to_device], experts[to_device], owner)
+        device_ps = 0 if timing is None else timing.total_ps
         self._timings.append(timing)
         streamed = experts[~to_device]
         self._streamed[layer, streamed] = True
         self.clock.end_layer(
             hot_pairs[hot_pairs > 0].tolist(),
-            device_ps=0 if timing is None else timing.total_ps,
+            device_ps=device_ps,
             streamed_experts=len(np.unique(streamed)),
             streamed_pairs=len(streamed),
         )
+        if alone is not None:
+            pairs = np.bincount(ids[decode][here[decode]], minlength=len(on_gpu))
+            alone.begin_layer()
+            alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps)
 
-    def _execute(
+    def _command(
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
-    ) -> Timing:
+    ) -> Command:
         planned = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
         bits = [width or self.setup.spill_bits for width in planned]  # 0: a hot expert that was offloaded
         tokens: dict[tuple[int, int], int] = {}
@@ -192,7 +233,7 @@ class Engine:
                 for (expert, width), count in tokens.items()
             ),
         )
-        return self.device.execute(work, self.clock.now_ps)
+        return Command(work, self.clock.now_ps)
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:
         plan = self.requests[request].plan

@@ -18,6 +18,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.exact.engine import Engine
+from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.simulation.memory import Footprint, beside_device_memory
 from vllm_ndp.traces.format import ALL_REQUESTS, CACHED
 from vllm_ndp.traces.trace import Trace
@@ -70,17 +71,18 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
     rules, setup = recorded_rules(trace, loss), trace.provenance.live
     if setup is None or not len(trace.events.get("step", ())):
         raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
-    engine = Engine(trace, setup, rules)
+    recorded_run = RecordedRun(trace, setup, rules)
+    engine = recorded_run.engine
     require_capacity(engine, rules.budget.num_hot)
     plans = _recorded_plans(trace)
     mismatches = 0
-    times = np.zeros((2, len(engine.steps)), np.int64)
-    for index, step in enumerate(engine.steps.tolist()):
-        run = engine.run(step)
+    times = np.zeros((2, len(recorded_run.steps)), np.int64)
+    for index, step in enumerate(recorded_run.steps.tolist()):
+        run = recorded_run.run(step)
         times[:, index] = run.time.start_ps, run.time.total_ps
         if run.replanned:
             mismatches += _differs(engine, plans.get(engine.epoch))
-    steps = engine.steps
+    steps = recorded_run.steps
     recorded = {int(s): i for i, s in enumerate(trace.events["step"])}
     order = [recorded[int(step)] for step in steps if int(step) in recorded]
     if len(order) != len(steps):

@@ -15,8 +15,8 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.analysis import analyse
 from vllm_ndp.replay.compare import CompareSettings, compare
-from vllm_ndp.replay.exact.engine import Engine
 from vllm_ndp.replay.exact.live import recorded_rules
+from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.replay.exact.timeline import chrome_trace
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
@@ -71,9 +71,9 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
             group_size=costs.group_size,
             activation_bytes=costs.shape.dtype_bytes,
         )
-    engine = Engine(trace, setup, rules)
-    runs = [engine.run(int(step)) for step in islice(engine.steps, steps)]
-    moved = {r.step: engine.clock.model.migration_ps(r.migrated_experts) for r in runs if r.migrated_experts}
+    recorded = RecordedRun(trace, setup, rules)
+    runs = [recorded.run(int(step)) for step in islice(recorded.steps, steps)]
+    moved = {r.step: r.migration_ps for r in runs if r.migrated_experts}
     measured = trace.events["measured_step_s"][: len(runs)].tolist() if trace.events else []
     out.write_text(json.dumps(chrome_trace(runs, measured, moved)), encoding="utf-8")
     return len(runs)
