@@ -8,20 +8,18 @@ from itertools import islice
 from pathlib import Path
 
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import PLAN_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.replay.analysis import analyse
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.exact.live import recorded_rules
+from vllm_ndp.replay.exact.modelled import modelled_host
 from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.replay.exact.timeline import chrome_trace
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.trace import Trace
 
 SWEEP_BITS = (1.5, 2.0, 3.0)
@@ -57,19 +55,15 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
         rules = recorded_rules(trace, loss)
         setup = p.live
     else:
-        costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
-        costs.require(p.num_experts, p.top_k)
         num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-        policy = load_policy("prefill", PolicySettings(bit_rule=settings.bits))
-        rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss, keeps_streamed=False)
-        setup = LiveSetup(
-            preset=settings.hardware,
-            overrides=dict(settings.overrides),
-            host_dims=costs.shape.recorded(),
-            hot_experts=num_hot,
-            expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
-            group_size=costs.group_size,
-            activation_bytes=costs.shape.dtype_bytes,
+        setup, rules = modelled_host(
+            p,
+            settings.model,
+            settings.hardware,
+            settings.overrides,
+            policy=load_policy("prefill", PolicySettings(bit_rule=settings.bits)),
+            budget=Budget(num_hot, settings.avg_bits),
+            loss=loss,
         )
     recorded = RecordedRun(trace, setup, rules)
     runs = [recorded.run(int(step)) for step in islice(recorded.steps, steps)]

@@ -1,0 +1,69 @@
+"""A host for a trace that no plugin recorded: model, hardware and rules are named, not read from the recording."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import PLAN_BITS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.format import LiveSetup, Provenance
+from vllm_ndp.traces.trace import Trace
+
+
+def modelled_host(
+    provenance: Provenance,
+    model: str,
+    hardware: str,
+    overrides: Mapping[str, str | int],
+    *,
+    policy: Policy,
+    budget: Budget,
+    loss: LossTable,
+    offload_bits: int = 0,
+    keeps_streamed: bool = False,
+) -> tuple[LiveSetup, PlannerRules]:
+    """What a live run with these settings would have written into its trace. Raises ConfigError for another model."""
+    costs = Costs(load_hardware(hardware, **overrides), model_named(model))
+    costs.require(provenance.num_experts, provenance.top_k)
+    setup = LiveSetup(
+        preset=hardware,
+        overrides=dict(overrides),
+        host_dims=costs.shape.recorded(),
+        hot_experts=budget.num_hot,
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
+        group_size=costs.group_size,
+        activation_bytes=costs.shape.dtype_bytes,
+        spill_bits=offload_bits,
+        migration="kept" if keeps_streamed else "difference",
+    )
+    return setup, PlannerRules(policy, budget, loss, keeps_streamed=keeps_streamed)
+
+
+def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:
+    """The trace of a model with so many layers: each layer of the recording stands for as many as it must."""
+    recorded = trace.provenance.num_layers
+    if recorded == num_layers:
+        return trace, loss
+    layers = np.arange(num_layers) * recorded // num_layers
+    longer = dataclasses.replace(
+        trace,
+        provenance=_with_layers(trace.provenance, num_layers),
+        ids=trace.ids[:, layers],
+        weights=trace.weights[:, layers],
+        events={},
+        plans={},
+    )
+    return longer, LossTable(loss.mse[layers])
+
+
+def _with_layers(provenance: Provenance, num_layers: int) -> Provenance:
+    fields = {name: getattr(provenance, name) for name in provenance.__struct_fields__}
+    return Provenance(**fields | {"num_layers": num_layers, "live": None})
