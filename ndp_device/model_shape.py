@@ -1,15 +1,19 @@
 """Sizes of a Mixture-of-Experts model, and what its experts compute. Values only: no file, no torch, no time.
 
 ModelShape     the routed experts: all that a device, a plan and a replica directory know of a model
-WholeModel     and what a GPU computes beside them: attention and the output projection
+WholeModel     and a GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
+import msgspec
+
+from ndp_device.decoder_layers import Attention, DecoderLayer, GroupedQuery
 from ndp_device.errors import ConfigError
 
 Activation = Literal["silu", "swigluoai"]
@@ -58,76 +62,133 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel(ModelShape):
-    """A model as the GPU sees it; `dtype` is that of weights and KV cache.
+    """A model as the GPU sees it; `dtype` is that of weights, KV cache and state.
 
-    A family with more to compute beside its routed experts adds a field here, with a default that means "has none", and
-    its share to the properties below: no time is computed from anything else.
+    A family with more to compute beside its routed experts adds a form of attention to decoder_layers.py, or a field
+    here with a default that means "has none": no time is computed from anything else.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
+    decoder: tuple[DecoderLayer, ...]
+    """All decoder layers in order; L of them have routed experts."""
+    shared_weights: int = 0
+    """Of the shared experts of one MoE layer, which every row goes through beside the routed ones."""
+    tied: bool = False
+    """Whether the output projection is the embedding table."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("num_heads", "num_kv_heads", "head_dim", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name!r}: {field} must be at least 1, got {getattr(self, field)}")
+        if self.vocab_size < 1:
+            raise ConfigError(f"model {self.name!r}: vocab_size must be at least 1, got {self.vocab_size}")
+        with_experts = sum(layer.has_experts for layer in self.decoder)
+        if with_experts != self.num_layers:
+            raise ConfigError(
+                f"model {self.name!r}: {with_experts} decoder layers have routed experts, but num_layers is "
+                f"{self.num_layers}"
+            )
 
     @property
-    def attention_weights(self) -> int:
-        """Query, key, value and output projections and the router of one layer."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * query + 2 * key_value + self.num_experts)
+    def router_weights(self) -> int:
+        """Of one MoE layer."""
+        return self.hidden_size * self.num_experts
+
+    @cached_property
+    def kinds(self) -> tuple[DecoderLayer, ...]:
+        """The distinct decoder layers, in order of first appearance."""
+        return tuple(dict.fromkeys(self.decoder))
+
+    @cached_property
+    def before_experts(self) -> tuple[tuple[int, ...], ...]:
+        """[L]: which kinds run from the experts of the MoE layer before to those of this one.
+
+        Dense layers after the last MoE layer count before the first: a step takes as long.
+        """
+        parts: list[list[int]] = [[]]
+        for layer in self.decoder:
+            parts[-1].append(self.kinds.index(layer))
+            if layer.has_experts:
+                parts.append([])
+        tail = parts.pop()
+        return (tuple(tail + parts[0]), *map(tuple, parts[1:]))
 
     @property
-    def kv_values(self) -> int:
-        """Numbers that the KV cache of one layer holds for one token."""
-        return 2 * self.num_kv_heads * self.head_dim
+    def windows(self) -> frozenset[tuple[int, bool]]:
+        """(tokens, whether it is a chunk) of every window that some layer has."""
+        return frozenset((kind.attention.window, kind.attention.is_chunked) for kind in self.kinds) - {(0, False)}
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache of all layers holds for one token, windows aside."""
+        return self.dtype_bytes * sum(layer.attention.kv_values for layer in self.decoder)
+
+    @property
+    def state_bytes(self) -> int:
+        """The state of one request in all layers that have one instead of a KV cache."""
+        return self.dtype_bytes * sum(layer.attention.state_values for layer in self.decoder)
 
     @property
     def head_weights(self) -> int:
         """The output projection."""
         return self.hidden_size * self.vocab_size
 
+    @property
+    def beside_weights(self) -> int:
+        """Of all decoder layers, routed experts apart."""
+        layers = sum(layer.attention.weights(self.hidden_size) + layer.dense_weights for layer in self.decoder)
+        return layers + self.num_layers * (self.router_weights + self.shared_weights)
+
+    @property
+    def num_parameters(self) -> int:
+        """All but norms and biases, a tied embedding once."""
+        routed = self.num_layers * self.num_experts * self.weights_per_expert
+        return self.beside_weights + routed + (1 if self.tied else 2) * self.head_weights
+
+    @property
+    def num_active_parameters(self) -> int:
+        """What one token is multiplied with, the output projection included: an embedding is looked up."""
+        return self.beside_weights + self.num_layers * self.top_k * self.weights_per_expert + self.head_weights
+
     @classmethod
     def of_experts(cls, experts: ModelShape, **beside: Any) -> WholeModel:
         """The same experts; `beside`: the other fields, and any of the experts' that a run changes, such as dtype."""
-        return cls(**{**vars(experts), **beside})
+        return cls(**{field.name: getattr(experts, field.name) for field in fields(ModelShape)} | beside)
 
     @classmethod
-    def of_config(cls, experts: ModelShape, config: Mapping[str, Any]) -> WholeModel:
-        """What a checkpoint's config.json says beside its experts."""
-        for key in ("num_attention_heads", "vocab_size"):
-            if key not in config:
-                raise ConfigError(f"model {experts.name!r}: its config.json must give {key}, of which there is none")
-        heads = int(config["num_attention_heads"])
-        return cls.of_experts(
-            experts,
-            num_heads=heads,
-            num_kv_heads=int(config.get("num_key_value_heads", heads)),
-            head_dim=int(config.get("head_dim") or experts.hidden_size // heads),
-            vocab_size=int(config["vocab_size"]),
-        )
-
-    @classmethod
-    def of_recorded(cls, sizes: Mapping[str, int], name: str = "recorded") -> WholeModel:
+    def of_recorded(cls, sizes: Mapping[str, Any], name: str = "recorded") -> WholeModel:
         """From what `recorded` gave, in the run that made a trace."""
-        fields = dict(sizes)
-        num_bytes = fields.pop("dtype_bytes", 0)
-        if set(fields) != set(_FIELD_OF_RECORDED) or num_bytes not in _DTYPE_OF_BYTES:
+        beside = _PLAIN if "decoder" not in sizes else _ANY
+        if set(sizes) != {*_FIELD_OF_RECORDED, *beside} or sizes["dtype_bytes"] not in _DTYPE_OF_BYTES:
             raise ConfigError(
-                f"a trace must record the sizes {', '.join(_FIELD_OF_RECORDED)} and dtype_bytes "
-                f"({', '.join(map(str, _DTYPE_OF_BYTES))}), got {dict(sizes)}"
+                f"a trace must record the sizes {', '.join([*_FIELD_OF_RECORDED, *beside])} (dtype_bytes one of "
+                f"{', '.join(map(str, _DTYPE_OF_BYTES))}), got {dict(sizes)}"
             )
-        renamed: dict[str, Any] = {_FIELD_OF_RECORDED[key]: value for key, value in fields.items()}
-        return cls(name=name, dtype=_DTYPE_OF_BYTES[num_bytes], **renamed)
+        given: dict[str, Any] = {field: sizes[key] for key, field in _FIELD_OF_RECORDED.items()}
+        given |= {"name": name, "dtype": _DTYPE_OF_BYTES[sizes["dtype_bytes"]]}
+        try:
+            if beside is _PLAIN:
+                attention = msgspec.convert({"form": "groupedquery"} | {key: sizes[key] for key in _HEADS}, Attention)
+                return cls(**given, decoder=(DecoderLayer(attention=attention),) * sizes["num_layers"])
+            kinds = msgspec.convert(sizes["kinds"], tuple[DecoderLayer, ...])
+            order = [kinds[index] for index in sizes["decoder"]]
+        except (msgspec.ValidationError, IndexError, TypeError) as error:
+            raise ConfigError(f"a trace's decoder layers must be sizes that some model has: {error}") from None
+        return cls(**given, decoder=tuple(order), shared_weights=sizes["shared_weights"], tied=sizes["tied"])
 
-    def recorded(self) -> dict[str, int]:
-        """The sizes by the names that traces have had from the first on."""
-        sizes: dict[str, int] = {key: getattr(self, field) for key, field in _FIELD_OF_RECORDED.items()}
-        return sizes | {"dtype_bytes": self.dtype_bytes}
+    def recorded(self) -> dict[str, Any]:
+        """The sizes by the names that traces have had from the first on; the decoder where those do not suffice."""
+        sizes = {key: getattr(self, field) for key, field in _FIELD_OF_RECORDED.items()}
+        sizes["dtype_bytes"] = self.dtype_bytes
+        attention = self.decoder[0].attention
+        if isinstance(attention, GroupedQuery):
+            plain = GroupedQuery(**{key: getattr(attention, key) for key in _HEADS})
+            if self == replace(self, decoder=(DecoderLayer(attention=plain),) * self.num_layers, **_NOTHING_BESIDE):
+                return sizes | {key: getattr(plain, key) for key in _HEADS}
+        return sizes | {
+            "kinds": msgspec.to_builtins(self.kinds),
+            "decoder": [self.kinds.index(layer) for layer in self.decoder],
+            "shared_weights": self.shared_weights,
+            "tied": self.tied,
+        }
 
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -137,11 +198,13 @@ _DTYPE_OF_BYTES = {4: "float32", 2: "bfloat16", 1: "float8_e4m3fn"}
 _FIELD_OF_RECORDED = {
     "hidden": "hidden_size",
     "num_layers": "num_layers",
-    "num_heads": "num_heads",
-    "num_kv_heads": "num_kv_heads",
-    "head_dim": "head_dim",
     "intermediate": "intermediate_size",
     "vocab": "vocab_size",
     "num_experts": "num_experts",
     "top_k": "top_k",
 }
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+_PLAIN = (*_HEADS, "dtype_bytes")
+"""Where every decoder layer has the same attention and routed experts, as in the first traces."""
+_ANY = ("kinds", "decoder", "shared_weights", "tied", "dtype_bytes")
+_NOTHING_BESIDE: Mapping[str, Any] = {"shared_weights": 0, "tied": False}

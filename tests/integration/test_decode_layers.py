@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ndp_device.decoder_layers import DecoderLayer
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.integration import few_rows
@@ -23,6 +24,13 @@ from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 LAYERS, ENTRIES, HIDDEN = 2, 64, 8
+NO_TIME = [0] * LAYERS
+HARDWARE = load_hardware("h100-ndp512")
+MIXTRAL = public_shape("mixtral-8x7b")
+DENSE = DecoderLayer(attention=MIXTRAL.decoder[0].attention, dense_weights=12345)
+PLAIN = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=LAYERS, decoder=MIXTRAL.decoder[:LAYERS]))
+BESIDE = GpuModel(HARDWARE, replace(PLAIN.shape, decoder=(*PLAIN.shape.decoder, DENSE), shared_weights=50))
+"""A dense layer before the first, and shared experts that take about as long as the prices drawn below."""
 DENORMAL = 1e-45
 WEIGHTS = st.sampled_from([0.0, -0.0, DENORMAL, 0.1, 0.25, 0.3, 0.5, 1.0]) | st.floats(0, 4, width=32)
 
@@ -35,12 +43,16 @@ class DrawnCosts:
     gpu: float
     link: float
     device_fill_ps: float
+    model: GpuModel
 
     def device_expert_ps(self, bits: int, tokens: int) -> float:
         return self.device[bits % len(self.device)] * (1 + (tokens - 1) // 4)
 
     def resident_ps(self, touched: int, pairs: int) -> float:
         return self.gpu * touched + 0.1 * pairs
+
+    def shared_ps(self, rows: int) -> int:
+        return self.model.shared_ps(rows)
 
     def link_ps(self, rows: int, pairs: int) -> float:
         return self.link + 0.3 * rows + 0.7 * pairs
@@ -57,6 +69,7 @@ class Case:
     bits: NDArray[np.uint8]  # [R, L, E]
     entries: list[int]  # [T]
     balancer: Balancer | None
+    model: GpuModel
     device_ps: list[int | None]  # [L], None: no answer
 
 
@@ -83,7 +96,8 @@ def cases(draw: st.DrawFn) -> Case:
     weights = random.choice(np.array(drawn, np.float32), (LAYERS, num_rows, top_k))
     bits = random.choice(np.array([0, 1, 2, 3, 4, 16], np.uint8), (requests, LAYERS, num_experts))
     device, gpu, link = st.floats(0.1, 10), st.floats(0.1, 100), st.floats(0, 3)  # so that offloading often pays
-    costs = DrawnCosts(draw(st.lists(device, min_size=1, max_size=5)), draw(gpu), draw(link), draw(link))
+    model = draw(st.sampled_from([PLAIN, BESIDE]))
+    costs = DrawnCosts(draw(st.lists(device, min_size=1, max_size=5)), draw(gpu), draw(link), draw(link), model)
     balancer = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])))  # type: ignore[arg-type]
     return Case(
         num_experts,
@@ -95,6 +109,7 @@ def cases(draw: st.DrawFn) -> Case:
         bits,
         random.permutation(ENTRIES)[:num_rows].tolist(),
         draw(st.sampled_from([balancer, balancer, None])),
+        model,
         draw(st.lists(st.none() | st.integers(1, 10**12), min_size=LAYERS, max_size=LAYERS)),
     )
 
@@ -133,9 +148,6 @@ class Buffers:
         return native
 
 
-MODEL = GpuModel(load_hardware("h100-ndp512"), public_shape("mixtral-8x7b"))
-
-
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
     """0.0 and -0.0 differ."""
     return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
@@ -145,11 +157,11 @@ def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
 @settings(max_examples=150, deadline=None)
 def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case: Case) -> None:
     buffers = Buffers(case)
-    native, clock = buffers.native(case, MODEL), StepClock(MODEL, now_ps=17)
+    native, clock = buffers.native(case, case.model), StepClock(case.model, now_ps=17)
     num_rows, requests = len(case.owners), len(case.bits)
     owner = np.array(case.owners)
     clock.begin_step(num_rows, 1000, 1234)
-    native.begin_step(case.entries, case.owners, list(case.bits), clock.now_ps, clock.attention_ps)
+    native.begin_step(case.entries, case.owners, list(case.bits), clock.now_ps, clock.before_ps, clock.shared_ps)
     counts = np.zeros((requests, 3), np.int64)
     x = np.random.default_rng(0).random((num_rows, HIDDEN), np.float32)
     for layer in range(LAYERS):
@@ -191,7 +203,7 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
             distinct = len(set(split.device.experts.tolist()))
             kinds = [2 if device_ps is None else int(e in offloaded) for e in split.device.experts.tolist()]
             np.add.at(counts, (owner[split.device.rows], kinds), 1)
-            stream_ps = MODEL.prefill_stream_ps(distinct, count) if device_ps is None else 0
+            stream_ps = case.model.prefill_stream_ps(distinct, count) if device_ps is None else 0
             native.end_layer(device_ps or 0, stream_ps, device_ps is not None)
             clock.end_layer(
                 split.hot.counts,
@@ -214,8 +226,8 @@ def test_the_native_layer_takes_the_batches_that_are_aliased() -> None:
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_partial_sums_are_added_as_torch_adds_them(dtype: torch.dtype, case: Case, seed: int) -> None:
-    native = Buffers(case).native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    native = Buffers(case).native(case, PLAIN)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     if not native.split(0, case.ids[0].ctypes.data, case.weights[0].ctypes.data, False):
         return
     sent = np.unique([row for row, ids in enumerate(case.ids[0]) if (case.maps[0][ids] < 0).any()])
@@ -241,6 +253,7 @@ def small_case(balancer: Balancer | None = None) -> Case:
         bits=np.full((1, LAYERS, 2), 3, np.uint8),
         entries=[4, 5],
         balancer=balancer,
+        model=PLAIN,
         device_ps=[1] * LAYERS,
     )
 
@@ -248,8 +261,8 @@ def small_case(balancer: Balancer | None = None) -> Case:
 def test_an_expert_that_does_not_exist_is_refused_before_anything_is_written() -> None:
     case = small_case()
     buffers = Buffers(case)
-    native = buffers.native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    native = buffers.native(case, PLAIN)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     for wrong in (-1, 2):
         ids = np.array([[0], [wrong]], np.int32)
         with pytest.raises(ValueError, match=r"expert ids must lie in 0\.\.E-1"):
@@ -260,10 +273,10 @@ def test_an_expert_that_does_not_exist_is_refused_before_anything_is_written() -
 def test_a_layer_must_end_before_the_next_begins() -> None:
     case = small_case()
     buffers = Buffers(case)
-    native = buffers.native(case, MODEL)
+    native = buffers.native(case, PLAIN)
     with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
         native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1
     with pytest.raises(RuntimeError, match="between begin_step and end_layer"):
         native.split(1, case.ids.ctypes.data, case.weights.ctypes.data, False)
@@ -274,16 +287,16 @@ def test_a_layer_must_end_before_the_next_begins() -> None:
 
 def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
     case = small_case()
-    native = Buffers(case).native(case, MODEL)
+    native = Buffers(case).native(case, PLAIN)
     for entries, owners in (([4, ENTRIES], [0, 0]), ([4, -1], [0, 0]), ([4, 5], [0, 1]), ([4, 5], [0]), ([], [])):
         with pytest.raises(ValueError, match=r"KV entry|no plan|owner|1\.\.32"):
-            native.begin_step(entries, owners, list(case.bits), 0, 0)
+            native.begin_step(entries, owners, list(case.bits), 0, NO_TIME, 0)
 
 
 def test_offloading_needs_prices() -> None:
     case = small_case()
-    native = Buffers(case).native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    native = Buffers(case).native(case, PLAIN)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     with pytest.raises(ValueError, match="offloading needs prices"):
         native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, True)
 
@@ -293,12 +306,12 @@ def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is
         def device_expert_ps(self, bits: int, tokens: int) -> float:
             raise LookupError("no price")
 
-    case = small_case(Balancer(Unknown([1.0], 1.0, 1.0, 1.0), 3))  # type: ignore[arg-type]
-    native = Buffers(case).native(case, MODEL)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    case = small_case(Balancer(Unknown([1.0], 1.0, 1.0, 1.0, PLAIN), 3))  # type: ignore[arg-type]
+    native = Buffers(case).native(case, PLAIN)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     with pytest.raises(LookupError, match="no price"):
         native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, True)
-    native.begin_step(case.entries, case.owners, list(case.bits), 0, 0)
+    native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)
     assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1
 
 

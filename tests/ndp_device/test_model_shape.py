@@ -10,11 +10,15 @@ from paths import MODEL
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.decoder_layers import DecoderLayer, GroupedQuery, Latent
 from ndp_device.errors import ConfigError
+from ndp_device.model_config import whole_model
 from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.shapes import SHAPES
 
 SMALL = ModelShape("small", 2, 4, 2, 8, 16)
+ATTENTION = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=4)
+BESIDE = {"vocab_size": 100, "decoder": (DecoderLayer(attention=ATTENTION),) * 2}
 
 RECORDED_IN_2026 = {
     "hidden": 128,
@@ -34,43 +38,80 @@ RECORDED_IN_2026 = {
 def test_a_trace_recorded_before_the_types_were_one_still_loads() -> None:
     model = WholeModel.of_recorded(RECORDED_IN_2026)
     assert (model.hidden_size, model.intermediate_size, model.vocab_size, model.dtype_bytes) == (128, 256, 512, 4)
+    assert model.decoder == (DecoderLayer(attention=GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=32)),) * 4
     assert model.recorded() == RECORDED_IN_2026
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_is_recorded_of_a_model_gives_the_same_sizes_back(name: str) -> None:
-    again = WholeModel.of_recorded(SHAPES[name].recorded(), name)
+    """Through JSON, as a trace's manifest holds it."""
+    again = WholeModel.of_recorded(json.loads(json.dumps(SHAPES[name].recorded())), name)
     assert again == SHAPES[name]
 
 
 def test_the_bundled_checkpoint_says_its_attention_in_its_config() -> None:
-    experts, config = open_checkpoint(MODEL).shape, read_config(MODEL)
-    model = WholeModel.of_config(experts, config)
-    assert (model.num_heads, model.num_kv_heads) == (config["num_attention_heads"], config["num_key_value_heads"])
-    assert model.num_heads * model.head_dim == model.hidden_size
+    checkpoint, config = open_checkpoint(MODEL), read_config(MODEL)
+    experts = checkpoint.shape
+    model = whole_model(experts, config, checkpoint.layout.moe_index)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    attention = GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=experts.hidden_size // heads)
+    assert model.decoder == (DecoderLayer(attention=attention),) * experts.num_layers
     assert model.expert_bytes == 2 * 3 * 128 * 256
     assert {field: getattr(model, field) for field in vars(experts)} == vars(experts)
 
 
 def test_a_run_in_another_dtype_than_its_checkpoint_reads_as_many_bytes_as_it_does() -> None:
-    beside = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 100}
-    assert WholeModel.of_experts(SMALL, **beside).expert_bytes == 2 * 3 * 8 * 16
-    assert WholeModel.of_experts(SMALL, dtype="float32", **beside).expert_bytes == 4 * 3 * 8 * 16
+    assert WholeModel.of_experts(SMALL, **BESIDE).expert_bytes == 2 * 3 * 8 * 16
+    assert WholeModel.of_experts(SMALL, dtype="float32", **BESIDE).expert_bytes == 4 * 3 * 8 * 16
+
+
+def test_dense_layers_count_where_they_run_and_trailing_ones_before_the_first() -> None:
+    """Dense, experts, dense, dense, experts, dense: before the first experts run the last layer, the first, its own."""
+    moe, dense = DecoderLayer(attention=ATTENTION), DecoderLayer(attention=ATTENTION, dense_weights=7)
+    model = WholeModel.of_experts(SMALL, vocab_size=9, decoder=(dense, moe, dense, dense, moe, dense))
+    assert model.kinds == (dense, moe)
+    assert model.before_experts == ((0, 0, 1), (0, 0, 1))
+    assert model.beside_weights == 6 * ATTENTION.weights(8) + 4 * 7 + 2 * model.router_weights
 
 
 def test_sizes_that_no_model_has_are_refused() -> None:
-    beside = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 100}
-    with pytest.raises(ConfigError, match="num_heads must be at least 1"):
-        WholeModel.of_experts(SMALL, **{**beside, "num_heads": 0})
+    with pytest.raises(ConfigError, match="GroupedQuery: num_heads must be at least 1"):
+        GroupedQuery(num_heads=0, num_kv_heads=1, head_dim=4)
+    with pytest.raises(ConfigError, match="2 decoder layers have routed experts, but num_layers is 3"):
+        WholeModel.of_experts(dataclasses.replace(SMALL, num_layers=3), **BESIDE)
+    with pytest.raises(ConfigError, match="vocab_size must be at least 1"):
+        WholeModel.of_experts(SMALL, **{**BESIDE, "vocab_size": 0})
     with pytest.raises(ConfigError, match="top_k 5 must not exceed num_experts 4"):
         dataclasses.replace(SMALL, top_k=5)
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16"):
         _ = dataclasses.replace(SMALL, dtype="int4").dtype_bytes
     with pytest.raises(ConfigError, match="must give vocab_size, of which there is none"):
-        WholeModel.of_config(SMALL, {"num_attention_heads": 2})
+        whole_model(SMALL, {"num_attention_heads": 2}, {0, 1})
+
+
+def test_a_recorded_model_that_lacks_a_size_or_has_an_impossible_one_is_refused() -> None:
     lacking = {key: value for key, value in RECORDED_IN_2026.items() if key != "vocab"}
     with pytest.raises(ConfigError, match="must record the sizes hidden, num_layers"):
         WholeModel.of_recorded(lacking)
+    with pytest.raises(ConfigError, match="must record the sizes"):
+        WholeModel.of_recorded(RECORDED_IN_2026 | {"dtype_bytes": 3})
+    recorded = SHAPES["deepseek-v3"].recorded()
+    for change in ({"decoder": [9] * 61}, {"kinds": [{"attention": {"form": "magic"}}]}, {"decoder": None}):
+        with pytest.raises(ConfigError, match="decoder layers must be sizes that some model has"):
+            WholeModel.of_recorded(recorded | change)
+
+
+def test_latent_attention_takes_the_cheaper_of_its_two_ways() -> None:
+    """One head, ranks and dims 4, 2, 1, 3: absorbed 2 x (2 x 4 + 1) = 18 FLOPs a pair, expanded 2 x (2 + 1 + 3) = 12.
+
+    Expanding a cached token takes 2 x 4 x (2 + 3) = 40: it pays from 40 / (18 - 12) = 6.7 pairs per cached token on.
+    """
+    form = Latent(num_heads=1, query_rank=0, kv_rank=4, nope_dim=2, rope_dim=1, value_dim=3)
+    assert form.flops(0, 10, 10) == 180
+    assert form.flops(0, 10, 66) == 66 * 18
+    assert form.flops(0, 10, 67) == 67 * 12 + 400
+    assert form.flops(10, 10, 55) == 55 * 12  # a prompt's own rows are expanded among the projections
+    assert form.kv_values == 5
 
 
 def test_a_replica_manifest_holds_the_experts_alone() -> None:

@@ -1,6 +1,6 @@
 """Types of the C++ module (csrc/decode_layers.cpp)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,13 @@ class DecodeLayers:
         device_ps: Callable[[int, int], float],  # (bits, rows), asked once for each
     ) -> None: ...
     def begin_step(
-        self, entries: list[int], owners: list[int], bits: list[NDArray[np.uint8]], now_ps: int, attention_ps: int
+        self,
+        entries: list[int],
+        owners: list[int],
+        bits: list[NDArray[np.uint8]],
+        now_ps: int,
+        before_ps: Sequence[int],  # [L]
+        shared_ps: int,
     ) -> None: ...
     def split(self, layer: int, topk_ids: int, topk_weights: int, offload: bool) -> int: ...
     def gather(self, x: int, row_bytes: int) -> None: ...

@@ -141,6 +141,11 @@ class BatchRows:
         return np.cumsum([0, *(span.num_tokens for span in self.spans[:-1])], dtype=np.int64)
 
     @property
+    def positions_by_request(self) -> list[tuple[int, int]]:
+        """[R], the positions [start, end) that each request computes."""
+        return [(span.start, span.start + span.num_tokens) for span in self.spans]
+
+    @property
     def kv_tokens(self) -> int:
         """KV entries that attention reads when each request's are read once."""
         return sum(span.start + span.num_tokens for span in self.spans)

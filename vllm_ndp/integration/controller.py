@@ -21,6 +21,7 @@ import vllm
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
+from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, startup_table
@@ -298,13 +299,7 @@ class NdpController:
 
 
 def _whole_model(vllm_config: VllmConfig, pool: ExpertsPool) -> WholeModel:
+    """Sizes as vLLM has them, with the defaults of its configuration classes and what the user overrode."""
     model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    return WholeModel.of_experts(
-        pool.shape,
-        dtype=str(model.dtype).removeprefix("torch."),
-        num_heads=model.get_num_attention_heads(parallel),
-        num_kv_heads=model.get_num_kv_heads(parallel),
-        head_dim=model.get_head_size(),
-        vocab_size=model.get_vocab_size(),
-    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    return whole_model(pool.shape, model.hf_text_config.to_dict(), pool.layout.moe_index, dtype=dtype)

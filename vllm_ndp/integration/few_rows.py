@@ -97,7 +97,9 @@ class FewRows:
         self.slots, self.topk_weights = self._by_rows[num_rows]
         plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         clock = self._clock
-        self.native.begin_step(slot_mapping.tolist(), rows.owners, plans, clock.now_ps, clock.attention_ps)
+        self.native.begin_step(
+            slot_mapping.tolist(), rows.owners, plans, clock.now_ps, clock.before_ps, clock.shared_ps
+        )
         return True
 
     def split(self, layer: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *, offload: bool) -> int:

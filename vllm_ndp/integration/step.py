@@ -59,7 +59,7 @@ class Step:
     def start(self, rows: BatchRows, slot_mapping: torch.Tensor) -> None:
         """The first layer runs: the order of the rows is known."""
         self.rows, self.slot_mapping, self.started = rows, slot_mapping, True
-        self.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended)
+        self.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
         few, self.few = self.few, None
         if few is not None and few.take(rows, slot_mapping):
             self.few = few

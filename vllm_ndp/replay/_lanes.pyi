@@ -32,6 +32,7 @@ def spill(
     already: NDArray[np.float64],
     device: NDArray[np.float64],
     gpu: NDArray[np.float64],
+    shared: NDArray[np.float64],  # [G, D]
     opening: float,
     spilled: NDArray[np.bool_],
 ) -> None: ...

@@ -4,7 +4,7 @@ Two full-precision experts on the GPU take longer than one of them beside a 2- o
 which is idle in just those layers. The hot experts of least gate weight go to the device at `offload_bits`, as many as
 make max(GPU, device) smallest:
 
-    device = cold experts + message + offloaded experts          GPU = hot experts that stay
+    device = cold experts + message + offloaded experts          GPU = shared experts + hot experts that stay
 
 A pure function of sizes and gates, so the live plugin and replay decide alike. Knows simulated costs of experts.
 Does not know clocks, requests or tensors.
@@ -31,6 +31,7 @@ class LayerLoad:
     hot: dict[int, tuple[int, float]]  # expert -> (rows, gate weight of them all)
     cold: dict[tuple[int, int], int]  # (expert, bits) -> rows
     message: tuple[int, int]  # distinct rows with a cold pair, and cold pairs
+    rows: int = 0  # of the layer, which all go through its shared experts
 
     @classmethod
     def of_lists(
@@ -51,7 +52,7 @@ class LayerLoad:
                     cold[key] = cold.get(key, 0) + 1
                     pairs += 1
             rows += pairs > before
-        return cls(hot, cold, (rows, pairs))
+        return cls(hot, cold, (rows, pairs), len(ids))
 
     @classmethod
     def of_arrays(
@@ -66,7 +67,7 @@ class LayerLoad:
         keys, cold_counts = np.unique((experts << 8) | bits[rows, experts], return_counts=True)
         hot = {int(e): (int(counts[e]), float(mass[e])) for e in np.flatnonzero(counts)}
         cold = {(int(key) >> 8, int(key) & 255): int(count) for key, count in zip(keys, cold_counts, strict=True)}
-        return cls(hot, cold, (len(np.unique(rows)), len(rows)))
+        return cls(hot, cold, (len(np.unique(rows)), len(rows)), len(ids))
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Balancer:
         if load.cold:
             device_ps += known.message(*load.message)
         order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
-        gpu_ps = [0.0]
+        gpu_ps = [float(known.shared(load.rows))]
         for expert in reversed(order):
             gpu_ps.append(gpu_ps[-1] + known.gpu(load.hot[expert][0]))
         best, best_ps, moved = 0, max(gpu_ps[-1], device_ps), 0.0
@@ -126,4 +127,5 @@ class _Known:
     def __init__(self, costs: Costs) -> None:
         self.device = lru_cache(4096)(costs.device_expert_ps)
         self.gpu = lru_cache(4096)(lambda rows: float(costs.resident_ps(1, rows)))
+        self.shared = lru_cache(4096)(costs.shared_ps)
         self.message = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)

@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.names import text_config
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
+from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps, hop_in, hop_out
 from ndp_device.timing.model import DeviceModel
@@ -42,7 +44,8 @@ def model_named(model: str) -> WholeModel:
     """A public shape by name, or the model of a checkpoint directory."""
     if model in SHAPES or not Path(model).is_dir():
         return public_shape(model)
-    return WholeModel.of_config(open_checkpoint(Path(model)).shape, read_config(Path(model)))
+    checkpoint = open_checkpoint(Path(model))
+    return whole_model(checkpoint.shape, text_config(read_config(Path(model))), checkpoint.layout.moe_index)
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,15 @@ class Costs:
         return bulk_ps(self.hardware.link, self.shape.expert_bytes if num_bytes is None else num_bytes)
 
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One layer of a decode step with `rows` rows, for each total context in kv_tokens."""
+        """Before the experts of one MoE layer of a decode step with `rows` rows, the mean over layers, for each total
+        context in kv_tokens."""
         values, inverse = np.unique(kv_tokens, return_inverse=True)
-        times = np.array([self.gpu.attention_ps(rows, int(tokens)) for tokens in values], np.float64)
-        return times[inverse].reshape(kv_tokens.shape)
+        sums = [sum(self.gpu.before_experts_ps(rows, int(tokens))) for tokens in values]
+        return (np.array(sums, np.float64) / self.shape.num_layers)[inverse].reshape(kv_tokens.shape)
+
+    def shared_ps(self, rows: int) -> int:
+        """The shared experts of one layer, which run on the GPU while the device works."""
+        return int(self._once(("shared", rows), lambda: self.gpu.shared_ps(rows)))
 
     @property
     def overhead_ps(self) -> int:

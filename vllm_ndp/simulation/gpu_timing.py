@@ -1,6 +1,11 @@
 """How long the GPU side of a step would have taken: rooflines of one hardware preset, and the clock that adds them up.
 
-    step = sum over layers( attention -> max( hot experts | streamed experts over PCIe | device ) + overhead ) + head
+    step = sum over MoE layers(
+               attention -> max( shared and hot experts | streamed experts over PCIe | device ) + overhead
+           ) + head
+
+"Attention" is all that runs before a layer's experts: attention of any form and the router, and the dense layers that
+lie between the MoE layer before and this one.
 
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
 picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
@@ -10,12 +15,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from ndp_device.decoder_layers import DecoderLayer
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.migration import Migration, migration
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
+
+
+class Context(NamedTuple):
+    """The rows of a step and what they look back at, over all its requests."""
+
+    rows: int
+    requests: int
+    kv_tokens: int
+    """Cached tokens, each counted once for its request."""
+    attended: int
+    """(row, cached token) pairs."""
+    spans: Sequence[tuple[int, int]] | None = None
+    """First position and the one after the last that each request computes; None: not known."""
+
+    def within(self, window: int, *, chunked: bool) -> tuple[int, int]:
+        """kv_tokens and attended where a row sees only `window` tokens, or the chunk of so many that it lies in.
+
+        Without spans the context counts as that of one row per request.
+        """
+        if not window:
+            return self.kv_tokens, self.attended
+        if self.spans is None:
+            most = self.rows * window
+            return min(self.kv_tokens, most), min(self.attended, most)
+        kv_tokens = attended = 0
+        for start, end in self.spans:
+            first = start // window * window if chunked else max(start + 1 - window, 0)
+            kv_tokens += end - first
+            attended += _seen(end, window, chunked) - _seen(start, window, chunked)
+        return kv_tokens, attended
+
+
+def _seen(rows: int, window: int, chunked: bool) -> int:
+    """Pairs of the first `rows` rows of a text."""
+    if chunked:
+        whole, rest = divmod(rows, window)
+        return whole * (window * (window + 1) // 2) + rest * (rest + 1) // 2
+    ramp = min(rows, window)
+    return ramp * (ramp + 1) // 2 + (rows - ramp) * window
 
 
 @dataclass(frozen=True)
@@ -31,18 +77,47 @@ class GpuModel:
         memory = ceil_div(num_bytes * PS_PER_S * 100, gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
         return max(memory, ceil_div(flops * PS_PER_S, gpu.flops_per_s))
 
-    def attention_ps(self, rows: int, kv_tokens: int, attended: int | None = None) -> int:
-        """One layer before its experts: `rows` new tokens of all requests, `kv_tokens` cached tokens read once each.
+    def attention_ps(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> int:
+        """Mean over the MoE layers of what runs before their experts, rounded up; arguments as before_experts_ps."""
+        return ceil_div(sum(self.before_experts_ps(rows, kv_tokens, attended, spans)), self.shape.num_layers)
+
+    def before_experts_ps(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> tuple[int, ...]:
+        """[L] for `rows` new tokens of all requests, and `kv_tokens` cached tokens, read once each.
 
         attended counts the (row, cached token) pairs; without it each cached token is attended once, as in decode.
+        spans: the positions [start, end) that each request computes. Needed where a layer has a window or a state, and
+        rows are not decode rows: without them every row counts as a request of its own.
         """
         if rows == 0:
-            return 0
-        shape = self.shape
-        pairs = kv_tokens if attended is None else attended
-        values = shape.attention_weights + kv_tokens * shape.kv_values
-        flops = 2 * rows * shape.attention_weights + 4 * pairs * shape.num_heads * shape.head_dim
-        return self.roofline_ps(values * shape.dtype_bytes, flops)
+            return (0,) * self.shape.num_layers
+        requests = rows if spans is None else len(spans)
+        context = Context(rows, requests, kv_tokens, kv_tokens if attended is None else attended, spans)
+        known = [self._decoder_layer_ps(kind, context) for kind in self.shape.kinds]
+        return tuple(sum(known[kind] for kind in kinds) for kinds in self.shape.before_experts)
+
+    def _decoder_layer_ps(self, layer: DecoderLayer, context: Context) -> int:
+        """Its attention and router, then its dense FFN if it has one; routed and shared experts apart."""
+        shape, attention = self.shape, layer.attention
+        kv_tokens, pairs = context.within(attention.window, chunked=attention.is_chunked)
+        weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
+        cached = kv_tokens * attention.kv_values + 2 * context.requests * attention.state_values  # states: both ways
+        flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
+        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops)
+        if layer.dense_weights:
+            took += self.weights_ps(layer.dense_weights, context.rows)
+        return took
+
+    def weights_ps(self, weights: int, rows: int) -> int:
+        """Matrices that are read once and multiplied with each row."""
+        return self.roofline_ps(weights * self.shape.dtype_bytes, 2 * rows * weights)
+
+    def shared_ps(self, rows: int) -> int:
+        """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
+        return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
 
     def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
         """Experts in GPU memory: each one with at least a row is read once."""
@@ -76,10 +151,11 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer of one step; total = attention + max(hot, stream, device) + overhead."""
+    """One layer of one step; total = attention + max(shared + hot, stream, device) + overhead."""
 
     start_ps: int
     attention_ps: int
+    shared_ps: int
     hot_ps: int
     stream_ps: int
     device_ps: int
@@ -87,7 +163,9 @@ class LayerTime:
 
     @property
     def total_ps(self) -> int:
-        return self.attention_ps + max(self.hot_ps, self.stream_ps, self.device_ps) + self.overhead_ps
+        return (
+            self.attention_ps + max(self.shared_ps + self.hot_ps, self.stream_ps, self.device_ps) + (self.overhead_ps)
+        )
 
 
 @dataclass(frozen=True)
@@ -111,22 +189,31 @@ class StepClock:
     model: GpuModel
     now_ps: int = 0
     _step_start_ps: int | None = None
-    _attention_ps: int = 0
+    _before_ps: tuple[int, ...] = ()
+    _shared_ps: int = 0
     _layer_start_ps: int | None = None
     _layers: list[LayerTime] = field(default_factory=list)
 
-    def begin_step(self, rows: int, kv_tokens: int, attended: int | None = None) -> None:
-        """rows and kv_tokens as for GpuModel.attention_ps; they hold for every layer of the step."""
+    def begin_step(
+        self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Arguments as for GpuModel.before_experts_ps; they hold for every layer of the step."""
         if self._step_start_ps is not None:
             raise RuntimeError("begin_step: the step before has not ended; call end_step first")
         self._step_start_ps = self.now_ps
-        self._attention_ps = self.model.attention_ps(rows, kv_tokens, attended)
+        self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
+        self._shared_ps = self.model.shared_ps(rows)
         self._layers = []
 
     @property
-    def attention_ps(self) -> int:
-        """What attention takes in each layer of the running step."""
-        return self._attention_ps
+    def before_ps(self) -> tuple[int, ...]:
+        """[L], what runs before the experts of each layer of the running step."""
+        return self._before_ps
+
+    @property
+    def shared_ps(self) -> int:
+        """What the shared experts of each layer of the running step take."""
+        return self._shared_ps
 
     def follow(self, now_ps: int) -> None:
         """Layers of the running step were timed elsewhere, by the same rule, up to now_ps; StepTime lists none."""
@@ -141,6 +228,11 @@ class StepClock:
         self._layer_start_ps = self.now_ps
         self.now_ps += self._attention_ps
         return self.now_ps
+
+    @property
+    def _attention_ps(self) -> int:
+        """Before the experts of the layer that runs; a trace with more layers than the model begins again."""
+        return self._before_ps[len(self._layers) % len(self._before_ps)]
 
     def end_layer(
         self,
@@ -159,6 +251,7 @@ class StepClock:
         layer = LayerTime(
             start_ps=self._layer_start_ps,
             attention_ps=self._attention_ps,
+            shared_ps=self._shared_ps,
             hot_ps=self.model.hot_experts_ps(hot_pairs),
             stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs),
             device_ps=device_ps,

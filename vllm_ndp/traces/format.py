@@ -42,7 +42,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     preset: str
     overrides: dict[str, str | int | bool]
-    host_dims: dict[str, int]
+    host_dims: dict[str, Any]
     """What WholeModel.recorded gives."""
     hot_experts: int
     expert_bytes: dict[int, int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ transformers = pytest.importorskip("transformers")
 
 from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.capture import expert_modules  # noqa: E402
+from ndp_device.checkpoint.files import read_config  # noqa: E402
+from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.errors import ConfigError  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402
+from ndp_device.model_config import whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
@@ -68,6 +72,22 @@ def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Pa
         got = kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), weights.reshape(-1))
         wanted = out.reshape(x.shape).numpy()
         assert np.abs(got - wanted).max() < 2e-5 * np.abs(wanted).max(), f"MoE layer {layer}"
+
+
+@pytest.mark.parametrize("family", [name for name in MAKE.FAMILIES if name != "nemotron_h"])
+def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, family: str) -> None:
+    """Projections, dense layers, shared experts, routers, embeddings: what config.json says is what the tensors hold,
+    to the last one. Vectors (norms, biases) are left out on both sides."""
+    directory = MAKE.make(family, models)
+    checkpoint = open_checkpoint(directory)
+    model = whole_model(checkpoint.shape, read_config(directory), checkpoint.layout.moe_index)
+    tensors = {
+        name: info.shape
+        for name, info in checkpoint.tensors.items()
+        if not name.endswith("bias") and len(info.shape) > 1
+    }
+    assert model.num_parameters == sum(math.prod(shape) for shape in tensors.values())
+    assert len(model.decoder) == read_config(directory)["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -121,10 +121,12 @@ class DecodeLayers {
     }
 
     void begin_step(const std::vector<int64_t>& entries, const std::vector<int64_t>& owners,
-                    std::vector<In<uint8_t, 2>> bits, int64_t now_ps, int64_t attention_ps) {
+                    std::vector<In<uint8_t, 2>> bits, int64_t now_ps, std::vector<int64_t> before_ps,
+                    int64_t shared_ps) {
         want(!entries.empty() && static_cast<int64_t>(entries.size()) * top_k_ <= kMostPairs,
              "a step needs 1..32 pairs per layer");
         want(owners.size() == entries.size(), "every row needs an owner");
+        want(before_ps.size() == static_cast<size_t>(num_layers_), "before_ps must be [L]");
         for (int64_t entry : entries) want(entry >= 0 && entry < num_entries_, "a KV entry lies outside the cache");
         for (int64_t owner : owners)
             want(owner >= 0 && owner < static_cast<int64_t>(bits.size()), "an owner has no plan");
@@ -137,7 +139,8 @@ class DecodeLayers {
         bits_ = std::move(bits);
         counts_.assign(bits_.size() * 3, 0);
         now_ps_ = now_ps;
-        attention_ps_ = attention_ps;
+        before_ps_ = std::move(before_ps);
+        shared_ps_ = shared_ps;
         waiting_ = false;
     }
 
@@ -159,7 +162,7 @@ class DecodeLayers {
         moved_.clear();
         if (offload) decide(ids, weights);
         lay_out(ids, weights);
-        submit_ps_ = now_ps_ + attention_ps_;
+        submit_ps_ = now_ps_ + before_ps_[layer];
         waiting_ = num_cold_ > 0;
         if (!waiting_) now_ps_ = submit_ps_ + hot_layer_ps_ + overhead_ps_;
         return num_cold_;
@@ -273,7 +276,7 @@ class DecodeLayers {
         if (!cold_.empty()) device_ps += prices_.of_message(rows, pairs);
         for (size_t i = 1; i < hot_.size(); ++i)  // least weight first; insertion: any weights give some order
             for (size_t j = i; j > 0 && before(hot_[j], hot_[j - 1]); --j) std::swap(hot_[j], hot_[j - 1]);
-        gpu_ps_.assign(1, 0.0);  // of the heaviest 0, 1, ... experts
+        gpu_ps_.assign(1, static_cast<double>(shared_ps_));  // and of the heaviest 0, 1, ... experts
         for (size_t i = hot_.size(); i-- > 0;) gpu_ps_.push_back(gpu_ps_.back() + prices_.gpu[hot_[i].rows]);
         const double opening = cold_.empty() ? prices_.of_message(1, 1) : 0.0;
         double best_ps = std::max(gpu_ps_.back(), device_ps), moved_ps = 0.0;
@@ -337,7 +340,7 @@ class DecodeLayers {
             }
         }
         for (int64_t row : idle_rows_) std::fill_n(slots + row * top_k_, top_k_, another);
-        hot_layer_ps_ = hot_ps_[touched * (kMostPairs + 1) + num_hot_];
+        hot_layer_ps_ = shared_ps_ + hot_ps_[touched * (kMostPairs + 1) + num_hot_];
     }
 
     Out<int16_t, 3> routing_ids_;
@@ -359,7 +362,8 @@ class DecodeLayers {
     std::vector<int64_t> entries_, owners_;  // [T]
     std::vector<In<uint8_t, 2>> bits_;       // [R]
     std::vector<int64_t> counts_;            // [R, 3]
-    int64_t now_ps_ = 0, attention_ps_ = 0;
+    std::vector<int64_t> before_ps_;         // [L], from the layer before to this one's experts
+    int64_t now_ps_ = 0, shared_ps_ = 0;
 
     // of the layer
     int64_t layer_ = 0, submit_ps_ = 0, hot_layer_ps_ = 0, num_hot_ = 0, num_cold_ = 0, num_sent_ = 0;
@@ -392,7 +396,7 @@ NB_MODULE(_decode_layers, m) {
         .def("price", &DecodeLayers::price, nb::arg("offload_bits"), nb::arg("gpu_ps"), nb::arg("message_ps"),
              nb::arg("device_ps"))
         .def("begin_step", &DecodeLayers::begin_step, nb::arg("entries"), nb::arg("owners"), nb::arg("bits"),
-             nb::arg("now_ps"), nb::arg("attention_ps"))
+             nb::arg("now_ps"), nb::arg("before_ps"), nb::arg("shared_ps"))
         .def("split", &DecodeLayers::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
              nb::arg("offload"))
         .def("gather", &DecodeLayers::gather, nb::arg("x"), nb::arg("row_bytes"))

@@ -281,11 +281,12 @@ int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, 
 // balanced.py's rule, the same as balance.py's: of each layer's hot experts, those of least gate weight run on the device,
 // as many as make max(GPU, device) smallest, fewer where equal. Marks them in spilled.
 void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
-           double opening, Out<bool, 4> spilled) {
+           In<double, 2> shared, double opening, Out<bool, 4> spilled) {
     const size_t groups = rows.shape(0), steps = rows.shape(1), layers = rows.shape(2), slots = rows.shape(3);
     want(has_shape(gates, {groups, steps, layers, slots}) && has_shape(already, {groups, steps, layers}) &&
-             has_shape(spilled, {groups, steps, layers, slots}) && device.size() == gpu.size(),
-         "rows, gates and spilled must be [G, D, L, S], already [G, D, L], device and gpu [rows + 1]");
+             has_shape(spilled, {groups, steps, layers, slots}) && has_shape(shared, {groups, steps}) &&
+             device.size() == gpu.size(),
+         "rows, gates and spilled must be [G, D, L, S], already [G, D, L], shared [G, D], device and gpu [rows + 1]");
     const int64_t most = static_cast<int64_t>(device.size()) - 1;
     for (size_t i = 0; i < rows.size(); ++i)
         want(rows.data()[i] >= 0 && rows.data()[i] <= most, "device and gpu must have an entry for every number of rows");
@@ -301,7 +302,7 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
             if (count[s]) order.push_back(s);
         if (order.empty()) continue;
         std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
-        left.assign(order.size() + 1, 0.0);
+        left.assign(order.size() + 1, shared.data()[cell / layers]);
         for (size_t n = order.size(); n-- > 0;) left[n] = left[n + 1] + gpu.data()[count[order[n]]];
         const double before = already.data()[cell], message = before == 0.0 ? opening : 0.0;
         double least = std::max(left[0], before), moved = 0.0;
@@ -324,5 +325,5 @@ NB_MODULE(_lanes, module) {
                nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
                nb::arg("widths"));
     module.def("spill", &spill, nb::arg("rows"), nb::arg("gates"), nb::arg("already"), nb::arg("device"), nb::arg("gpu"),
-               nb::arg("opening"), nb::arg("spilled"));
+               nb::arg("shared"), nb::arg("opening"), nb::arg("spilled"));
 }

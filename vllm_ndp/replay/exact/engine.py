@@ -150,12 +150,14 @@ class Engine:
         ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
         decode = positions >= trace.prompt_len[owner]
         self._streamed = np.zeros_like(self.hot)
-        self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows))
+        spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
+        self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows), list(spans.values()))
         alone = None
         if decode.any() and not decode.all():
-            kept = {r: end for r, end in ends.items() if decode[owner == r].any()}
+            kept = [spans[r] for r in ends if decode[owner == r].any()]
             alone = StepClock(self.clock.model, self.clock.now_ps)
-            alone.begin_step(int(decode.sum()), sum(kept.values()), int(positions[decode].sum()) + int(decode.sum()))
+            attended = int(positions[decode].sum()) + int(decode.sum())
+            alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
         for layer in range(self.hot.shape[0]):
             here = self.hot[layer]
             ids = trace.ids[rows, layer].astype(np.int64)

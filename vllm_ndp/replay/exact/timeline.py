@@ -49,8 +49,10 @@ def _step(run: StepRun) -> list[dict[str, Any]]:
         where = {"step": run.step, "layer": layer}
         events.append(_slice(GPU, "attention", at, time.attention_ps, **where))
         at += time.attention_ps
+        if time.shared_ps:
+            events.append(_slice(GPU, "shared experts", at, time.shared_ps, **where))
         if time.hot_ps:
-            events.append(_slice(GPU, "hot experts", at, time.hot_ps, **where))
+            events.append(_slice(GPU, "hot experts", at + time.shared_ps, time.hot_ps, **where))
         if time.stream_ps:
             events.append(_slice(MIGRATION, "stream experts", at, time.stream_ps, **where))
         if timing is None:

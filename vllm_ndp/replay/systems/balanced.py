@@ -16,7 +16,7 @@ from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.systems.context_aware import finish, memory, plan_groups
 from vllm_ndp.replay.systems.system import ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.execution import run_pairs
+from vllm_ndp.replay.vectorised.execution import run_pairs, shared_ps
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
 
@@ -32,7 +32,9 @@ def offload(batches: Batches, widths: NDArray[np.uint8], costs: Costs, bits: int
     loads = batches.loads
     rows, gates = loads.count(hot), loads.total(batches.weights, hot)
     offloaded = np.zeros(rows.shape, np.bool_)
-    _lanes.spill(rows, gates, np.ascontiguousarray(already), np.ascontiguousarray(device), gpu, opening, offloaded)
+    beside = np.ascontiguousarray(shared_ps(batches, costs)[:, :, 0])
+    already, device = np.ascontiguousarray(already), np.ascontiguousarray(device)
+    _lanes.spill(rows, gates, already, device, gpu, beside, opening, offloaded)
     # [G, D, L, S] looked up by [G, B, D, L, k]
     return np.where(hot & offloaded.ravel()[loads.places], bits, widths).astype(np.uint8)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, all_experts_bytes, slots_bytes
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.execution import run_prompts
+from vllm_ndp.replay.vectorised.execution import run_prompts, shared_ps
 from vllm_ndp.replay.vectorised.loads import sums_after, sums_before
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
@@ -65,7 +65,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             np.take_along_axis(a, chosen[..., None], 3)[..., 0] for a in (device_ps, gpu_ps, compute, left)
         )
         on_device[:, part], on_gpu[:, part] = device_ps, compute
-        moe[:, part] = np.maximum(device_ps, gpu_ps)
+        moe[:, part] = np.maximum(device_ps, gpu_ps + shared_ps(batches, costs)[:, part])
         moved += int(chosen.sum())
         moved_pairs += int((left[..., 0] - after).sum())
     pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())

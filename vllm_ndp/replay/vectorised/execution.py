@@ -47,7 +47,12 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Spli
     per_row = add_up(on_device)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
     dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
-    return Split(gpu, dev)
+    return Split(gpu + shared_ps(batches, costs), dev)
+
+
+def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D, 1]: the shared experts of one layer in each step."""
+    return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
 
 
 def _grouped(
@@ -97,9 +102,9 @@ def without_device(
     return Outcome(
         system=system,
         policy=policy,
-        moe_ps=moe_ps,
+        moe_ps=moe_ps + shared_ps(batches, costs),
         device_ps=np.zeros((g, d, layers)),
-        gpu_ps=gpu_ps,
+        gpu_ps=gpu_ps + shared_ps(batches, costs),
         prefill_ps=prefill_ps,
         migration_ps=np.zeros(g),
         migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
@@ -124,10 +129,10 @@ def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> 
             hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
             sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
             layer_ps = sum(
-                max(costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
+                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
                 for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
             )
-            attended = rows * (rows + 1) // 2
-            attention = costs.gpu.attention_ps(rows, rows, attended) + costs.overhead_ps
-            out[group, request] = factor * layer_ps + costs.shape.num_layers * attention + costs.gpu.head_ps(1)
+            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
+            beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
+            out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
     return out

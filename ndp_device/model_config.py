@@ -1,0 +1,173 @@
+"""What a config.json says of a model's sizes: decoder layers, shared and routed experts, vocabulary.
+
+    whole_model     a checkpoint whose experts were found among its tensors, and the rest from its config.json
+    public_model    everything from config.json: for published models that are not here (timing/public_models.py)
+
+The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to one
+line here. Knows keys of config.json. Does not know tensors or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ndp_device.decoder_layers import (
+    Attention,
+    DecoderLayer,
+    GatedDelta,
+    GroupedQuery,
+    Latent,
+    SelectiveScan,
+    StateSpace,
+)
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape, WholeModel
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
+_RECURRENT = {"linear_attention", "mamba", "mamba2"}
+
+
+def whole_model(
+    experts: ModelShape, config: Mapping[str, Any], moe_layers: Collection[int], **changed: Any
+) -> WholeModel:
+    """`moe_layers`: the decoder layers whose experts were found. `changed`: what a run changes, such as dtype."""
+    read = _Config(experts.name, config)
+    return WholeModel.of_experts(
+        experts,
+        vocab_size=read.size("vocab_size"),
+        decoder=read.decoder(moe_layers),
+        shared_weights=read.shared_weights(experts.intermediate_size),
+        tied=bool(config.get("tie_word_embeddings")),
+        **changed,
+    )
+
+
+def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
+    """The model of a config.json alone, in bfloat16."""
+    read = _Config(name, config)
+    moe_layers = [layer for layer in range(read.size("num_hidden_layers")) if read.is_moe(layer)]
+    experts = ModelShape(
+        name,
+        len(moe_layers),
+        read.size(*_NUM_EXPERTS),
+        read.size(*_TOP_K),
+        read.size("hidden_size"),
+        read.size("moe_intermediate_size", "intermediate_size"),
+    )
+    return whole_model(experts, config, moe_layers)
+
+
+class _Config:
+    """One config.json, asked by size. `name`: the model's, for messages."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self._name, self._config = name, config
+
+    def size(self, *keys: str) -> int:
+        """The first of these keys that is there."""
+        for key in keys:
+            value = self._config.get(key)
+            value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        raise ConfigError(
+            f"model {self._name!r}: its config.json must give {' or '.join(keys)}, of which there is none"
+        )
+
+    def _or(self, default: int, *keys: str) -> int:
+        return self.size(*keys) if any(self._config.get(key) is not None for key in keys) else default
+
+    def decoder(self, moe_layers: Collection[int]) -> tuple[DecoderLayer, ...]:
+        dense = 3 * self.size("hidden_size") * self._or(1, "intermediate_size_mlp", "intermediate_size")
+        return tuple(
+            DecoderLayer(attention=self._attention(layer), dense_weights=0 if layer in moe_layers else dense)
+            for layer in range(self.size("num_hidden_layers"))
+        )
+
+    def is_moe(self, layer: int) -> bool:
+        """By the rules that model files follow; each is silent where its keys are not there."""
+        get = self._config.get
+        if layer < self._or(0, "first_k_dense_replace", "moe_layer_start_index"):
+            return False
+        if layer in (get("mlp_only_layers") or ()):
+            return False
+        step = self._or(1, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+        if (layer + 1) % step or layer % self._or(1, "moe_layer_freq"):
+            return False
+        return layer % self._or(1, "expert_layer_period") == self._or(0, "expert_layer_offset")
+
+    def shared_weights(self, intermediate: int) -> int:
+        """Of the shared experts of one layer: count or width, and the gate that some families put before them."""
+        hidden, get = self.size("hidden_size"), self._config.get
+        if "shared_expert_intermediate_size" in self._config:  # Qwen: with a gate of one number per row
+            width = self._or(0, "shared_expert_intermediate_size")
+            return 3 * hidden * width + (hidden if width else 0)
+        if get("shared_intermediate_size"):  # Granite
+            return 3 * hidden * self.size("shared_intermediate_size")
+        always = str(get("model_type")).startswith(("llama4", "hunyuan"))  # one, whether it is counted or not
+        count = self._or(int(always), "n_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+        return 3 * hidden * intermediate * count
+
+    def _kind(self, layer: int) -> str:
+        """What the layer's attention is called, in one of the ways in which families say it."""
+        get = self._config.get
+        kinds = get("layer_types") or get("layers_block_type")
+        if isinstance(kinds, list) and layer < len(kinds):
+            return str(kinds[layer])
+        if (interval := get("full_attention_interval")) is not None:
+            return "linear_attention" if (layer + 1) % interval else "full_attention"
+        if (period := get("attn_layer_period")) is not None:
+            return "full_attention" if layer % period == self.size("attn_layer_offset") else "mamba"
+        if get("attention_chunk_size"):  # every fourth layer has no rotary embedding, and no chunks
+            return "chunked_attention" if (layer + 1) % self._or(4, "no_rope_layer_interval") else "full_attention"
+        return "full_attention"
+
+    def _attention(self, layer: int) -> Attention:
+        kind = self._kind(layer)
+        if kind in _RECURRENT:
+            return self._recurrence()
+        heads = self.size("num_attention_heads")
+        if self._config.get("kv_lora_rank"):
+            return Latent(
+                num_heads=heads,
+                query_rank=self._or(0, "q_lora_rank"),
+                kv_rank=self.size("kv_lora_rank"),
+                nope_dim=self.size("qk_nope_head_dim"),
+                rope_dim=self.size("qk_rope_head_dim"),
+                value_dim=self.size("v_head_dim"),
+            )
+        windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        return GroupedQuery(
+            num_heads=heads,
+            num_kv_heads=self._or(heads, "num_key_value_heads"),
+            head_dim=self._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim"),
+            reach=self.size(windows[kind]) if kind in windows else 0,
+            chunked=kind == "chunked_attention",
+            gated="linear_num_value_heads" in self._config or bool(self._config.get("attn_output_gate")),
+        )
+
+    def _recurrence(self) -> Attention:
+        if "linear_num_value_heads" in self._config:
+            return GatedDelta(
+                num_key_heads=self.size("linear_num_key_heads"),
+                num_value_heads=self.size("linear_num_value_heads"),
+                key_dim=self.size("linear_key_head_dim"),
+                value_dim=self.size("linear_value_head_dim"),
+                kernel=self.size("linear_conv_kernel_dim"),
+            )
+        if "mamba_n_heads" in self._config:
+            return StateSpace(
+                num_heads=self.size("mamba_n_heads"),
+                head_dim=self.size("mamba_d_head"),
+                state=self.size("mamba_d_state"),
+                groups=self.size("mamba_n_groups"),
+                kernel=self.size("mamba_d_conv"),
+            )
+        return SelectiveScan(
+            inner=self.size("mamba_expand") * self.size("hidden_size"),
+            state=self.size("mamba_d_state"),
+            step_rank=self.size("mamba_dt_rank"),
+            kernel=self.size("mamba_d_conv"),
+        )
