@@ -53,7 +53,7 @@ class Footprint:
         return cls(
             experts,
             other_weights=other_weights(shape) * shape.dtype_bytes,
-            kv_cache=kv_tokens * shape.num_layers * shape.kv_values * shape.dtype_bytes,
+            kv_cache=kv_tokens * shape.kv_bytes,
         )
 
     @property
@@ -87,9 +87,9 @@ class Footprint:
 
 
 def other_weights(shape: WholeModel) -> int:
-    """Weights of the whole model beside its routed experts: attention of every layer, the output projection, and the
-    embedding, which is counted apart from it because most large models do not tie the two."""
-    return shape.num_layers * shape.attention_weights + shape.head_weights + shape.hidden_size * shape.vocab_size
+    """Weights of the whole model beside its routed experts: attention of every layer, dense layers, shared experts,
+    the output projection, and the embedding where it is not tied to that."""
+    return shape.beside_weights + (1 if shape.tied else 2) * shape.head_weights
 
 
 def all_experts_bytes(shape: ModelShape) -> int:

@@ -25,9 +25,10 @@ def prompts_ps(
     for group in range(g):
         for request, stats in enumerate(batches.prompts[group]):
             rows = stats.num_tokens
-            attention = costs.gpu.attention_ps(rows, rows, rows * (rows + 1) // 2) + costs.overhead_ps
+            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
+            beside = sum(before) + costs.shape.num_layers * (costs.overhead_ps + costs.shared_ps(rows))
             experts = layer_factor(batches, costs) * float(layers_ps(stats.counts).sum())
-            out[group, request] = experts + costs.shape.num_layers * attention + costs.gpu.head_ps(1)
+            out[group, request] = experts + beside + costs.gpu.head_ps(1)
     return out
 
 

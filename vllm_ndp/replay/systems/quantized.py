@@ -15,6 +15,7 @@ from vllm_ndp.replay.systems.context_aware import gate_loss
 from vllm_ndp.replay.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, TooFewPlaces
 from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import shared_ps
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
@@ -56,7 +57,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b, d, layers, _ = batches.shape
     expert_bytes = costs.replica_bytes(bits)
     table = on_gpu_ps(costs, np.arange(b + 1)[:, None], expert_bytes)
-    moe = add_up(table[batches.loads.rows])
+    moe = add_up(table[batches.loads.rows]) + shared_ps(batches, costs)
     pairs = int(np.broadcast_to(batches.pairs, batches.ids.shape).sum())
     quantized = bits < FULL_PRECISION_BITS
     widths = np.full(batches.ids.shape, bits if quantized else 0, np.uint8)
