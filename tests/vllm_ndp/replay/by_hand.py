@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ndp_device.decoder_layers import DecoderLayer, GroupedQuery
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.planning.bitwidths import LossTable
@@ -40,9 +41,9 @@ HARDWARE = load_hardware(
 
 
 def machine(num_layers: int = 1, num_experts: int = 4, top_k: int = 2) -> Costs:
-    shape = WholeModel(
-        "by hand", num_layers, num_experts, top_k, 1000, 1000, num_heads=1, num_kv_heads=1, head_dim=1, vocab_size=1
-    )
+    layer = DecoderLayer(attention=GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=1))
+    sizes = num_layers, num_experts, top_k, 1000, 1000
+    shape = WholeModel("by hand", *sizes, vocab_size=1, decoder=(layer,) * num_layers)
     return Costs(HARDWARE, shape)
 
 
