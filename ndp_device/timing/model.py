@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ndp_device.timing import arrays
 from ndp_device.timing.dram import Stream, Streams, channel_lines
+from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.link import Hop, hop_in, hop_out, wire_bytes
 from ndp_device.timing.migration import migration
 from ndp_device.timing.spec import ArraySpec, Hardware
@@ -69,7 +70,7 @@ class _Hops(NamedTuple):
 
     inbound: Hop
     outbound: Hop
-    femtojoule: int
+    wire_bytes: int
 
 
 class _Run(NamedTuple):
@@ -206,7 +207,7 @@ class DeviceModel:
     ) -> Timing:
         """The same, for sizes known to be possible: bits, rows and DRAM bytes of each expert, in reading order."""
         array = self.hardware.array
-        inbound, outbound, link_fj = self._hops(bytes_in, bytes_out)
+        inbound, outbound, wire_num_bytes = self._hops(bytes_in, bytes_out)
         ready = submit_ps + inbound.launch_ps
         wire_start = max(ready, self._link_in_free_ps)
         arrived = wire_start + inbound.wire_ps + array.command_ps
@@ -232,7 +233,9 @@ class DeviceModel:
             "compute": max(compute, dequant) + vector,
         }
         span = end - start
-        energy_fj = link_fj + self._dram_femtojoule(weight_bytes) + rows * self.hardware.energy.activate_fj
+        energy = CommandEnergy.of(
+            self.hardware.energy, wire_bytes=wire_num_bytes, weight_bytes=weight_bytes, row_activations=rows
+        )
         return Timing(
             submit_ps=submit_ps,
             start_ps=start,
@@ -256,7 +259,7 @@ class DeviceModel:
             refresh_stall_ps=refresh_stall,
             array_utilisation=_ratio(fp16_macs * PS_PER_S, self._macs_per_s * span),
             dram_efficiency=_ratio(weight_bytes * PS_PER_S, self._peak_bytes_per_s * dram_ps),
-            energy_pj=energy_fj // 1000,
+            energy_pj=energy.total_fj // 1000,
             pe_mode=array.pe_mode,
             config_hash=self._config_hash,
         )
@@ -343,9 +346,8 @@ class DeviceModel:
 
     def _new_hops(self, bytes_in: int, bytes_out: int) -> _Hops:
         link = self.hardware.link
-        link_bits = 8 * (wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out))
-        femtojoule = link_bits * self.hardware.energy.link_bit_fj
-        return _Hops(hop_in(link, bytes_in), hop_out(link, bytes_out), femtojoule)
+        on_the_wire = wire_bytes(link, bytes_in) + wire_bytes(link, bytes_out)
+        return _Hops(hop_in(link, bytes_in), hop_out(link, bytes_out), on_the_wire)
 
     def _new_phases(
         self, hidden: int, intermediate: int, bits: int, tokens: int, dram_bytes: int
@@ -365,11 +367,6 @@ class DeviceModel:
             _Phase.of(array, num_bytes - down_bytes, lines - down_lines, gate_up, swiglu, 2 * macs),
             _Phase.of(array, down_bytes, down_lines, down, 0, macs),
         )
-
-    def _dram_femtojoule(self, weight_bytes: int) -> int:
-        """DRAM reads without row openings, and each weight written to and read from the scratchpad once."""
-        energy = self.hardware.energy
-        return ceil_div(weight_bytes, 32) * (energy.dram_line32_fj + 2 * energy.scratchpad_access_fj)
 
 
 def _new_commands(array: ArraySpec, streams: Streams) -> Any:

@@ -165,6 +165,7 @@ _ENERGY: Table = {
     "energy.activate_fj": _q(1_800_000, "fJ per row", "[S] M2NDP energy table"),
     "energy.link_bit_fj": _q(8_000, "fJ/bit", "[S] M2NDP energy table"),
     "energy.scratchpad_access_fj": _q(113_000, "fJ per 32 B", "[S] M2NDP energy table"),
+    "energy.hbm_bit_fj": _q(3_970, "fJ/bit", "[S] HBM2, O'Connor et al., Fine-Grained DRAM, MICRO 2017"),
 }
 
 _SEED002: Table = {

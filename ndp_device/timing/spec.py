@@ -239,9 +239,11 @@ class EnergySpec:
     activate_fj: int  # activate and precharge of one row
     link_bit_fj: int
     scratchpad_access_fj: int  # one 32 B access
+    hbm_bit_fj: int  # of the GPU's memory
 
     def __post_init__(self) -> None:
         _at_least("energy", self, 0, "dram_line32_fj", "activate_fj", "link_bit_fj", "scratchpad_access_fj")
+        _at_least("energy", self, 0, "hbm_bit_fj")
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -55,7 +55,8 @@ def _require(one: Planned, costs: Costs, advice: str) -> Planned:
 
 
 def _footprint(one: Planned, costs: Costs) -> Footprint:
-    return Footprint.of(one.system.memory(costs, one.options), costs.shape, int(one.batches.kv_tokens.max()))
+    experts, batches = one.system.memory(costs, one.options), one.batches
+    return Footprint.of(experts, costs.shape, int(batches.kv_tokens.max()), batches.shape[1])
 
 
 def with_memory(row: Summary, one: Planned, costs: Costs) -> Summary:

@@ -24,11 +24,12 @@ from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
-from ndp_device.timing.link import bulk_ps, hop_in, hop_out
+from ndp_device.timing.energy import CommandEnergy
+from ndp_device.timing.link import bulk_ps, hop_in, hop_out, wire_bytes
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
-from ndp_device.timing.units import ceil_div
+from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
 from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
 from vllm_ndp.simulation.gpu_timing import GpuModel
@@ -162,6 +163,58 @@ class Costs:
         """Weights over the link to the GPU; a whole full-precision expert unless told otherwise."""
         return bulk_ps(self.hardware.link, self.shape.expert_bytes if num_bytes is None else num_bytes)
 
+    @property
+    def copy_opening_ps(self) -> int:
+        """Before the first byte of copies that are handed over together: one launch and one latency, as for prompts."""
+        return self.hardware.link.dma_launch_ps + self.hardware.link.dma_latency_ps
+
+    @property
+    def copy_ps(self) -> float:
+        """One full-precision expert on the link, in a row of copies."""
+        return self.shape.expert_bytes * PS_PER_S / self.hardware.link.bulk_bytes_per_s
+
+    def device_energy(self, max_tokens: int) -> NDArray[np.float64]:
+        """[2, bits, tokens]: picojoules of DRAM and of scratchpads that one more expert with that many rows takes."""
+
+        def measure() -> NDArray[np.float64]:
+            table = np.zeros((2, _TABLE_BITS, max_tokens + 1))
+            for bits in PLAN_BITS:
+                for tokens in range(1, max_tokens + 1):
+                    table[:, bits, tokens] = self._expert_energy(bits, tokens)
+            return table
+
+        known: NDArray[np.float64] = self._once(("device energy", max_tokens), measure)
+        return known
+
+    def _expert_energy(self, bits: int, tokens: int) -> tuple[float, float]:
+        """(DRAM, scratchpads), like the time of an expert: the mean over several in one command."""
+        rows = self.hardware.array.rows
+
+        def measure() -> tuple[float, float]:
+            many, one = (_device_energy(self, bits, ceil_div(tokens, rows) * rows, n) for n in (1 + _REPEATS, 1))
+            dram, arrays = (
+                (a - b) / _REPEATS / 1000 for a, b in ((many.dram_fj, one.dram_fj), (many.arrays_fj, one.arrays_fj))
+            )
+            return dram, arrays
+
+        energy: tuple[float, float] = self._once(("energy", bits, ceil_div(tokens, rows)), measure)
+        return energy
+
+    def message_wire_bytes(self, max_rows: int) -> NDArray[np.float64]:
+        """[rows, pairs]: both ways of one message, headers and flit overhead included."""
+
+        def measure() -> NDArray[np.float64]:
+            link, shape = self.hardware.link, self.shape
+            table = np.zeros((max_rows + 1, max_rows * shape.top_k + 1))
+            for rows in range(1, max_rows + 1):
+                for pairs in range(table.shape[1]):
+                    sizes = execute_bytes(rows, pairs, shape.hidden_size, shape.dtype_bytes)
+                    table[rows, pairs] = sum(wire_bytes(link, size) for size in sizes)
+            return table
+
+        known: NDArray[np.float64] = self._once(("wire", max_rows), measure)
+        return known
+
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Before the experts of one MoE layer of a decode step with `rows` rows, the mean over layers, for each total
         context in kv_tokens."""
@@ -186,11 +239,11 @@ class Costs:
             )
 
 
-def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:
-    """Mean over the refresh interval of a command with num_experts equal experts and the bytes of one row."""
-    shape, dram = costs.shape, costs.hardware.dram
+def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Work:
+    """A command with num_experts equal experts and the bytes of one row."""
+    shape = costs.shape
     bytes_in, bytes_out = execute_bytes(1, 1, shape.hidden_size, shape.dtype_bytes)
-    work = Work(
+    return Work(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         group_size=costs.group_size,
@@ -199,6 +252,19 @@ def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> f
         bytes_out=bytes_out,
         experts=tuple(ExpertWork(0, expert, bits, tokens, costs.replica_bytes(bits)) for expert in range(num_experts)),
     )
+
+
+def _device_energy(costs: Costs, bits: int, tokens: int, num_experts: int) -> CommandEnergy:
+    """Of a command with num_experts equal experts."""
+    timing = DeviceModel(costs.hardware).execute(_equal_experts(costs, bits, tokens, num_experts), 0)
+    return CommandEnergy.of(
+        costs.hardware.energy, wire_bytes=0, weight_bytes=timing.weight_bytes, row_activations=timing.row_activations
+    )
+
+
+def _device_mean_ps(costs: Costs, bits: int, tokens: int, num_experts: int) -> float:
+    """Mean over the refresh interval of a command with num_experts equal experts and the bytes of one row."""
+    dram, work = costs.hardware.dram, _equal_experts(costs, bits, tokens, num_experts)
     first = DeviceModel(costs.hardware).execute(work, 0).total_ps
     interval = dram.cycles_to_ps(dram.refi)
     if dram.kind == "ideal" or dram.refresh == "off" or first > _LONG * interval:

@@ -48,12 +48,12 @@ class Footprint:
     kv_cache: int
 
     @classmethod
-    def of(cls, experts: Memory, shape: WholeModel, kv_tokens: int) -> Footprint:
-        """kv_tokens: of all requests of the batch together, when most are cached."""
+    def of(cls, experts: Memory, shape: WholeModel, kv_tokens: int, requests: int) -> Footprint:
+        """kv_tokens: of all requests of the batch together, when most are cached; windows of attention not counted."""
         return cls(
             experts,
-            other_weights=other_weights(shape) * shape.dtype_bytes,
-            kv_cache=kv_tokens * shape.kv_bytes,
+            other_weights=shape.dtype_bytes * (shape.beside_weights + (1 if shape.tied else 2) * shape.head_weights),
+            kv_cache=kv_tokens * shape.kv_bytes + requests * shape.state_bytes,
         )
 
     @property
@@ -84,12 +84,6 @@ class Footprint:
                 f"is {values[key]}"
             )
         raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
-
-
-def other_weights(shape: WholeModel) -> int:
-    """Weights of the whole model beside its routed experts: attention of every layer, dense layers, shared experts,
-    the output projection, and the embedding where it is not tied to that."""
-    return shape.beside_weights + (1 if shape.tied else 2) * shape.head_weights
 
 
 def all_experts_bytes(shape: ModelShape) -> int:

@@ -18,6 +18,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.analysis import Interval, analyse, calibration_sensitivity
 from vllm_ndp.replay.compare import CompareSettings
 from vllm_ndp.replay.report import write_report, write_timeline
+from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -110,7 +111,7 @@ class Page(HTMLParser):
 def report(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("report") / "report.html"
     result = write_report(TRACE, CompareSettings(), out)
-    assert result["systems"] == 10
+    assert result["systems"] == len(SYSTEMS)
     return out
 
 

@@ -8,13 +8,15 @@ from paths import DATA
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.simulation.costs import model_named
-from vllm_ndp.simulation.memory import DoesNotFit, other_weights
+from vllm_ndp.simulation.memory import DoesNotFit
 from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 SHAPE = model_named("mixtral-8x7b")
 EXPERT = SHAPE.expert_bytes
-BESIDE = 2 * other_weights(SHAPE) + 2 * EXPERT  # other weights, and two places through which experts stream
+BESIDE = (
+    2 * (SHAPE.beside_weights + 2 * SHAPE.head_weights) + 2 * EXPERT
+)  # other weights, and two places through which experts stream
 KV_TOKEN = 131072
 
 

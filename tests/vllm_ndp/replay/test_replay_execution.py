@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from paths import DATA
@@ -10,9 +12,19 @@ from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.widths import PLAN_BITS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.replay.compare import popularity
+from vllm_ndp.replay.exact.recorded import RecordedRun
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.execution import NOWHERE, run_pairs, run_prompts
+from vllm_ndp.replay.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
+from vllm_ndp.replay.vectorised.outcome import Traffic, step_times, summarise
 from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.format import LiveSetup
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -124,6 +136,109 @@ def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_
     touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
     stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
     assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
+
+
+def copied_by_hand(compute: list[float], missing: list[bool], before: float, each: list[float]) -> float:
+    """One event after the other: copies what computes longest first, the GPU computes whatever has arrived."""
+    order = sorted((e for e, m in enumerate(missing) if m), key=lambda e: -compute[e])
+    link, now = before + COSTS.copy_opening_ps, sum(c for c, m in zip(compute, missing, strict=True) if not m)
+    for expert in order:
+        link += each[expert]
+        now = max(now, link) + compute[expert]
+    return now
+
+
+def test_every_fetch_is_paid_by_one_rule_which_a_loop_over_events_gives():
+    """One launch, copies in a row, compute beside them: at once for random experts, and where compute is the longer."""
+    rng = np.random.default_rng(3)
+    for scale in (0.05, 1.0, 30.0):
+        compute = rng.random((50, 5)) * scale * COSTS.copy_ps
+        missing = rng.random((50, 5)) < 0.5
+        before = rng.random(50) * COSTS.copy_ps
+        times = with_copies(compute, missing, COSTS, before_ps=before)
+        each = [COSTS.copy_ps] * 5
+        by_hand = [
+            copied_by_hand(c, m, b, each) for c, m, b in zip(compute.tolist(), missing.tolist(), before, strict=True)
+        ]
+        assert times == pytest.approx(np.array(by_hand))
+        falling = -np.sort(-np.where(missing, compute, 0.0), axis=1)
+        here = np.where(missing, 0.0, compute).sum(axis=1)[:, None]
+        all_copied = copied_in_order(falling, here, COSTS)[:, -1]
+        assert all_copied == pytest.approx(with_copies(compute, missing, COSTS))
+
+
+def test_copies_take_what_prompts_take_to_stream_the_same_bytes():
+    """Six microseconds of launch, half of one on the way, and three experts at 25.6 GB/s."""
+    missing = np.ones((1, 3), bool)
+    alone = with_copies(np.full((1, 3), 1.0), missing, COSTS)[0]
+    assert alone == pytest.approx(6_500_000 + 3 * 352_321_536 / 25.6e9 * 1e12 + 1.0)
+    assert alone == pytest.approx(COSTS.streamed_ps(3, 3), rel=1e-6)
+    low = with_copies(np.full((1, 3), 1.0), missing, COSTS, copy_ps=COSTS.copy_ps / 4)[0]
+    assert low == pytest.approx(6_500_000 + 0.75 * COSTS.copy_ps + 1.0)
+    begun = with_copies(np.full((1, 3), 1.0), missing, COSTS, before_ps=-COSTS.copy_ps)[0]
+    assert begun == pytest.approx(alone - COSTS.copy_ps)
+
+
+def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_as_on_the_live_clock():
+    """One request on the exact engine: its first token to the picosecond, and the step after it within the 2 % of the
+    averaged device. Two hot experts per layer of the prompt's choice are not those that the slots hold at first."""
+    trace = TRACE.select([5])
+    costs = Costs(COSTS.hardware, dataclasses.replace(COSTS.shape, num_layers=4, decoder=COSTS.shape.decoder[:4]))
+    loss, policy = LossTable.nominal(4, 8), load_policy("prefill", PolicySettings())
+    options = ReplayOptions(policy, Budget(2, 2.0), loss, popularity(TRACE), migration="difference")
+    batches = Batches.of(trace)
+    outcome = SYSTEMS["context_aware"].replay(batches, costs, options)
+    setup = LiveSetup(
+        preset="h100-ndp512",
+        overrides={},
+        host_dims=costs.shape.recorded(),
+        hot_experts=2,
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
+        group_size=costs.group_size,
+        activation_bytes=2,
+    )
+    recorded = RecordedRun(trace, setup, PlannerRules(policy, Budget(2, 2.0), loss, keeps_streamed=False))
+    first, second = (recorded.run(int(step)) for step in recorded.steps[:2])
+    assert outcome.prefill_ps[0, 0] == first.time.end_ps
+    assert outcome.migration_ps[0] == second.time.start_ps - first.time.end_ps > 0
+    between = second.time.end_ps - first.time.end_ps
+    assert step_times(outcome, batches, costs)[0, 0] == pytest.approx(between, rel=0.02)
+    assert summarise(outcome, batches, costs).ttft_ms == first.time.end_ps / 1e9
+
+
+def test_energy_of_pairs_is_that_of_the_device_model_and_of_bytes_over_the_wire():
+    """All cold at 2 bits: what DeviceModel says of the same commands, but for rows reopened by refresh. All hot: HBM
+    reads at 3.97 pJ a bit and nothing else."""
+    batches = Batches.of(TRACE.select([0, 1]), 2).first_steps(3)
+    hot = run_pairs(batches, np.zeros(batches.ids.shape, np.uint8), COSTS).traffic
+    used = int((batches.loads.rows > 0).sum())
+    assert hot == Traffic(hbm_bytes=used * COSTS.shape.expert_bytes)
+    cold = run_pairs(batches, np.full(batches.ids.shape, 2, np.uint8), COSTS).traffic
+    shape, total = COSTS.shape, 0.0
+    for step in range(3):
+        for layer in range(4):
+            _, rows = np.unique(batches.ids[0, :, step, layer], return_counts=True)
+            sizes = execute_bytes(2, 4, shape.hidden_size, shape.dtype_bytes)
+            experts = tuple(ExpertWork(0, e, 2, int(n), COSTS.replica_bytes(2)) for e, n in enumerate(rows))
+            work = Work(shape.hidden_size, shape.intermediate_size, COSTS.group_size, 2, *sizes, experts)
+            total += DeviceModel(COSTS.hardware).execute(work, 0).energy_pj
+    link_pj = cold.link_bytes * 8 * COSTS.hardware.energy.link_bit_fj / 1e3
+    assert cold.device_dram_pj + cold.device_arrays_pj + link_pj == pytest.approx(total, rel=0.005)
+    assert cold.hbm_bytes == 0
+
+
+def test_a_token_of_a_model_that_is_all_hot_costs_the_bits_it_reads():
+    """Batch 1: 64 experts of 352 MB, attention and its cache, the head; one expert read costs 3.97 pJ for each bit."""
+    batches = Batches.of(TRACE.select([0]))
+    options = ReplayOptions(
+        load_policy("prefill", PolicySettings()), Budget(8, 2.0), LossTable.nominal(4, 8), popularity(TRACE)
+    )
+    row = summarise(SYSTEMS["context_aware"].replay(batches, COSTS, options), batches, COSTS)
+    shape = COSTS.shape
+    weights = 64 * shape.weights_per_expert + shape.beside_weights + shape.head_weights
+    cached = 131_072 * batches.kv_tokens.mean()
+    assert (row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj) == (0, 0, 0)
+    assert row.energy_gpu_mj == row.energy_mj == pytest.approx((2 * weights + cached) * 8 * 3.97e-9)
 
 
 def test_requests_of_different_lengths_decode_until_the_longest_is_done():

@@ -24,7 +24,7 @@ from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
 SETTINGS = CompareSettings(
-    systems=("context_aware", "monde", "gpu_on_demand"), policies=("prefill", "oracle"), batches=(1, 4, 64)
+    systems=("context_aware", "monde", "gpu_on_demand"), policies=("prefill", "oracle"), batches=(1, 4, 64), fit=True
 )
 AXES = Axes(("mixtral-8x7b", "mixtral-8x22b"), ("h100-ndp512", "h200-gen5"), (80,))
 

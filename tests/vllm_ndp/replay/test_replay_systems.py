@@ -18,11 +18,12 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
 from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
-from vllm_ndp.replay.systems.context_aware import few_moves, plan_groups
+from vllm_ndp.replay.systems.context_aware import few_moves, gate_loss, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
 from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import SKIPPED
 from vllm_ndp.replay.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
@@ -64,7 +65,8 @@ def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
 @pytest.mark.parametrize("hot", [0, 1, 2, 4, 7, 8])
 @pytest.mark.parametrize("rule", BATCH_RULES)
 def test_no_policy_covers_more_than_the_oracle(hot, rule):
-    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 4), batch_rule=rule)
+    room = {"gpu.hbm_capacity_bytes": 10**12}
+    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 4), batch_rule=rule, overrides=room)
     rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
     oracle = {row.batch: row.hit_mass for row in rows if row.policy == "oracle"}
     assert all(row.hit_mass <= oracle[row.batch] for row in rows)
@@ -103,6 +105,24 @@ def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused()
     assert [note.partition(" take")[0].rpartition("at ")[2] for note in result.skipped] == ["8 bits", "4 bits"]
     with pytest.raises(TooFewPlaces, match="8 bits take"):
         compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("quantized",), num_hot=1))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_a_loss_and_an_energy_of_every_part(system):
+    row = summarise(run(system, batch=2), Batches.of(TRACE, 2), COSTS)
+    assert 0 <= row.loss < 1
+    parts = row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj, row.energy_gpu_mj
+    assert min(parts) >= 0
+    assert sum(parts) == row.energy_mj > 0
+
+
+def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
+    everything, nothing = (
+        gate_loss(Batches.of(TRACE), np.full(Batches.of(TRACE).ids.shape, width), options_of())
+        for width in (SKIPPED, 1)
+    )
+    assert everything == pytest.approx(nothing / (1 - 2 / np.pi))
+    assert nothing == pytest.approx(1.0, rel=1e-3)  # in units of the loss at 1 bit; gates of a row sum to 1
 
 
 def test_pairs_and_bits_are_conserved_by_a_static_plan():
@@ -211,7 +231,7 @@ def test_moepic_holds_more_tops_the_smaller_they_are_and_its_solver_moves_bytes_
 
 def test_a_summary_adds_layers_attention_and_head():
     batches = Batches.of(TRACE)
-    outcome = run()
+    outcome = run(migration="free")
     outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
     summary = summarise(outcome, batches, COSTS)
     rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.gpu.head_ps(1)

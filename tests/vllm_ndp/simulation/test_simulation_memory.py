@@ -7,7 +7,7 @@ import pytest
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.memory import DoesNotFit, Footprint, Memory, other_weights, slots_bytes
+from vllm_ndp.simulation.memory import DoesNotFit, Footprint, Memory, slots_bytes
 
 SHAPE = model_named("mixtral-8x7b")
 EXPERT = 2 * 3 * 4096 * 14336
@@ -17,8 +17,7 @@ def test_a_footprint_is_the_sum_that_a_pencil_gives():
     """Attention of a layer: 4096 x (2 x 4096 + 2 x 1024 + 8); head and embedding 4096 x 32000 each; 2 bytes a weight.
     A token's KV cache: 32 layers x 2 x 8 heads x 128 values x 2 bytes = 131072."""
     weights = 32 * 4096 * (2 * 4096 + 2 * 1024 + 8) + 2 * 4096 * 32000
-    assert other_weights(SHAPE) == weights
-    held = Footprint.of(Memory(gpu=5, device=7), SHAPE, kv_tokens=3)
+    held = Footprint.of(Memory(gpu=5, device=7), SHAPE, kv_tokens=3, requests=1)
     assert held.by_place() == {"gpu": 5 + 2 * weights + 3 * 131072, "device": 7, "host": 0}
     assert slots_bytes(SHAPE, 7) == (32 * 7 + 2) * EXPERT
     assert slots_bytes(SHAPE, 8) == slots_bytes(SHAPE, 9) == 32 * 8 * EXPERT
@@ -34,7 +33,7 @@ def test_a_nested_replica_keeps_the_planes_of_its_widest_width_and_every_widths_
 
 
 def test_what_fits_to_the_byte_fits_and_one_byte_less_is_said_to_be_missing():
-    held = Footprint.of(Memory(gpu=10, device=20, host=30), SHAPE, kv_tokens=0)
+    held = Footprint.of(Memory(gpu=10, device=20, host=30), SHAPE, kv_tokens=0, requests=1)
     exact = {"gpu.hbm_capacity_bytes": held.gpu, "dram.capacity_bytes": 20, "host.memory_capacity_bytes": 30}
     held.require(load_hardware(**exact), "it", "advice")
     for key, place in zip(exact, ("gpu", "device", "host"), strict=True):

@@ -107,8 +107,9 @@ def require_capacity(engine: Engine, num_hot: int) -> None:
     spans, place = np.unique(np.stack([trace.step[ran], trace.request[ran]]), axis=1, return_inverse=True)
     context = np.zeros(spans.shape[1], np.int64)
     np.maximum.at(context, place.ravel(), trace.position[ran].astype(np.int64) + 1)
-    per_step = np.bincount(np.unique(spans[0], return_inverse=True)[1], weights=context)
-    held = Footprint.of(beside_device_memory(costs, num_hot), costs.shape, int(per_step.max(initial=0)))
+    which = np.unique(spans[0], return_inverse=True)[1]
+    cached, running = int(np.bincount(which, weights=context).max()), int(np.bincount(which).max())
+    held = Footprint.of(beside_device_memory(costs, num_hot), costs.shape, cached, running)
     held.require(costs.hardware, f"the run with K {num_hot}", "record it with other capacities, or fewer hot_experts")
 
 

@@ -38,9 +38,14 @@ class HostCpu:
 
     def layers_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
         """[L]: all experts of counts [L, E] from host memory, one after the other, and the rows' way there and back."""
-        read = np.where(counts > 0, weight_bytes / self.memory_bytes_per_s, 0.0)
-        compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
         row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
         hop = [costs.fetch_ps(int(n) * row_bytes) if n else 0 for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
-        times: NDArray[np.float64] = np.maximum(read, compute).sum(axis=1) * PS_PER_S + np.array(hop, np.float64)
+        times: NDArray[np.float64] = self.each_ps(costs, counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
+        return times
+
+    def each_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
+        """[...]: an expert from host memory for each of counts [...] rows; 0 rows cost nothing."""
+        read = np.where(counts > 0, weight_bytes / self.memory_bytes_per_s, 0.0)
+        compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
+        times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S
         return times

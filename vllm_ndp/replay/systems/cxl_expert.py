@@ -7,15 +7,20 @@ experts are loaded to the GPU as long as that shortens the layer. The paper's ow
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.replay.systems.context_aware import gate_loss
 from vllm_ndp.replay.systems.cpu import HostCpu
+from vllm_ndp.replay.systems.prompts import each_ps, on_gpu_ps, prompts_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.execution import copied_in_order, without_device
 from vllm_ndp.replay.vectorised.loads import add_up, sums_after, sums_before
-from vllm_ndp.replay.vectorised.outcome import PS_PER_S, Outcome
+from vllm_ndp.replay.vectorised.outcome import PS_PER_S, Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
 
 HOT, WARM, COLD = 0, 1, 2
@@ -41,13 +46,14 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     hot = popular_placement(options.prior, num_hot)
     near = popular_placement(options.prior, num_hot + (batches.num_experts - num_hot) // 2)
     tiers = np.where(hot, HOT, np.where(near, WARM, COLD)).astype(np.uint8)
-    gpu, fetch = costs.gpu_experts_ps(b), costs.fetch_ps()
+    gpu = costs.gpu_experts_ps(b)
     warm_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     activation_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * ACTIVATION_RATIO
     cold_ps = cpu.experts_ps(costs, b, costs.shape.expert_bytes * COLD_BITS / FULL_PRECISION_BITS, cpu.cxl_bytes_per_s)
     cold_ps += np.arange(b + 1) * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
     moe, gpu_ps = np.zeros((2, g, d, layers))
-    loaded = gpu_pairs = warm_pairs = cold_pairs = 0
+    cold = np.zeros(batches.loads.rows.shape, np.bool_)  # slots that run at COLD_BITS
+    loaded = gpu_pairs = warm_pairs = cold_pairs = warm_experts = cold_experts = 0
     for part in batches.loads.chunks():
         rows, tier = batches.loads.rows[:, part], batches.loads.look_up(tiers, part)
         is_hot = tier == HOT
@@ -56,17 +62,36 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         is_warm = np.take_along_axis(tier == WARM, order, axis=3)
         host = np.where(is_warm, warm_ps[missing], cold_ps[missing])
         here = add_up(gpu[np.where(is_hot, rows, 0)])[..., None]
-        copies = sums_before(np.where(missing > 0, fetch + gpu[missing], 0.0))
-        rest = sums_after(host)
-        total = np.maximum(here + copies, rest)
+        total = np.maximum(copied_in_order(gpu[missing], here, costs), sums_after(host))
         chosen = total.argmin(axis=3)[..., None]
         moe[:, part] = np.take_along_axis(total, chosen, 3)[..., 0]
-        gpu_ps[:, part] = (np.take_along_axis(here + copies, chosen, 3) - fetch * chosen)[..., 0]
+        gpu_ps[:, part] = np.take_along_axis(here + sums_before(gpu[missing]), chosen, 3)[..., 0]
         on_host = np.arange(missing.shape[3]) >= chosen
+        is_cold = on_host & ~is_warm & (missing > 0)
+        np.put_along_axis(cold[:, part], order, is_cold, axis=3)
         loaded += int(chosen.sum())
+        warm_experts += int((on_host & is_warm & (missing > 0)).sum())
+        cold_experts += int(is_cold.sum())
         gpu_pairs += int(np.where(is_hot, rows, 0).sum() + missing[~on_host].sum())
         warm_pairs += int(missing[on_host & is_warm].sum())
         cold_pairs += int(missing[on_host & ~is_warm].sum())
+    widths = np.where(cold.ravel()[batches.loads.places], COLD_BITS, 0).astype(np.uint8)
+    on_gpu = int((batches.loads.rows > 0).sum()) - warm_experts - cold_experts
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same threshold for the rows of a prompt."""
+        away = np.where(hot, 0, counts)
+        order = np.argsort(-away, axis=1, kind="stable")
+        missing, warm = (np.take_along_axis(a, order, axis=1) for a in (away, tiers == WARM))
+        near = cpu.each_ps(costs, missing, costs.shape.expert_bytes)
+        expander = replace(cpu, memory_bytes_per_s=int(cpu.cxl_bytes_per_s))
+        far = expander.each_ps(costs, missing, costs.shape.expert_bytes * COLD_BITS / FULL_PRECISION_BITS)
+        far += missing * activation_bytes / cpu.cxl_bytes_per_s * PS_PER_S
+        here = on_gpu_ps(costs, np.where(hot, counts, 0), costs.shape.expert_bytes)[:, None]
+        copied = copied_in_order(each_ps(missing, lambda rows: costs.resident_ps(1, rows)), here, costs)
+        times: NDArray[np.float64] = np.maximum(copied, sums_after(np.where(warm, near, far))).min(axis=1)
+        return times
+
     return without_device(
         "cxl_expert",
         "adaptive threshold",
@@ -74,12 +99,16 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         costs,
         moe_ps=moe,
         gpu_ps=gpu_ps,
-        resident=hot,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=loaded,
         hot_pairs=gpu_pairs,
         cold_bits=float(COLD_BITS * cold_pairs + FULL_PRECISION_BITS * warm_pairs),
         cold_pairs=cold_pairs + warm_pairs,
-        loss=float("nan"),
+        loss=gate_loss(batches, widths, options),
+        traffic=Traffic(
+            hbm_bytes=on_gpu * costs.shape.expert_bytes,
+            host_bytes=(warm_experts + cold_experts * COLD_BITS / FULL_PRECISION_BITS) * costs.shape.expert_bytes,
+        ),
     )
 
 

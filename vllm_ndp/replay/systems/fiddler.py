@@ -6,9 +6,11 @@ Activations cross the link, weights do so only when many rows share them. The pl
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.cpu import HostCpu
+from vllm_ndp.replay.systems.prompts import each_ps, prompts_ps
 from vllm_ndp.replay.systems.system import (
     Memory,
     ReplayOptions,
@@ -18,9 +20,9 @@ from vllm_ndp.replay.systems.system import (
     slots_bytes,
 )
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.execution import with_copies, without_device
 from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
 
 
@@ -41,7 +43,8 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     hop = np.array([costs.fetch_ps(int(n)) for n in activations], np.float64)
     fetch = costs.fetch_ps()
     moe, gpu_ps = np.zeros((2, g, d, layers))
-    fetched = hit_pairs = cpu_pairs = 0
+    fetched = hit_pairs = cpu_pairs = cpu_experts = gpu_experts = 0
+    link_bytes = 0.0
     for part in batches.loads.chunks():
         rows = batches.loads.rows[:, part]
         here = batches.loads.look_up(resident, part)
@@ -50,10 +53,27 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         copied = (misses > 0) & ~on_host
         gpu_ps[:, part] = add_up(gpu[hits]) + add_up(np.where(copied, gpu[misses], 0.0))
         cpu_ps = add_up(np.where(on_host, on_cpu[misses] + hop[misses], 0.0))
-        moe[:, part] = np.maximum(gpu_ps[:, part] + fetch * add_up(copied), cpu_ps)
+        on_gpu = np.where(on_host, 0.0, gpu[rows])
+        moe[:, part] = np.maximum(with_copies(on_gpu, copied, costs), cpu_ps)
+        cpu_experts += int(on_host.sum())
+        gpu_experts += int((rows > 0).sum() - on_host.sum())
+        link_bytes += float(activations[misses[on_host]].sum())
         fetched += int(copied.sum())
         hit_pairs += int(hits.sum())
         cpu_pairs += int(misses[on_host].sum())
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same choice for the rows of a prompt."""
+        here = each_ps(counts, lambda rows: costs.resident_ps(1, rows))
+        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
+        host = each_ps(counts, lambda rows: costs.fetch_ps(rows * row_bytes))
+        host += cpu.each_ps(costs, counts, costs.shape.expert_bytes)
+        away = (counts > 0) & ~resident
+        on_host = away & (host <= fetch + here)
+        on_gpu = with_copies(np.where(on_host, 0.0, here), away & ~on_host, costs)
+        times: NDArray[np.float64] = np.maximum(on_gpu, np.where(on_host, host, 0.0).sum(axis=1))
+        return times
+
     return without_device(
         "fiddler",
         "static",
@@ -61,11 +81,16 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         costs,
         moe_ps=moe,
         gpu_ps=gpu_ps,
-        resident=resident,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=fetched,
         hot_pairs=hit_pairs,
         cold_bits=float(FULL_PRECISION_BITS * cpu_pairs),
         cold_pairs=cpu_pairs,
+        traffic=Traffic(
+            hbm_bytes=gpu_experts * costs.shape.expert_bytes,
+            host_bytes=cpu_experts * costs.shape.expert_bytes,
+            link_bytes=link_bytes,
+        ),
     )
 
 
@@ -73,7 +98,7 @@ FIDDLER = System(
     "fiddler",
     (
         "CPU: 20 TFLOP/s (seed 002), 307 GB/s (8 x DDR5-4800); fp16 weights on both sides",
-        "CPU and GPU run side by side; prompts follow the GPU path",
+        "CPU and GPU run side by side, in prompts too: each expert where its rows are done sooner",
     ),
     False,
     replay,

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from vllm_ndp.replay.systems.system import (
     Memory,
     ReplayOptions,
@@ -17,7 +15,7 @@ from vllm_ndp.replay.systems.system import (
 )
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import CACHE_PRIORITIES, LRU, visits
-from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.execution import with_copies, without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.simulation.costs import Costs
@@ -41,14 +39,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     missing = (rows > 0) & ~hit
     compute = costs.gpu_experts_ps(batches.shape[1])[rows]
     on_gpu = add_up(compute)
-    # Copies come one after the other while earlier experts compute; the last one computes after its copy.
-    waiting = add_up(missing) * costs.fetch_ps() + np.where(missing, compute, 0.0).max(axis=3)
     return without_device(
         "gpu_on_demand",
         "no cache" if kind == "none" else kind,
         batches,
         costs,
-        moe_ps=np.maximum(on_gpu, waiting),
+        moe_ps=with_copies(compute, missing, costs),
         gpu_ps=on_gpu,
         resident=start,
         fetched_experts=int(missing.sum()),

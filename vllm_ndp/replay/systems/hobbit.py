@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ndp_device.timing.units import ceil_div
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.replay.systems.context_aware import gate_loss
 from vllm_ndp.replay.systems.system import (
     Memory,
     ReplayOptions,
@@ -23,9 +24,9 @@ from vllm_ndp.replay.systems.system import (
 )
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
-from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.execution import SKIPPED, with_copies, without_device
 from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome, time_before
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, time_before
 from vllm_ndp.simulation.costs import Costs
 
 T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
@@ -74,26 +75,36 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     wanted = (low > 0) & ~there
     low_hit = visits(loads.with_rows(np.where(wanted, low, 0)), low_start, low_slots, PRIORITY).hit
     high_misses, low_misses = add_up((high > 0) & ~high_hit), add_up(wanted & ~low_hit)
-    compute = add_up(gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / FULL_PRECISION_BITS, gpu[low]))
+    per_expert = gpu[high] + np.where(wanted, gpu[low] * LOW_BITS / FULL_PRECISION_BITS, gpu[low])
+    compute = add_up(per_expert)
     low_bytes = costs.shape.expert_bytes * LOW_BITS // FULL_PRECISION_BITS
-    fetch = high_misses * costs.fetch_ps() + low_misses * costs.fetch_ps(low_bytes)
+    high_missing, low_missing = (high > 0) & ~high_hit, wanted & ~low_hit
+    copies = np.where(high_missing, costs.copy_ps, costs.copy_ps * LOW_BITS / FULL_PRECISION_BITS)
+    fetch = (high_misses + low_misses * LOW_BITS / FULL_PRECISION_BITS) * costs.copy_ps
     hidden = PREFETCH_ACCURACY * np.minimum(fetch, time_before(compute, batches, costs))
+    layer = with_copies(per_expert, high_missing | low_missing, costs, before_ps=-hidden, copy_ps=copies)
     executed = np.broadcast_to(batches.pairs, batches.ids.shape)
     mix = [float((classes[executed] == kind).mean()) for kind in (HIGH, LOW, SKIP)]
+    runs_low = (classes == LOW) & wanted.ravel()[loads.places]
+    widths = np.where(runs_low, LOW_BITS, np.where(classes == SKIP, SKIPPED, 0)).astype(np.uint8)
     low_pairs = int((classes[executed] == LOW).sum())
     return without_device(
         "hobbit",
         f"T1 {t1:g} T2 {t2:g}",
         batches,
         costs,
-        moe_ps=fetch - hidden + compute,
+        moe_ps=layer,
         gpu_ps=compute,
         resident=high_start,
         fetched_experts=float(high_misses.sum()) + float(low_misses.sum()) * low_bytes / costs.shape.expert_bytes,
         hot_pairs=int(high[high_hit].sum() + low[low_hit].sum() + low[(low > 0) & there].sum()),
         cold_bits=float(LOW_BITS * low_pairs),
         cold_pairs=low_pairs,
-        loss=float("nan"),
+        loss=gate_loss(batches, widths, options),
+        traffic=Traffic(
+            hbm_bytes=costs.shape.expert_bytes
+            * float((high > 0).sum() + ((low > 0) & there).sum() + wanted.sum() * LOW_BITS / FULL_PRECISION_BITS)
+        ),
         notes={
             "high": mix[HIGH],
             "low": mix[LOW],

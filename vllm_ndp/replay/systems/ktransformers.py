@@ -20,7 +20,7 @@ from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
 
 CPU_BITS = (FULL_PRECISION_BITS, 8, 4)
@@ -56,7 +56,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu = costs.gpu_experts_ps(b)
     on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
     moe, gpu_ps = np.zeros((2, g, d, layers))
-    hits = 0
+    hits = gpu_experts = cpu_experts = crossed = 0
     for part in batches.loads.chunks():
         rows, here = batches.loads.rows[:, part], batches.loads.look_up(hot, part)
         gpu_ps[:, part] = add_up(gpu[np.where(here, rows, 0)])
@@ -64,6 +64,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         crossing = np.minimum(add_up(cold), batches.rows[:, part, None])  # activations of a row cross once
         moe[:, part] = np.maximum(gpu_ps[:, part], add_up(on_cpu[cold]) + hop[crossing])
         hits += int(np.where(here, rows, 0).sum())
+        gpu_experts += int((here & (rows > 0)).sum())
+        cpu_experts += int((cold > 0).sum())
+        crossed += int(crossing.sum())
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         resident = on_gpu_ps(costs, np.where(hot, counts, 0), costs.shape.expert_bytes)
@@ -84,6 +87,11 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold_bits=float(bits * (pairs - hits)),
         cold_pairs=pairs - hits,
         loss=gate_loss(batches, widths.astype(np.uint8), options),
+        traffic=Traffic(
+            hbm_bytes=gpu_experts * costs.shape.expert_bytes,
+            host_bytes=cpu_experts * cold_bytes,
+            link_bytes=crossed * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
+        ),
         notes={"gpu_experts_per_layer": hot.sum(axis=1).tolist()},
     )
 

@@ -20,7 +20,7 @@ from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, reside
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
 
 
@@ -54,7 +54,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         times: NDArray[np.float64] = (1 - away) * here + away * np.minimum(copied, computed)
         return times
 
-    pairs = int(rows.sum())
+    pairs, used = int(rows.sum()), float((rows > 0).sum())
     quantized = bits < FULL_PRECISION_BITS
     widths = np.full(batches.ids.shape, bits if quantized else 0, np.uint8)
     return without_device(
@@ -70,6 +70,11 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold_bits=float(bits * pairs) if quantized else float(bits * away * pairs),
         cold_pairs=pairs if quantized else round(away * pairs),
         loss=gate_loss(batches, widths, options),
+        traffic=Traffic(
+            hbm_bytes=(1 - away) * used * expert_bytes,
+            host_bytes=away * used * expert_bytes,
+            link_bytes=away * pairs / shape.top_k * 2 * shape.hidden_size * shape.dtype_bytes,
+        ),
         notes={"layers_on_cpu": away * shape.num_layers},
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import Priority, visits
-from vllm_ndp.replay.vectorised.execution import without_device
+from vllm_ndp.replay.vectorised.execution import with_copies, without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, time_before
 from vllm_ndp.simulation.costs import Costs
@@ -27,17 +27,22 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
     hit, predicted, _ = visits(batches.loads, start, options.budget.num_hot, expected, frequency=prompts, predict=k * b)
     rows = batches.loads.rows
-    compute = add_up(costs.gpu_experts_ps(b)[rows])
+    compute = costs.gpu_experts_ps(b)[rows]
+    lightest = np.where(predicted, compute, np.inf).min(axis=3)
     misses, early = add_up((rows > 0) & ~hit), add_up(predicted)
-    waiting = np.maximum(early * costs.fetch_ps() - time_before(compute, batches, costs), 0)
+    # The link begins with what was predicted while the layer before runs, and goes on with what was not.
+    ahead = np.where(early > 0, costs.copy_opening_ps + early * costs.copy_ps, 0.0)
+    late = np.maximum(ahead - time_before(add_up(compute), batches, costs), 0)
+    missing = (rows > 0) & ~hit & ~predicted
+    layer = np.maximum(with_copies(compute, missing, costs, before_ps=late), late + np.where(early > 0, lightest, 0.0))
     fetched = int(misses.sum())
     return without_device(
         "moe_infinity",
         "activation-aware",
         batches,
         costs,
-        moe_ps=waiting + (misses - early) * costs.fetch_ps() + compute,
-        gpu_ps=compute,
+        moe_ps=layer,
+        gpu_ps=add_up(compute),
         resident=start,
         fetched_experts=fetched,
         hot_pairs=int(rows[hit].sum()),
@@ -49,7 +54,7 @@ MOE_INFINITY = System(
     "moe_infinity",
     (
         "the sequence's own activation counts plus a prior worth 16 tokens decide eviction and prefetch",
-        "a predicted copy hides behind the layer before; copies do not disturb compute",
+        "a predicted copy begins with the layer before; copies do not disturb compute",
     ),
     False,
     replay,

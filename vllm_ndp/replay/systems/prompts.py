@@ -32,6 +32,13 @@ def prompts_ps(
     return out
 
 
+def each_ps(counts: NDArray[np.int64], one_ps: Callable[[int], float]) -> NDArray[np.float64]:
+    """one_ps of every count, asked once for each that occurs; 0 for 0."""
+    distinct, place = np.unique(counts, return_inverse=True)
+    times = np.array([one_ps(int(rows)) if rows else 0.0 for rows in distinct], np.float64)
+    return times[place].reshape(counts.shape)
+
+
 def on_gpu_ps(costs: Costs, counts: NDArray[np.int64], expert_bytes: int) -> NDArray[np.float64]:
     """[...], the experts of counts [..., E] in GPU memory, each used one read once at that size."""
     touched, pairs = (counts > 0).sum(axis=-1), counts.sum(axis=-1)

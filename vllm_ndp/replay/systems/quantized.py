@@ -17,7 +17,7 @@ from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, TooFew
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import shared_ps
 from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
 
 WEIGHT_BITS = (FULL_PRECISION_BITS, 8, 4, 3, 2)
@@ -75,6 +75,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold_bits=float(bits * pairs) if quantized else 0.0,
         cold_pairs=pairs if quantized else 0,
         loss=gate_loss(batches, widths, options),
+        traffic=Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * expert_bytes),
     )
 
 

@@ -1,7 +1,8 @@
 """How long decode pairs and prompts take once it is settled where each pair runs. Vectorised over the whole trace.
 
 A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits, NOWHERE that the system
-accounts for the pair itself. Knows costs. Does not know why a pair runs where it runs.
+accounts for the pair itself, SKIPPED (where losses are counted) that it is not computed. Knows costs. Does not know why
+a pair runs where it runs.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.loads import add_up
-from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
+from vllm_ndp.replay.vectorised.loads import add_up, sums_before
+from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.simulation.costs import Costs
 
-NOWHERE = 255
+NOWHERE, SKIPPED = 255, 254
+_DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
 
 
 class Split(NamedTuple):
     gpu_ps: NDArray[np.float64]  # [G, D, L]
     device_ps: NDArray[np.float64]  # [G, D, L]
+    traffic: Traffic
 
     @property
     def moe_ps(self) -> NDArray[np.float64]:
@@ -42,12 +46,15 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Spli
         cost = by_width[:, 1][widths[:, 0]]
         gpu = add_up(np.where(widths[:, 0] == 0, cost, 0.0))
         dev = add_up(np.where(on_device[:, 0], cost, 0.0))
+        reads = np.stack([np.zeros(256, np.int64), np.bincount(widths.ravel(), minlength=256)], axis=1)
     else:
-        gpu, dev = _grouped(batches, widths, by_width)
+        gpu, dev, reads = _grouped(batches, widths, by_width)
     per_row = add_up(on_device)
     pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
-    dev += np.where(rows > 0, costs.links_ps(b)[rows, pairs] + costs.device_fill_ps, 0.0)
-    return Split(gpu + shared_ps(batches, costs), dev)
+    links = costs.links_ps(b)
+    dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
+    messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
+    return Split(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
 
 
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
@@ -55,10 +62,22 @@ def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
     return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
 
 
+def _traffic(reads: NDArray[np.int64], messages: NDArray[np.int64], costs: Costs) -> Traffic:
+    """reads [256, rows]: how often an expert was read at a width for so many rows; messages: of each rows x pairs."""
+    b = reads.shape[1] - 1
+    dram_pj, arrays_pj = (costs.device_energy(b) * reads[:_DEVICE_WIDTHS]).sum(axis=(1, 2))
+    return Traffic(
+        hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
+        link_bytes=float(messages @ costs.message_wire_bytes(b).ravel()),
+        device_dram_pj=float(dram_pj),
+        device_arrays_pj=float(arrays_pj),
+    )
+
+
 def _grouped(
     batches: Batches, widths: NDArray[np.uint8], by_width: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rows that chose the same expert at the same width share one read of it."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Rows that chose the same expert at the same width share one read of it; (GPU, device, reads as in _traffic)."""
     g, _, d, layers, _ = batches.shape
     cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
         :, None
@@ -73,7 +92,55 @@ def _grouped(
         np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
         for side in (width == 0, width > 0)
     )
-    return gpu, dev
+    reads = np.bincount(width * by_width.shape[1] + counts, minlength=by_width.size).reshape(by_width.shape)
+    return gpu, dev, reads.astype(np.int64)
+
+
+def with_copies(
+    compute_ps: NDArray[np.float64],
+    missing: NDArray[np.bool_],
+    costs: Costs,
+    *,
+    before_ps: NDArray[np.float64] | float = 0.0,
+    copy_ps: NDArray[np.float64] | float | None = None,
+) -> NDArray[np.float64]:
+    """[...]: a layer whose missing experts are copied to the GPU; one rule by which every system pays its fetches.
+
+    compute_ps and missing [..., S]; copy_ps [..., S] or one number: each copy's time on the link, a whole expert's
+    unless told otherwise. Copies are handed over together, as prompts stream: one launch, then one after the other at
+    the rate of long copies, what computes longest first. The GPU computes what is there meanwhile; an expert computes
+    once it has arrived. So the layer ends with the last of: all its compute; the first copy and all that waited for
+    one; the last copy and the shortest of them. That is exact for copies of equal length, and wherever a copy takes
+    longer than its compute. before_ps: how long into the layer the link still carries copies that began earlier.
+    """
+    each = np.where(missing, costs.copy_ps if copy_ps is None else copy_ps, 0.0)
+    waiting = np.where(missing, compute_ps, 0.0)
+    lightest = np.where(missing, compute_ps, np.inf).min(axis=-1)
+    link_free = before_ps + costs.copy_opening_ps
+    first = link_free + np.where(missing, each, np.inf).min(axis=-1)
+    ends = np.maximum(first + add_up(waiting), link_free + add_up(each) + lightest)
+    total: NDArray[np.float64] = np.where(
+        missing.any(axis=-1), np.maximum(add_up(compute_ps), ends), add_up(compute_ps)
+    )
+    return total
+
+
+def copied_in_order(
+    compute_ps: NDArray[np.float64], resident_ps: NDArray[np.float64], costs: Costs
+) -> NDArray[np.float64]:
+    """[..., S + 1]: the same rule, at h if the first h experts of compute_ps [..., S] are copied, no others run here.
+
+    compute_ps falls along S and ends in zeros, which are no experts; resident_ps [..., 1]: what else the GPU computes.
+    """
+    span = compute_ps.shape[-1]
+    every = sums_before(compute_ps)
+    copies = np.minimum(np.arange(span + 1), (compute_ps > 0).sum(axis=-1, keepdims=True))
+    lightest = np.minimum.accumulate(np.where(compute_ps > 0, compute_ps, np.inf), axis=-1)
+    last = np.concatenate([np.zeros_like(compute_ps[..., :1]), lightest], axis=-1)
+    link = costs.copy_opening_ps + copies * costs.copy_ps
+    ends = np.maximum(costs.copy_opening_ps + costs.copy_ps + every, link + last)
+    times: NDArray[np.float64] = np.maximum(resident_ps + every, np.where(copies > 0, ends, 0.0))
+    return times
 
 
 def without_device(
@@ -88,13 +155,15 @@ def without_device(
     hot_pairs: int,
     resident: NDArray[np.bool_] | None = None,
     prefill_ps: NDArray[np.float64] | None = None,
+    traffic: Traffic | None = None,
     cold_bits: float = 0.0,
     cold_pairs: int = 0,
     loss: float = 0.0,
     notes: dict[str, Any] | None = None,
 ) -> Outcome:
     """Of a system whose experts run on the GPU or CPU. prefill_ps [G, B], or resident [L, E]: what the GPU holds while
-    prompts run; fetched_experts: whole ones that crossed the link during decode, in the trace's layers."""
+    prompts run; fetched_experts: whole ones that crossed the link during decode, in the trace's layers; traffic: None
+    where all used experts are read once from GPU memory in full precision."""
     g, _, d, layers, _ = batches.shape
     if prefill_ps is None:
         here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
@@ -113,6 +182,7 @@ def without_device(
         cold_bits=cold_bits,
         cold_pairs=cold_pairs,
         loss=loss,
+        traffic=traffic or Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * costs.shape.expert_bytes),
         notes=notes or {},
     )
 

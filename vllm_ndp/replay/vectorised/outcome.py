@@ -17,6 +17,17 @@ from vllm_ndp.simulation.costs import Costs
 PS_PER_S = 1e12
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What experts moved while decoding, in the trace's layers. Copies to the GPU are apart: migrated_bytes."""
+
+    hbm_bytes: float = 0.0  # weights read for GPU kernels
+    host_bytes: float = 0.0  # weights read for CPU kernels
+    link_bytes: float = 0.0  # activations and results on the wire
+    device_dram_pj: float = 0.0  # weights read beside the device's arrays
+    device_arrays_pj: float = 0.0
+
+
 @dataclass
 class Outcome:
     """Simulated. G groups, D steps, L layers of the trace; a model with more layers repeats the trace's."""
@@ -35,6 +46,8 @@ class Outcome:
     cold_pairs: int
     loss: float = float("nan")
     """Mean over decode pairs of gate * loss of the width it ran at, relative to 1 bit; 0 = all in full precision."""
+    traffic: Traffic | None = None
+    """None: not stated, and no energy is shown."""
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,6 +84,15 @@ class Summary:
     device_gb: float = float("nan")
     host_gb: float = float("nan")
     """What the system holds in each memory, all of it for the GPU, experts for the others."""
+    energy_link_mj: float = float("nan")
+    energy_dram_mj: float = float("nan")
+    energy_arrays_mj: float = float("nan")
+    energy_gpu_mj: float = float("nan")
+    """Millijoules per decode token of what moved, by part (ndp_device/timing/energy.py); migration is in it."""
+
+    @property
+    def energy_mj(self) -> float:
+        return self.energy_link_mj + self.energy_dram_mj + self.energy_arrays_mj + self.energy_gpu_mj
 
     def cells(self) -> dict[str, str]:
         """Heading -> text, for tables that people read; what does not apply is a dash."""
@@ -91,6 +113,7 @@ class Summary:
             "hit mass": _text(self.hit_mass, 3),
             "moved GB": _text(self.migrated_gb),
             "NDP busy %": _text(100 * self.device_busy, 3),
+            "mJ/token": _text(self.energy_mj, 3),
             "GPU GB": _text(self.gpu_gb, 3),
             "bits": _text(self.avg_bits, 3),
             "loss": _text(self.loss, 3),
@@ -130,7 +153,11 @@ def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs)
 
 
 def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
-    """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more."""
+    """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more.
+
+    The hot set moves between the prompt's last step and the first decode step, as on the live clock: it delays the
+    second token, not the first.
+    """
     rows = batches.rows
     attention = np.zeros(rows.shape)
     head = np.zeros(rows.shape)
@@ -140,6 +167,7 @@ def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.f
         head[here] = costs.gpu.head_ps(count)
     layers = costs.shape.num_layers * (attention + costs.overhead_ps)
     total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
+    total[:, 0] += outcome.migration_ps
     return np.where(rows > 0, total, np.nan)
 
 
@@ -147,12 +175,12 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
     steps = step_times(outcome, batches, costs)
     running = ~np.isnan(steps)
     decode_s = float(np.nansum(steps)) / PS_PER_S
-    # A request's first token comes when its group's prompts before it, and its own, are done, and the hot set moved.
-    first_token = np.cumsum(outcome.prefill_ps, axis=1) + outcome.migration_ps[:, None]
+    # A request's first token comes when its group's prompts before it, and its own, are done.
+    first_token = np.cumsum(outcome.prefill_ps, axis=1)
     per_row = np.repeat(steps[running], batches.rows[running])  # every row of a step waits for the whole step
     tokens, seconds = batches.valid.sum(axis=(1, 2)), np.nansum(steps, axis=1) / PS_PER_S
     busy = layer_factor(batches, costs) * float(outcome.device_ps[running].sum()) / PS_PER_S
-    return Summary(
+    row = Summary(
         system=outcome.system,
         policy=outcome.policy,
         batch=batches.shape[1],
@@ -168,6 +196,34 @@ def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
         avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
         loss=outcome.loss,
     )
+    return row if outcome.traffic is None else _with_energy(row, outcome, outcome.traffic, batches, costs)
+
+
+def _with_energy(row: Summary, outcome: Outcome, traffic: Traffic, batches: Batches, costs: Costs) -> Summary:
+    """Per decode token and part. A copy is read from DRAM, crosses the link and is written to HBM."""
+    hardware, factor = costs.hardware, layer_factor(batches, costs)
+    energy, copied = hardware.energy, outcome.migrated_bytes
+    packets = copied / hardware.link.packet_payload_bytes
+    wire = factor * traffic.link_bytes + copied + packets * hardware.link.packet_header_bytes
+    dram_row = hardware.dram.lines_per_row * hardware.dram.line_bytes
+    dram_fj_per_byte = energy.dram_line32_fj / 32 + energy.activate_fj / dram_row
+    host_bytes = factor * traffic.host_bytes + copied
+    hbm_bytes = factor * traffic.hbm_bytes + copied + _beside_experts_bytes(batches, costs)
+    per_token = 1 / (1e12 * float(batches.valid.sum()))  # femtojoules of all decode to millijoules of a token
+    return replace(
+        row,
+        energy_link_mj=8 * wire * energy.link_bit_fj * per_token,
+        energy_dram_mj=(host_bytes * dram_fj_per_byte + 1e3 * factor * traffic.device_dram_pj) * per_token,
+        energy_arrays_mj=1e3 * factor * traffic.device_arrays_pj * per_token,
+        energy_gpu_mj=8 * hbm_bytes * energy.hbm_bit_fj * per_token,
+    )
+
+
+def _beside_experts_bytes(batches: Batches, costs: Costs) -> float:
+    """What all decode steps read from HBM apart from experts: attention and its cache in every layer, and the head."""
+    shape, steps = costs.shape, int((batches.rows > 0).sum())
+    weights = steps * (shape.beside_weights + shape.head_weights) * shape.dtype_bytes
+    return weights + float(batches.kv_tokens.sum()) * shape.kv_bytes
 
 
 def against(row: Summary, own: NDArray[np.float64], reference: NDArray[np.float64]) -> Summary:
