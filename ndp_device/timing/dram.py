@@ -116,10 +116,7 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
     if dram.kind == "ideal":
         times = [stream(dram, lines, 0).total_ps]
     elif streams != 1:
-        chunk = dram.stripe_bytes // dram.line_bytes
-        length = ceil_div(lines, max(streams, 1) * chunk) * chunk
-        concurrent = ConcurrentStreams(dram, streams, placement, length)
-        times = _concurrent_cycles(dram, concurrent)
+        times = _concurrent_cycles(dram, _concurrent(dram, num_bytes, streams, placement))
     elif lines <= _EXACT_LINES:
         count = max(8, min(_SIMULATED_LINES // lines, 1024))
         times = [_exact_cycles(dram, StreamMap(dram), lines, idle) for idle in _moments(dram, count)]
@@ -157,13 +154,22 @@ def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
     return Controller(dram, lines, idle, end, dram.outstanding).run().cycles + _OFFER_CYCLES
 
 
+def _concurrent(dram: DramSpec, num_bytes: int, streams: int, placement: str) -> ConcurrentStreams:
+    """natural: parts of one allocation; otherwise each stream is an allocation of its own and begins on a channel."""
+    if placement == "natural":
+        return ConcurrentStreams.parts_of(dram, streams, num_bytes)
+    chunk = dram.stripe_bytes // dram.line_bytes
+    length = ceil_div(channel_lines(dram, num_bytes), max(streams, 1) * chunk) * chunk
+    return ConcurrentStreams(dram, streams, placement, length)
+
+
 def _concurrent_cycles(dram: DramSpec, lines: ConcurrentStreams) -> list[int]:
     """Simulated whole where that is short; else until conflicts between rows repeat, and continued at that pace.
 
     Conflicts repeat when every stream has moved on by one block of rows. The pace is taken between two refreshes about
     a whole number of such blocks apart: whole refresh intervals, whole patterns.
     """
-    end, repeat = lines.streams * lines.length, lines.streams * lines.one.block
+    end, repeat = lines.num_lines, lines.streams * lines.one.block
     refresh_lines = dram.refi // dram.burst
     simulated = max(repeat + 3 * refresh_lines, _CONCURRENT_REFRESHES * refresh_lines)
     if end <= max(simulated, _CONCURRENT_LINES):

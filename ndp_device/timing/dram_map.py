@@ -6,6 +6,7 @@ before the bank group.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,9 +54,9 @@ class StreamMap:
 
 @dataclass(frozen=True)
 class ConcurrentStreams:
-    """Sequential streams of `length` lines each, served in turn, one stripe at a time.
+    """Sequential streams of `length` lines each on one channel, served in turn, one stripe at a time.
 
-    natural     consecutive parts of one allocation
+    natural     consecutive parts of one allocation; `parts_of` cuts it where the bytes are, between any two stripes
     staggered   each in its own rows, its start shifted by one bank against the stream before
     same-bank   each in its own rows, all starting in the same bank
     """
@@ -65,6 +66,22 @@ class ConcurrentStreams:
     placement: str
     length: int
     period: int = 0  # rows of several streams take turns: no short period
+    parts: tuple[tuple[int, int], ...] = ()  # (first stripe, stripes) of each on the channel, if unequal
+
+    @classmethod
+    def parts_of(cls, dram: DramSpec, streams: int, num_bytes: int) -> ConcurrentStreams:
+        """Equal parts of one allocation, as the first channel sees them, which is loaded most.
+
+        A part begins on whichever channel the one before left off, so a channel holds a stripe more of some parts than
+        of others: never two.
+        """
+        if streams < 1:
+            raise ConfigError(f"the number of streams must be at least 1, got {streams}")
+        stripes = ceil_div(num_bytes, dram.stripe_bytes)
+        cuts = [ceil_div(part * stripes // streams, dram.channels) for part in range(streams + 1)]
+        parts = tuple((cut, until - cut) for cut, until in itertools.pairwise(cuts))
+        length = min(count for _, count in parts) * (dram.stripe_bytes // dram.line_bytes)
+        return cls(dram, streams, "natural", length, parts=parts)
 
     def __post_init__(self) -> None:
         if self.streams < 1:
@@ -73,11 +90,20 @@ class ConcurrentStreams:
             raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
 
     @cached_property
+    def num_lines(self) -> int:
+        """Of all streams together."""
+        if not self.parts:
+            return self.streams * self.length
+        return sum(count for _, count in self.parts) * self._chunk
+
+    @cached_property
     def one(self) -> StreamMap:
         return StreamMap(self.dram)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
+        if self.parts:
+            return tuple(first * self._chunk for first, _ in self.parts)
         if self.placement == "natural":
             return tuple(stream * self.length for stream in range(self.streams))
         span = self.one.row_span
@@ -86,10 +112,19 @@ class ConcurrentStreams:
         return tuple(stream * apart + stream * shift % span for stream in range(self.streams))
 
     def at(self, position: int) -> tuple[int, int]:
-        chunk = self.dram.stripe_bytes // self.dram.line_bytes
-        turn, within = divmod(position, chunk)
+        turn, within = divmod(position, self._chunk)
         index, stream = divmod(turn, self.streams)
-        return self.one.at(self.starts[stream] + index * chunk + within)
+        if position >= self.streams * self.length:  # the last turn, of those with a stripe more
+            index, stream = self.length // self._chunk, self._longer[turn - self.streams * self.length // self._chunk]
+        return self.one.at(self.starts[stream] + index * self._chunk + within)
+
+    @cached_property
+    def _chunk(self) -> int:
+        return self.dram.stripe_bytes // self.dram.line_bytes
+
+    @cached_property
+    def _longer(self) -> tuple[int, ...]:
+        return tuple(i for i, (_, count) in enumerate(self.parts) if count * self._chunk > self.length)
 
     def block_end(self, position: int) -> int:
         return position

@@ -175,6 +175,33 @@ def test_natural_parts_of_one_allocation_lie_one_after_the_other() -> None:
     assert [parts.at(0), parts.at(4), parts.at(8)] == [StreamMap(DDR5).at(first) for first in (0, 1024, 2048)]
 
 
+def test_natural_parts_are_cut_where_the_bytes_are_and_not_where_a_channel_begins() -> None:
+    """50 stripes in two parts over 20 channels: the first channel holds stripes 0, 20 and 40, two of the first part and
+    one of the second; lines 0, 8 (the second part's) and 4 begin its turns."""
+    parts = ConcurrentStreams.parts_of(DDR5, 2, 50 * 256)
+    assert parts.parts == ((0, 2), (2, 1))
+    assert parts.num_lines == channel_lines(DDR5, 50 * 256) == 12
+    assert [parts.at(first) for first in (0, 4, 8)] == [StreamMap(DDR5).at(first) for first in (0, 8, 4)]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 7, 16, 64, 1000])
+@pytest.mark.parametrize("num_bytes", [1, 4096, 100_000, MIB])
+def test_natural_parts_read_every_line_of_the_allocation_once(streams: int, num_bytes: int) -> None:
+    parts = ConcurrentStreams.parts_of(DDR5, streams, num_bytes)
+    lines = -(-num_bytes // (256 * 20)) * 4  # whole stripes
+    read = [parts.at(position) for position in range(parts.num_lines)]
+    assert sorted(read) == sorted(StreamMap(DDR5).at(line) for line in range(lines))
+
+
+@pytest.mark.parametrize("dram", [DDR5, LPDDR5])
+def test_many_natural_streams_take_what_one_takes(dram: DramSpec) -> None:
+    """1 MiB lies in the rows of few banks: 32 and 64 parts of it, each begun on a channel boundary, took 9 to
+    25 % longer because every part was rounded up to whole rounds of the channels."""
+    alone = transfer(dram, MIB).mean_ps
+    for streams in (2, 16, 32, 64):
+        assert transfer(dram, MIB, streams).mean_ps == pytest.approx(alone, rel=0.01)
+
+
 def test_the_map_puts_bank_group_lowest_then_column_bank_rank_row() -> None:
     """Eight bank groups, 128 lines, four banks, two ranks: the bank changes after 1024 lines, the rank after 4096."""
     where = StreamMap(DDR5).at
