@@ -58,6 +58,43 @@ class GridOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class ArrivalOptions:
+    """When requests arrive. Times are of the simulated clock."""
+
+    process: Annotated[
+        str, typer.Option(help="poisson, bursty, recorded, together, or steps (a live run again, as it was).")
+    ] = "poisson"
+    rate: Annotated[float, typer.Option(help="poisson, bursty: requests per second of each host.")] = 1.0
+    burstiness: Annotated[float, typer.Option(help="bursty: as of vllm bench serve; below 1 is bursty.")] = 0.25
+    speed: Annotated[float, typer.Option(help="recorded: so many times as fast as recorded.")] = 1.0
+    requests: Annotated[
+        int | None, typer.Option(help="Requests in all, the trace's taken round and round; default: each once.")
+    ] = None
+    seed: Annotated[int, typer.Option(help="The same seed gives the same arrivals.")] = 0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The host that serves them."""
+
+    policy: Annotated[str, typer.Option(help="How hot experts are chosen.")] = "prefill"
+    hot_experts: HotOption = None
+    avg_bits: AvgBitsOption = 2.0
+    execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (
+        "balanced"
+    )
+    migration: Annotated[str, typer.Option(help="kept: what a prefill streamed stays; difference.")] = "kept"
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once, as in vLLM.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, as in vLLM.")] = 2048
+    block_size: Annotated[int, typer.Option(help="Tokens of a KV block, as in vLLM.")] = 16
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Room in the KV cache; default: what GPU memory holds beside the weights.")
+    ] = None
+    prior: PriorOption = None
+    replicas: ReplicasOption = None
+
+
 JobsOption = Annotated[
     str, typer.Option(help="Processes that share the work: a number, all (one per core), or ray (a Ray cluster).")
 ]

@@ -52,8 +52,7 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
-    nominal = recorded.provenance.live is None or _is_identity(recorded)  # replay_live refuses the former
-    replayed = replay_live(recorded, _losses(recorded, replicas, nominal=nominal))
+    replayed = replay_live(recorded, losses_of_run(recorded, replicas))
     off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
     print_json(
         {
@@ -103,7 +102,7 @@ def compare(
     started = time.perf_counter()
     recorded = Trace.load(trace)
     settings = _settings(what, where, plans)
-    loss = None if plans.replicas is None else _losses(recorded, plans.replicas)
+    loss = None if plans.replicas is None else losses(recorded, plans.replicas)
     prior = None if plans.prior is None else read_prior(plans.prior)
     result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
     print_comparison(result, settings)
@@ -159,7 +158,7 @@ def sweep(
     axes = Axes(_listed(grid.model), _listed(grid.hardware), memory)
     first = HardwareOptions(axes.models[0], axes.hardware[0], grid.set_)
     recorded = [Trace.load(path) for path in traces]
-    loss = None if plans.replicas is None else _losses(recorded[0], plans.replicas)
+    loss = None if plans.replicas is None else losses(recorded[0], plans.replicas)
     prior = None if plans.prior is None else read_prior(plans.prior)
     tasks = Grid(recorded, axes, _settings(what, first, plans), prior=prior, loss=loss)
     with progress("rows") as advance:
@@ -258,7 +257,7 @@ def analyze(
     summary = {**dataclasses.asdict(result), "layers_outside_null": result.layers_outside_null}
     agreement = None
     if calibrations is not None:
-        first, second = (_losses(recorded, path) for path in calibrations)
+        first, second = (losses(recorded, path) for path in calibrations)
         agreement = calibration_sensitivity(recorded, first, second, Budget(result.num_hot, avg_bits))
         summary["calibration"] = dataclasses.asdict(agreement)
     if prior_out is not None:
@@ -307,7 +306,7 @@ def report(
         avg_bits=avg_bits,
     )
     nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
-    loss = _losses(recorded, replicas, nominal=nominal)
+    loss = losses(recorded, replicas, nominal=nominal)
     result: dict[str, Any] = write_report(recorded, settings, out, loss)
     if perfetto is not None:
         result["perfetto"] = str(perfetto)
@@ -352,7 +351,7 @@ def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def _losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> LossTable:
+def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> LossTable:
     """Load the losses of the given replicas, else of those the run used, else of the cache."""
     from ndp_device.cache import default_cache_dir
     from ndp_device.replicas.loss_table import load_loss_table
@@ -371,6 +370,11 @@ def _losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> Lo
             f"[{p.num_layers}, {p.num_experts}]: give the replicas of the trace's model"
         )
     return loss
+
+
+def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
+    """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
+    return losses(trace, replicas, nominal=trace.provenance.live is None or _is_identity(trace))
 
 
 def _is_identity(trace: Trace) -> bool:

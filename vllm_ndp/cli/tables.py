@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from ndp_device.widths import WIDTHS
 from vllm_ndp.replay.analysis import Analysis, Sensitivity
 from vllm_ndp.replay.compare import CompareSettings, Comparison
 from vllm_ndp.replay.reproduce import Reproduction
+from vllm_ndp.replay.serving.latency import CAUSES, Percentile
 from vllm_ndp.replay.sweep.run import SweepResult
 from vllm_ndp.replay.systems import SYSTEMS
 
@@ -82,6 +83,19 @@ def print_sweep(result: SweepResult) -> None:
         print(f"  refused {', '.join(map(str, point.columns().values()))}: {why}")
     for note in result.skipped:
         print(f"  skipped {note}")
+
+
+def print_latencies(hosts: Sequence[Mapping[str, Sequence[Percentile]]], title: str) -> None:
+    """hosts: of each, kind of latency -> percentiles."""
+    table = Table(title=title)
+    for name in ("host", "latency", "percentile", "ms", *CAUSES):
+        table.add_column(name, justify="left" if name == "latency" else "right")
+    for number, kinds in enumerate(hosts):
+        for kind, found in kinds.items():
+            for one in found:
+                shares = (f"{one.causes_ps[cause] / 1e9:.3f}" if one.causes_ps[cause] else "-" for cause in CAUSES)
+                table.add_row(str(number), kind, f"p{one.percent:g}", f"{one.latency_ps / 1e9:.3f}", *shares)
+    Console(width=160).print(table)
 
 
 def print_reproduction(result: Reproduction) -> None:

@@ -41,7 +41,7 @@ from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
-from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.format import Provenance, Scheduling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +86,7 @@ class NdpController:
         self._operators: dict[int, str] = {}  # layer -> name
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
+        self._scheduler_config = vllm_config.scheduler_config
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._digest = ""
         self._weighs_input = False
@@ -178,7 +179,13 @@ class NdpController:
         if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self._weighs_input:
             self._few = FewRows(self.hot.layers, self.sidecar, self.clock, self._balancer)
         if self.settings.record is not None:
-            self.recorder = RunRecorder(Path(self.settings.record), self._provenance(), self.sidecar)
+            scheduling = Scheduling(
+                max_num_batched_tokens=self._scheduler_config.max_num_batched_tokens,
+                max_num_seqs=self._scheduler_config.max_num_seqs,
+                block_size=group.block_size,
+                kv_blocks=kv_cache_config.num_blocks - 1,
+            )
+            self.recorder = RunRecorder(Path(self.settings.record), self._provenance(scheduling), self.sidecar)
             self._record_plan(0)
         startup_table.show(self.status())
 
@@ -285,7 +292,7 @@ class NdpController:
             "simulated_ps": self.clock.now_ps,
         }
 
-    def _provenance(self) -> Provenance:
+    def _provenance(self, scheduling: Scheduling) -> Provenance:
         return run_provenance(
             self.settings,
             self.pool.shape,
@@ -295,6 +302,7 @@ class NdpController:
             model=self.shape,
             device=self.device,
             activation_bytes=self._activation_bytes,
+            scheduling=scheduling,
         )
 
 

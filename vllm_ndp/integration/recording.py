@@ -28,7 +28,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
 from vllm_ndp.simulation.gpu_timing import StepTime
-from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, LiveSetup, Provenance
+from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, LiveSetup, Provenance, Scheduling
 from vllm_ndp.traces.recorder import TraceWriter
 
 
@@ -104,6 +104,7 @@ def run_provenance(
     model: WholeModel,
     device: DeviceLink,
     activation_bytes: int,
+    scheduling: Scheduling,
 ) -> Provenance:
     """Everything that a replay needs to make the same plans and the same simulated times again."""
     tokenizer = model_dir / "tokenizer.json"
@@ -134,5 +135,6 @@ def run_provenance(
             migration=settings.migration,
             bits_for=settings.bits_for,
             spill_bits=device.offload_bits,
+            scheduling=scheduling,
         ),
     )

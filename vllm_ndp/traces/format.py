@@ -37,6 +37,16 @@ PHASES = ("prefill", "decode", "cached")
 ALL_REQUESTS = -1
 
 
+class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM made a live run's steps by."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    kv_blocks: int
+    """That requests may have; one more, which stays empty, is vLLM's own."""
+
+
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a live run's simulated times were computed from, so that replay can compute them again to the picosecond."""
 
@@ -56,6 +66,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """kept: experts that the end of a prefill streamed did not move again."""
     bits_for: str = "request"
     """batch: all running requests have the same bits."""
+    scheduling: Scheduling | None = None
+    """None: recorded before it was kept."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

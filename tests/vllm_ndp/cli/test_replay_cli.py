@@ -68,6 +68,20 @@ def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
     assert "holds another sweep, with other settings" in done.stderr
 
 
+def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tmp_path):
+    model = str(DATA.parent.parent / "models" / "tiny-mixtral")
+    done = run("arrivals", TRACE, TRACE, "--model", model, "--process", "bursty", "--rate", "500", "--requests", "3",
+               "--csv", str(tmp_path / "tokens.csv"))  # fmt: skip
+    hosts = last_json(done)["hosts"]
+    assert [host["tokens"] for host in hosts] == [3 * 257, 3 * 257]
+    for host in hosts:
+        for latency in ("ttft_p50", "ttft_p99.9", "tpot_p90", "tpot_p99.9"):
+            assert host[latency]["simulated_ps"] == sum(host[latency]["causes_ps"].values())
+    with (tmp_path / "tokens.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6 * 257
+    assert "prefill of others" in done.stdout
+
+
 def test_reproduce_paper_prints_rows_with_what_was_published():
     result = last_json(run("reproduce", "paper"))
     row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")
@@ -127,6 +141,13 @@ def test_a_foreign_recording_is_imported(tmp_path):
         (["compare", TRACE, "--jobs", "many"], "--jobs must be a number"),
         (["sweep", TRACE, "--memory", "lots", "--out", "/nowhere/sweep"], "--memory must be whole numbers"),
         (["sweep", TRACE, "--model", "olmoe", "--out", "/nowhere/sweep"], "add a trace of its routing shape"),
+        (["arrivals", TRACE, "--process", "sometimes"], "process must be one of"),
+        (["arrivals", TRACE, "--rate", "-1"], "--rate must be greater than 0"),
+        (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
+        (["arrivals", TRACE, "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["arrivals", TRACE, "--process", "steps"], "no steps of a live run"),
+        (["arrivals", TRACE, TRACE, "--process", "steps"], "belong to one trace, 2 were given"),
+        (["arrivals", TRACE, "--set", "gpu.hbm_capacity_bytes=1"], "gpu memory lacks"),
         (["analyze", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
         (["report", TRACE, "--steps", "-1"], "'--steps'"),
         (["reproduce", "nothing"], "'paper', 'cxl-expert', 'hobbit', 'moepic'"),

@@ -1,0 +1,200 @@
+"""vLLM's scheduler and batch, as far as they decide which rows a step has and in which order. No time in it.
+
+Source: vllm/v1/core/sched/scheduler.py (first come first served) and worker/gpu_input_batch.py of 0.32. Running
+requests come first, each with all its missing tokens or what is left of the step's tokens; then waiting ones are
+admitted while tokens, places and KV blocks last. A running request that gets no block sends the one admitted last back
+to the head of the queue. Left out: priorities, drafts, encoder inputs, the sliding window, sharing of KV blocks.
+tests/integration/test_integration_arrivals.py holds it to vLLM's own steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.units import ceil_div
+
+
+@dataclass(frozen=True)
+class SchedulerRules:
+    """vLLM's settings of the same names; kv_blocks None is a KV cache that never fills."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    block_size: int = 16
+    kv_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass
+class Request:
+    """One request and how far it has come. Its last token needs no row, so rows end one before its output does."""
+
+    number: int
+    prompt_len: int
+    num_rows: int
+    """Positions that are ever computed, of prompt and output together."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache holds when it is admitted."""
+    computed: int = 0
+    outputs: int = 0
+    blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_len + self.outputs
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows that one request contributes to a step: positions start .. start + num_tokens - 1."""
+
+    request: int
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class Scheduler:
+    """Who waits, who runs, and what the next step is. Per step: schedule, then end_step."""
+
+    def __init__(self, rules: SchedulerRules) -> None:
+        self.rules = rules
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._free_blocks = rules.kv_blocks
+        self._batch = _Batch()
+        self._scheduled: dict[int, tuple[Request, Span]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """A request has arrived. Raises ConfigError if the KV cache could never hold it."""
+        needed = ceil_div(request.num_rows, self.rules.block_size)
+        if self.rules.kv_blocks is not None and needed > self.rules.kv_blocks:
+            raise ConfigError(
+                f"request {request.number} needs {needed} blocks of KV cache for {request.num_rows} tokens, there are "
+                f"{self.rules.kv_blocks}: give more GPU memory, or fewer hot experts"
+            )
+        self.waiting.append(request)
+
+    def schedule(self) -> list[Span]:
+        """The next step's spans in the order of the batch; empty if nobody is there."""
+        self._scheduled = {}
+        tokens = self.rules.max_num_batched_tokens
+        preempted = False
+        index = 0
+        while index < len(self.running) and tokens > 0:
+            request = self.running[index]
+            num = min(request.num_tokens - request.computed, tokens)
+            fits, sent_back = self._allocate_running(request, num)
+            preempted |= sent_back
+            if not fits:
+                break
+            tokens -= self._take(request, num)
+            index += 1
+        while self.waiting and tokens > 0 and not preempted and len(self.running) < self.rules.max_num_seqs:
+            request = self.waiting[0]
+            num = min(request.num_tokens - request.cached, tokens)
+            if not (self._fits(request, request.num_tokens) and self._allocate(request, request.cached + num)):
+                break
+            request.computed = request.cached
+            self.running.append(self.waiting.popleft())
+            tokens -= self._take(request, num)
+        order = self._batch.update(self._scheduled)
+        return [self._scheduled[number][1] for number in order]
+
+    def end_step(self) -> tuple[list[int], list[int]]:
+        """(requests that got a token, those that are done) of the step just scheduled."""
+        yielded, done = [], []
+        for number, (request, span) in self._scheduled.items():
+            request.computed = span.end
+            if span.end >= request.num_tokens:
+                request.outputs += 1
+                yielded.append(number)
+            if span.end >= request.num_rows:
+                done.append(number)
+                self._free(request)
+                self.running.remove(request)
+        return yielded, done
+
+    def _take(self, request: Request, num: int) -> int:
+        self._scheduled[request.number] = request, Span(request.number, request.computed, num)
+        return num
+
+    def _allocate_running(self, request: Request, num: int) -> tuple[bool, bool]:
+        """(whether it has its blocks now, whether somebody was sent back for it)."""
+        sent_back = False
+        while not self._allocate(request, request.computed + num):
+            last = self.running.pop()
+            self._free(last)
+            last.computed = 0
+            self.waiting.appendleft(last)
+            self.preemptions += 1
+            sent_back = True
+            if last is request:
+                return False, True
+        return True, sent_back
+
+    def _fits(self, request: Request, num_tokens: int) -> bool:
+        missing = ceil_div(num_tokens, self.rules.block_size) - request.blocks
+        return self._free_blocks is None or missing <= self._free_blocks
+
+    def _allocate(self, request: Request, num_tokens: int) -> bool:
+        if not self._fits(request, num_tokens):
+            return False
+        missing = max(ceil_div(num_tokens, self.rules.block_size) - request.blocks, 0)
+        request.blocks += missing
+        if self._free_blocks is not None:
+            self._free_blocks -= missing
+        return True
+
+    def _free(self, request: Request) -> None:
+        if self._free_blocks is not None:
+            self._free_blocks += request.blocks
+        request.blocks = 0
+
+
+class _Batch:
+    """Which place of the runner's batch each request has: newcomers fill gaps first, then the last ones move down."""
+
+    def __init__(self) -> None:
+        self._places: list[int | None] = []
+
+    def update(self, scheduled: Iterable[int]) -> list[int]:
+        """The requests of a step in the order of their places. scheduled: in the scheduler's order."""
+        places, wanted = self._places, list(scheduled)
+        here = {number for number in places if number is not None}
+        for place, number in enumerate(places):
+            if number not in wanted:
+                places[place] = None
+        gaps = [place for place, number in enumerate(places) if number is None]
+        for number in wanted:
+            if number in here:
+                continue
+            if gaps:
+                places[gaps.pop(0)] = number
+            else:
+                places.append(number)
+        while gaps:
+            while places and places[-1] is None:
+                places.pop()
+            gap = gaps.pop(0)
+            if gap >= len(places):
+                break
+            places[gap] = places.pop()
+        while places and places[-1] is None:
+            places.pop()
+        return [number for number in places if number is not None]
