@@ -173,7 +173,7 @@ def step(
     """layers: (hot, device) of each; attention 10, overhead 0, head 0. alone: the layers without prefill rows."""
 
     def time(of: list[tuple[int, int]]) -> StepTime:
-        made = tuple(LayerTime(0, 10, hot, 0, device, 0) for hot, device in of)
+        made = tuple(LayerTime(0, 10, 0, hot, 0, device, 0) for hot, device in of)
         return StepTime(start, start + sum(layer.total_ps for layer in made), 0, made)
 
     decode_only = None if alone is None else time(alone)

@@ -134,17 +134,22 @@ def _host(
     )
     scheduling = settings.scheduling
     if scheduling.kv_blocks is None:
-        blocks = kv_room(costs, num_hot) // scheduling.block_size
+        blocks = kv_room(costs, num_hot, min(scheduling.max_num_seqs, len(at_ps))) // scheduling.block_size
         scheduling = dataclasses.replace(scheduling, kv_blocks=blocks)
     return Host(trace, setup, rules, at_ps, scheduling)
 
 
-def kv_room(costs: Costs, num_hot: int) -> int:
-    """Tokens of KV cache that GPU memory holds beside the weights. Raises DoesNotFit where it does not hold one."""
-    held = Footprint.of(beside_device_memory(costs, num_hot), costs.shape, 1)
-    held.require(costs.hardware, f"{costs.shape.name} with K {num_hot}", "give fewer --hot-experts")
+def kv_room(costs: Costs, num_hot: int, requests: int) -> int:
+    """Tokens of KV cache that GPU memory holds beside the weights and the states of so many requests.
+
+    Raises DoesNotFit where it does not hold one.
+    """
+    experts = beside_device_memory(costs, num_hot)
+    one = Footprint.of(experts, costs.shape, 1, requests)
+    one.require(costs.hardware, f"{costs.shape.name} with K {num_hot}", "give fewer --hot-experts")
+    held = Footprint.of(experts, costs.shape, 0, requests)
     left = int(costs.hardware.values()[CAPACITY_OF["gpu"]]) - held.gpu
-    return left // held.kv_cache
+    return left // (one.gpu - held.gpu)
 
 
 def _arrivals(trace: Trace, settings: ServingSettings, number: int) -> NDArray[np.int64]:
