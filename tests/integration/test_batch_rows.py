@@ -18,7 +18,8 @@ def rows_of(shapes: list[tuple[int, int, int]]) -> BatchRows:
     for number, (prompt_len, start, num_tokens) in enumerate(shapes):
         num_blocks = -(-(start + num_tokens) // BLOCK)
         blocks = [1000 * (number + 1) - block for block in range(num_blocks)]
-        spans.append(Span(TrackedRequest(f"r{number}", prompt_len, blocks), start, num_tokens))
+        request = TrackedRequest(f"r{number}", prompt_len, blocks, prefilled=start >= prompt_len)
+        spans.append(Span(request, start, num_tokens))
     return BatchRows(tuple(spans))
 
 
@@ -42,3 +43,13 @@ def test_a_row_that_writes_another_kv_entry_than_expected_is_seen(tokens: int) -
         moved[row] += 1
         assert not rows.write_to(moved, BLOCK)
     assert not rows.write_to(entries[:-1], BLOCK)
+
+
+def test_drafts_beside_the_end_of_a_prompt_are_prefill_until_there_is_a_plan() -> None:
+    """Of a prompt of 5, its last row and two drafts after it: the first step knows no plan, a recomputation does."""
+    (span,) = rows_of([(5, 4, 3)]).spans
+    assert (span.num_drafts, span.num_sampled_rows) == (2, 3)
+    assert BatchRows((span,)).decode.tolist() == [False, False, False]
+    span.request.prefilled, span.request.num_output_tokens = True, 2
+    assert (span.num_drafts, span.num_sampled_rows) == (0, 1)
+    assert BatchRows((span,)).decode.tolist() == [False, True, True]

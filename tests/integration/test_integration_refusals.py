@@ -92,17 +92,11 @@ def test_settings_of_other_plugins_are_left_alone():
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"tensor_parallel_size": 2}, "set --tensor-parallel-size 1"),
         ({"pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
-        ({"data_parallel_size": 2}, "set --data-parallel-size 1"),
         ({"enable_expert_parallel": True}, "drop --enable-expert-parallel"),
         ({"enable_dbo": True}, "drop --enable-dbo"),
         ({"enable_lora": True}, "drop --enable-lora"),
         ({"load_format": "dummy"}, "drop --load-format dummy"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-            "drop --speculative-config",
-        ),
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "drop --worker-cls"),
     ],
 )

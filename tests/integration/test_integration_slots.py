@@ -142,6 +142,7 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
     from vllm_ndp.integration.pairs import Pairs
+    from vllm_ndp.integration.ranks import WHOLE
     from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
 
     pool = ExpertsPool(MODEL)
@@ -158,11 +159,11 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
         slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), pool.shape.num_experts)
-        want = staged.run(layer, x, pairs, slots, {})
+        want = staged.run(layer, x, pairs, slots, {}, [WHOLE])
         assert slots.expert_in == [-1, -1]
-        assert torch.equal(packed.run(layer, x, pairs, slots, {}), want)
-        assert torch.equal(again.run(layer, x, pairs, slots, {}), want)
-        assert torch.equal(staged.run(layer, x, pairs, slots, {7: 1, 0: 0}), want)
+        assert torch.equal(packed.run(layer, x, pairs, slots, {}, [WHOLE]), want)
+        assert torch.equal(again.run(layer, x, pairs, slots, {}, [WHOLE]), want)
+        assert torch.equal(staged.run(layer, x, pairs, slots, {7: 1, 0: 0}, [WHOLE]), want)
         assert slots.expert_in == [0, 7]
         again.fill(layer, 7, held, 0)
         assert torch.equal(slots.held.w13[1], w13[0])

@@ -1,8 +1,8 @@
 """Who owns which row of a step, and where each request stands. Mirrors vLLM's scheduler from its own messages.
 
 A row is prefill while its position lies inside the prompt, decode after it; so recomputing a preempted request repeats
-exactly what its first pass did. Knows scheduler messages, block tables and the order of vLLM's runner; does not know
-experts.
+exactly what its first pass did. Drafts that are checked in the step that ends the prompt are prefill: no plan exists
+yet. Knows scheduler messages, block tables and the order of vLLM's runner; does not know experts.
 """
 
 from __future__ import annotations
@@ -62,9 +62,23 @@ class Span:
         return not self.request.prefilled and self.start + self.num_tokens >= self.request.prompt_len
 
     @property
-    def yields_token(self) -> bool:
-        """The runner samples after the last known token; a chunk before it, or a recomputation, yields none."""
-        return self.start + self.num_tokens >= self.request.prompt_len + self.request.num_output_tokens
+    def first_decode(self) -> int:
+        """The position from which on rows are decode rows."""
+        return self.request.prompt_len if self.request.prefilled else self.start + self.num_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        """Rows after the last known token: guesses of a proposer, which this step checks."""
+        return max(self.start + self.num_tokens - self._num_known, 0)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows whose logits are wanted: the last known token and the drafts; none where a chunk ends before it."""
+        return self.num_drafts + 1 if self.start + self.num_tokens >= self._num_known else 0
+
+    @property
+    def _num_known(self) -> int:
+        return self.request.prompt_len + self.request.num_output_tokens
 
 
 class RequestTracker:
@@ -112,7 +126,7 @@ class BatchRows:
 
     @cached_property
     def all_decode(self) -> bool:
-        return all(span.start >= span.request.prompt_len for span in self.spans)
+        return all(span.start >= span.first_decode for span in self.spans)
 
     @property
     def owners(self) -> list[int]:
@@ -132,8 +146,8 @@ class BatchRows:
     @cached_property
     def decode(self) -> NDArray[np.bool_]:
         """[T]"""
-        prompt_lens = np.array([span.request.prompt_len for span in self.spans], dtype=np.int64)
-        return self.positions >= prompt_lens[self.owner]
+        first = np.array([span.first_decode for span in self.spans], dtype=np.int64)
+        return self.positions >= first[self.owner]
 
     @cached_property
     def first_rows(self) -> NDArray[np.int64]:

@@ -18,10 +18,12 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
+from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.batch import KvGroup
+from vllm_ndp.integration.ranks import Share
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +34,9 @@ def say(message: str) -> None:
     with contextlib.suppress(OSError):  # stderr may lead to a disk that is full: no request may end by that
         print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
+
+MODEL_FREE_PROPOSERS = ("ngram", "suffix")
+"""Ways of speculative decoding that take next to no time and route nothing."""
 
 BROKEN_ON_CPU = {
     "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
@@ -83,15 +88,19 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     parallel = vllm_config.parallel_config
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     refusals: list[tuple[bool, str]] = [
-        (parallel.data_parallel_size > 1, "data parallelism: set --data-parallel-size 1"),
-        (parallel.tensor_parallel_size > 1, "tensor parallelism: set --tensor-parallel-size 1"),
+        (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
+         "expert parallelism over data-parallel ranks, which would bring rows of other engines' requests: "
+         "drop --enable-expert-parallel"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism: set --pipeline-parallel-size 1"),
         (parallel.enable_expert_parallel, "expert parallelism: drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
+        (parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1,
+         "context parallelism: drop --prefill-context-parallel-size and --decode-context-parallel-size"),
         (vllm_config.lora_config is not None, "LoRA: drop --enable-lora"),
-        (vllm_config.speculative_config is not None, "speculative decoding: drop --speculative-config"),
+        (_drafts_with_a_model(vllm_config), f"drafts of a model, whose time and experts are in no plan, clock or "
+         f"report: use a proposer without one ({', '.join(MODEL_FREE_PROPOSERS)}) in --speculative-config"),
         (load_format == "dummy", "dummy weights (the device reads the checkpoint): drop --load-format dummy"),
         (vllm_config.model_config.enable_sleep_mode, "sleep mode: drop --enable-sleep-mode"),
         (_asks_for_full_graphs(vllm_config), 'full CUDA graphs: set "cudagraph_mode":"NONE" in --compilation-config'),
@@ -104,6 +113,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_broken_on_cpu(vllm_config)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
+    _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings)
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     settings.resolve_offload_bits(shape.num_experts)
     hardware_of(settings)
@@ -115,14 +125,30 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     return settings
 
 
+def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings) -> None:
+    if num_ranks == 1:
+        return
+    unit = 32 if _on_cpu() else 1  # what the CPU kernel computes at a time
+    if shape.intermediate_size % (unit * num_ranks):
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "
+            f"parts that are no multiple of {unit}: choose a size that divides it"
+        )
+    if settings.pool == "packed":
+        raise ConfigError(
+            f"ndp setting 'pool' is 'packed', which holds whole experts, but --tensor-parallel-size {num_ranks} gives "
+            "each rank a part of them: use 'checkpoint'"
+        )
+
+
 def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
     for architecture in vllm_config.model_config.architectures:
         if _on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
             raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
 
 
-def moe_index(layer: Any, layout: ExpertLayout) -> int:
-    """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two."""
+def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
+    """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two. share: what it holds."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     decoder_layer = extract_layer_index(layer.layer_name)
@@ -137,7 +163,7 @@ def moe_index(layer: Any, layout: ExpertLayout) -> int:
         ("experts", moe.num_experts, layout.num_experts),
         ("experts per token", moe.experts_per_token, layout.top_k),
         ("hidden size", layer.hidden_size, layout.hidden_size),
-        ("intermediate size", layer.intermediate_size_per_partition, layout.intermediate_size),
+        ("intermediate size", layer.intermediate_size_per_partition * share.count, layout.intermediate_size),
         ("activation", layer.activation.value, layout.activation),
         ("biases", bool(moe.has_bias), layout.has_bias),
     ):
@@ -172,6 +198,11 @@ def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
         )
 
 
+def _drafts_with_a_model(vllm_config: VllmConfig) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in MODEL_FREE_PROPOSERS
+
+
 def _asks_for_full_graphs(vllm_config: VllmConfig) -> bool:
     mode = vllm_config.compilation_config.cudagraph_mode
     return mode is not None and "FULL" in str(getattr(mode, "name", mode)).upper() and not _on_cpu()
@@ -194,12 +225,39 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
 
 
-def device_cores() -> list[int]:
+def bind_ranks(vllm_config: VllmConfig) -> None:
+    """Give each rank cores of its own where vLLM's CPU build would end: it wants a NUMA node for each of them."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    global _binding
+    if not _on_cpu() or os.environ.get(_BINDING, _binding) != _binding or "VLLM_CPU_SIM_MULTI_NUMA" in os.environ:
+        return  # the user's own
+    parallel = vllm_config.parallel_config
+    num_ranks = parallel.world_size * parallel.data_parallel_size_local
+    if _binding:  # of an engine before this one in the same process
+        del os.environ[_BINDING]
+        _binding = ""
+    if num_ranks <= max(len(get_visible_memory_node()), 1):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    parts = [cores[len(cores) * i // num_ranks : len(cores) * (i + 1) // num_ranks] for i in range(num_ranks)]
+    _binding = "|".join(",".join(map(str, part)) for part in parts) if all(parts) else "nobind"
+    os.environ[_BINDING] = _binding
+    say(f"{num_ranks} ranks on fewer NUMA nodes: {_BINDING}={_binding}, which you may set yourself")
+
+
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_binding = ""
+"""What `bind_ranks` has set for the engine that was configured last."""
+
+
+def device_cores(bound: set[int]) -> list[int]:
     """Cores for an embedded device: those that vLLM has left free, or all where none is; empty = no restriction.
 
-    Asked in the worker, whose own thread OpenMP has bound to one core; its parent still has them all.
+    bound: of every rank, because a rank that waits for the others keeps its core busy. Asked in the worker, whose own
+    thread OpenMP has bound to one core; its parent still has them all.
     """
-    if bound := _bound_cores():
+    if bound:
         usable = os.sched_getaffinity(os.getppid())
         return sorted(usable - bound or usable)
     return []
@@ -207,10 +265,11 @@ def device_cores() -> list[int]:
 
 def engine_cores() -> set[int]:
     """Cores of the engine's own threads."""
-    return _bound_cores() or os.sched_getaffinity(0)
+    return bound_cores() or os.sched_getaffinity(0)
 
 
-def _bound_cores() -> set[int]:
+def bound_cores() -> set[int]:
+    """Cores that vLLM's executor gave to this worker; empty where it gave it all."""
     for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
         if bound := {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}:
             return bound

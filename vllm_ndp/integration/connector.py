@@ -41,7 +41,7 @@ class StepReports(KVConnectorWorkerMetadata):
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._requests: dict[str, RequestReport] = {}
+        self._requests: dict[str, tuple[Request, RequestReport]] = {}
         self._finished: dict[str, tuple[dict[str, Any], int]] = {}  # answers to complete after the last step's report
 
     # -- worker side ----------------------------------------------------------------------------------------------
@@ -77,18 +77,19 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         return NoMetadata()
 
     def on_new_request(self, request: Request) -> None:
-        self._requests[request.request_id] = RequestReport(request.arrival_time, request.num_prompt_tokens)
+        self._requests[request.request_id] = request, RequestReport(request.arrival_time, request.num_prompt_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Runs once per step, after sampling and after `request_finished` of the requests that ended in it."""
         now = time.time()
         meta = connector_output.kv_connector_worker_meta
         for step in meta.reports if isinstance(meta, StepReports) else ():
-            for request_id in step.scheduled:
+            for request_id in step.pairs:
                 if request_id in self._requests:
-                    self._requests[request_id].add(request_id, step, now)
+                    request, report = self._requests[request_id]
+                    report.add(request_id, step, request.num_output_tokens, now)
         for request_id, (answer, output_tokens) in self._finished.items():
-            answer["ndp"] = self._requests.pop(request_id).as_dict(output_tokens)
+            answer["ndp"] = self._requests.pop(request_id)[1].as_dict(output_tokens)
         self._finished.clear()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,10 @@ from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import PAIR_KINDS, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -67,18 +70,19 @@ class NdpController:
     def __init__(self, settings: NdpSettings, model_dir: Path, vllm_config: VllmConfig) -> None:
         self.settings, self.model_dir = settings, model_dir
         self.number = next(_numbers)
-        self.pool = ExpertsPool(model_dir)
+        self.ranks = Ranks.of_this_worker()
+        self.pool = ExpertsPool(model_dir, self.ranks.share)
         shape = self.pool.shape
         self.sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)
         self.hardware = compat.hardware_of(settings)
         self.shape = _whole_model(vllm_config, self.pool)
-        self.clock = StepClock(GpuModel(self.hardware, self.shape))
+        self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size))
         self.requests = RequestTracker()
         self.running = RunningStep()
         self.hot = HotExperts(self.pool, compat.engine_cores())
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
-        self.device: DeviceLink
+        self.device: Device
         self.planner: Planner
         self.recorder: RunRecorder | None = None
         self._few: FewRows | None = None
@@ -106,7 +110,7 @@ class NdpController:
 
     def attach_layer(self, layer: Any) -> str:
         """Take a MoE layer whose weights would be ready; returns the name that its operator is called by."""
-        index = compat.moe_index(layer, self.pool.layout)
+        index = compat.moe_index(layer, self.pool.layout, self.ranks.share)
         self.hot.attach(index, layer)
         self._weighs_input = bool(layer.apply_router_weight_on_input)
         self._operators[index] = f"{self.number}:{layer.layer_name}"
@@ -121,17 +125,19 @@ class NdpController:
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
         self._digest = model_digest(self.model_dir)
-        quantized = self._is_quantized()
-        replicas = device_link.find_replicas(settings, self.model_dir, self._digest) if quantized else None
-        agreement = Agreement(
-            shape,
-            self.hardware,
-            full_precision=settings.cold_precision == "full",
-            quantized=quantized,
-            replicas=None if replicas is None else PlannedReplicas.of(replicas),
+        replicas = self._find_replicas() if self._is_quantized() else None
+        planned = None if replicas is None else PlannedReplicas.of(replicas)
+        self.ranks.require_equal(
+            {
+                "settings": str(settings),
+                "a checkpoint with digest": self._digest,
+                "replicas with digest": "none"
+                if planned is None
+                else f"{planned.digest}, losses {planned.loss_digest}",
+            }
         )
-        offload_bits = settings.resolve_offload_bits(shape.num_experts)
-        self.device = DeviceLink(settings, agreement, self.model_dir, self._digest, replicas, offload_bits)
+        self.device = self._open_device(replicas, planned)
+        offload_bits = self.device.offload_bits
         self.hot.open_pool(settings.pool, self._packed_dir())
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
         self.locator = RowLocator(runner)
@@ -141,7 +147,7 @@ class NdpController:
         replanner = Replanner(settings.planner_rules(shape.num_experts, losses), shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
-        costs = Costs(self.hardware, self.shape, group_size=self.device.served.group_size)
+        costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
         self._balancer = Balancer(costs, offload_bits) if offload_bits else None
         for index, name in self._operators.items():
             layer = MoELayer(
@@ -157,6 +163,34 @@ class NdpController:
             )
             self._layers.append(layer)
             LAYERS[name] = layer
+
+    def _find_replicas(self) -> Path | None:
+        """The replica directory to plan from. Where it is missing the leader builds it, and the others wait."""
+        find = partial(device_link.find_replicas, self.settings, self.model_dir, self._digest)
+        if not self.ranks.leads:
+            self.ranks.from_leader()
+            return find()
+        found = find()
+        self.ranks.from_leader(True)
+        return found
+
+    def _open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
+        """The leader finds or starts the device; the others hear from it what they need to plan alike."""
+        settings, shape = self.settings, self.pool.shape
+        offload_bits = settings.resolve_offload_bits(shape.num_experts)
+        cores = self.ranks.merge(compat.bound_cores())
+        if not self.ranks.leads:
+            return LeadersDevice(offload_bits, self.ranks.from_leader())
+        agreement = Agreement(
+            shape,
+            self.hardware,
+            full_precision=settings.cold_precision == "full",
+            quantized=self._is_quantized(),
+            replicas=planned,
+        )
+        device = DeviceLink(settings, agreement, self.model_dir, self._digest, replicas, offload_bits, cores)
+        self.ranks.from_leader(device.group_size)
+        return device
 
     def _is_quantized(self) -> bool:
         """Whether some experts are cold and run from 1-4 bit replicas."""
@@ -178,7 +212,7 @@ class NdpController:
         # the native layers remember the weights that they compute with, which are not the router's where x is weighed
         if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self._weighs_input:
             self._few = FewRows(self.hot.layers, self.sidecar, self.clock, self._balancer)
-        if self.settings.record is not None:
+        if self.settings.record is not None and self.ranks.leads:
             scheduling = Scheduling(
                 max_num_batched_tokens=self._scheduler_config.max_num_batched_tokens,
                 max_num_seqs=self._scheduler_config.max_num_seqs,
@@ -187,7 +221,8 @@ class NdpController:
             )
             self.recorder = RunRecorder(Path(self.settings.record), self._provenance(scheduling), self.sidecar)
             self._record_plan(0)
-        startup_table.show(self.status())
+        if self.ranks.leads:
+            startup_table.show(self.status())
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +242,9 @@ class NdpController:
         if self.recorder is not None:
             self.recorder.note_requests(self.num_steps, spans)
         self._planned = self._describe(self.planner.replan())
+        if self.ranks.size > 1:
+            plans = self.planner.checksum
+            self.device.steer(self.ranks.agree(device_is_up=self.device.state == "up", plans=plans))
         self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self._few)
         try:
             yield
@@ -218,8 +256,15 @@ class NdpController:
         finally:
             self.running.step = None
 
+    def note_sampled(self, output: Any) -> None:
+        """The tokens of the step are known: a recording of drafts needs to know which of them were accepted."""
+        if self.recorder is not None and (sampled := getattr(output, "sampled_token_ids", None)):
+            self.recorder.note_sampled(
+                {name: len(tokens) for name, tokens in zip(output.req_ids, sampled, strict=True)}
+            )
+
     def take_report(self) -> StepReport | None:
-        """What happened in the running step, once; its simulated clock is closed with it."""
+        """What happened in the running step, once, as the leader tells it; its simulated clock is closed with it."""
         step = self.running.step
         closed = None if step is None else step.report(self._planned)
         if step is None or closed is None:
@@ -231,7 +276,7 @@ class NdpController:
         for counts in report.pairs.values():
             for kind, count in counts.items():
                 self.pairs[kind] += count
-        return report
+        return report if self.ranks.leads else None
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, float]]:
         """New plans for the report and the recording, by request."""
@@ -274,6 +319,7 @@ class NdpController:
             self.hot,
             self.device,
             self.sidecar,
+            self.ranks,
             is_native=self._few is not None,
             has_report=self._has_report,
         )
@@ -288,11 +334,12 @@ class NdpController:
             "row_checks": self.locator.row_checks,
             "sidecar_mismatches": self.locator.mismatches,
             **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
-            "device_state": self.device.client.state,
+            "device_state": self.device.state,
             "simulated_ps": self.clock.now_ps,
         }
 
     def _provenance(self, scheduling: Scheduling) -> Provenance:
+        assert isinstance(self.device, DeviceLink)  # the leader's
         return run_provenance(
             self.settings,
             self.pool.shape,
@@ -301,6 +348,7 @@ class NdpController:
             hardware=self.hardware,
             model=self.shape,
             device=self.device,
+            num_gpus=self.ranks.size,
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,
         )

@@ -131,16 +131,18 @@ class DeviceLink:
         digest: str,
         replicas: Path | None,
         offload_bits: int,
+        engine_cores: set[int],
     ) -> None:
-        """offload_bits: of hot experts that run on the device, 0 where none ever does."""
+        """offload_bits: of hot experts that run on the device, 0 where none ever does. engine_cores: of all ranks."""
         self.process: DeviceProcess | None = None
         self.cores: list[int] = []
         self.replicas = replicas
         self.offload_bits = offload_bits
         self._installing: int | None = None  # epoch whose plan is on its way
+        self._agreed_up: bool | None = None  # among several ranks: what all of them go by in this step
         address = settings.device
         if settings.device == EMBEDDED:
-            self.cores = compat.device_cores()
+            self.cores = compat.device_cores(engine_cores)
             self.process = DeviceProcess.spawn(
                 model_dir,
                 replicas,
@@ -170,7 +172,21 @@ class DeviceLink:
 
     @property
     def is_up(self) -> bool:
-        return self.client.state == "up"
+        """Whether this step's hot experts may run on the device."""
+        return self.client.state == "up" if self._agreed_up is None else self._agreed_up
+
+    @property
+    def state(self) -> str:
+        return self.client.state
+
+    @property
+    def group_size(self) -> int:
+        """Weights that share a scale in the device's replicas."""
+        return self.served.group_size
+
+    def steer(self, is_up: bool) -> None:
+        """Among several ranks: go by this in the step to come, whatever happens in it."""
+        self._agreed_up = is_up
 
     def revive(self) -> None:
         """Between steps: start an embedded device that died again; the client finds it when it is ready."""

@@ -13,12 +13,16 @@ import numpy as np
 import torch
 
 from ndp_device.replicas.checkpoint import CheckpointExperts
+from vllm_ndp.integration.ranks import WHOLE, Share
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class ExpertWeights(NamedTuple):
-    """gate w1 and up w3 [I, H], down w2 [H, I], in the checkpoint's dtype, still on disk; biases b1, b3 [I], b2 [H]."""
+    """gate w1 and up w3 [I, H], down w2 [H, I], in the checkpoint's dtype, still on disk; biases b1, b3 [I], b2 [H].
+
+    I is that of a share: the whole expert's where one process runs the model.
+    """
 
     w1: torch.Tensor
     w3: torch.Tensor
@@ -27,8 +31,10 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertsPool:
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, share: Share = WHOLE) -> None:
+        """share: which part of each expert is read unless another one is asked for."""
         self._checkpoint = CheckpointExperts(model_dir)
+        self.share = share
         self.shape, self.layout = self._checkpoint.shape, self._checkpoint.layout
         self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
@@ -37,13 +43,22 @@ class ExpertsPool:
     def expert_bytes(self) -> int:
         return self.shape.weights_per_expert * self.dtype.itemsize
 
-    def expert(self, layer: int, expert: int) -> ExpertWeights:
-        full = self._checkpoint.expert(layer, expert)
-        w1, w3, w2 = (self._view(array) for array in (full.w1, full.w3, full.w2))
+    @property
+    def shares(self) -> list[Share]:
+        """All parts of an expert, whose results add up to the expert's."""
+        return [Share(index, self.share.count) for index in range(self.share.count)]
+
+    def expert(self, layer: int, expert: int, share: Share | None = None) -> ExpertWeights:
+        """share: which part, this worker's own unless one is named."""
+        full, share = self._checkpoint.expert(layer, expert), share or self.share
+        part = len(full.w1) // share.count
+        here = slice(share.index * part, (share.index + 1) * part)
+        w1, w3, w2 = (self._view(array) for array in (full.w1[here], full.w3[here], full.w2[:, here]))
         if full.biases is None:
             return ExpertWeights(w1, w3, w2)
         gate, up, down = (torch.from_numpy(v) for v in (full.biases.gate, full.biases.up, full.biases.down))
-        return ExpertWeights(w1, w3, w2, (gate, up, down))
+        # the parts are added up, so one of them brings the bias of the sum
+        return ExpertWeights(w1, w3, w2, (gate[here], up[here], down if share.index == 0 else torch.zeros_like(down)))
 
     def _view(self, array: np.ndarray) -> torch.Tensor:
         array = np.ascontiguousarray(array)  # copies what is stored transposed or interleaved; else a view of the map

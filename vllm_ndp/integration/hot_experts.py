@@ -74,8 +74,15 @@ class HotExperts:
         return {int(e): slot for e, (_, slot) in zip(np.flatnonzero(resident & ~hot), free, strict=False)}
 
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
-        """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot."""
-        return self.streamer.run(layer, x, pairs, self.layers[layer], keep)
+        """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot.
+
+        Of this worker's share of each expert: the sum of all ranks is the whole.
+        """
+        return self.streamer.run(layer, x, pairs, self.layers[layer], keep, [self.pool.share])
+
+    def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """The same of whole experts, for pairs that no other rank computes: one share after the other."""
+        return self.streamer.run(layer, x, pairs, self.layers[layer], {}, self.pool.shares)
 
     def close(self) -> None:
         self._migrator.close()

@@ -15,10 +15,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from vllm_ndp.integration.batch import RowLocator
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
+from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.pairs import Pairs, Split, split_arrays, split_lists
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -34,7 +35,7 @@ class MoELayer:
         self,
         index: int,
         hot: HotExperts,
-        device: DeviceLink,
+        device: Device,
         planner: Planner,
         sidecar: RoutingSidecar,
         locator: RowLocator,
@@ -113,7 +114,7 @@ class MoELayer:
         count = few.split(self.index, topk_weights, topk_ids, offload=self._balancer is not None and self._device.is_up)
         if not count:
             return self._slots.run_aliased(x, topk_weights, few.slots)
-        call = self._device.submit_few(number, self.index, x, few, count)
+        call = self._device.submit_few(number, self.index, x, few, count)  # None: another rank sends
         try:
             if few.native.num_hot:
                 out = self._slots.run_aliased(x, few.topk_weights, few.slots)
@@ -121,13 +122,17 @@ class MoELayer:
                     out[idle] = 0
             else:
                 out = torch.zeros_like(x)
+            if call is None:
+                few.end_layer(count, 0)
+                return out
             if (answer := call.result()) is not None:
                 few.add(out, answer.y)
                 few.end_layer(count, answer.timing.total_ps)
                 return out
             self._compute_here(call, out, x, few.device_pairs(count))
         except BaseException:
-            call.abandon()
+            if call is not None:
+                call.abandon()
             raise
         few.end_layer(count, None)
         return out
@@ -161,8 +166,8 @@ class MoELayer:
 
     def _collect(self, call: DeviceCall | None, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> int | None:
         """Add what the device returns, or the same pairs computed here. Simulated ps; None: there was no answer."""
-        if call is None:
-            return None
+        if call is None:  # nothing to send, or another rank sends
+            return 0
         if (answer := call.result()) is not None:
             call.add(out, answer)
             return int(answer.timing.total_ps)
@@ -172,10 +177,7 @@ class MoELayer:
     def _compute_here(self, call: DeviceCall, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""
         here = self._device.compute_locally(call, x, pairs)
-        if here is None:
-            self._stream(out, x, pairs, {})
-        else:
-            out.add_(here)
+        out.add_(self._hot.stream_whole(self.index, x, pairs) if here is None else here)
 
     def _stream(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs, keep: dict[int, int]) -> None:
         """Add the pairs in full precision from the pool; one rounding for all. keep: expert -> slot to stay in."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.library import Library
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
@@ -45,6 +45,21 @@ class NdpMoEMethod(FusedMoEMethodBase):
         settings = compat.settings_of(vllm_config)
         self._controller = current_controller()  # this engine's: another one in the process may come later
         self.num_slots = settings.resolve_hot_experts(moe.num_experts)
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Keeps vLLM from gathering the rows of other data-parallel ranks: each of them serves its own requests."""
+        return True
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
+    ) -> tuple[int, int]:
+        """Undo that vLLM cuts experts over data-parallel ranks too: each of them is a whole replica of the engine."""
+        return hidden_size, intermediate_size_per_partition * moe_parallel_config.dp_size
 
     def create_weights(
         self,

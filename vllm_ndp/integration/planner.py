@@ -6,11 +6,13 @@ one epoch from its first layer to its last.
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
-from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
@@ -28,13 +30,15 @@ class Planner:
         requests: RequestTracker,
         sidecar: RoutingSidecar,
         hot: HotExperts,
-        device: DeviceLink,
+        device: Device,
         clock: StepClock,
     ) -> None:
         self.replanner = replanner
         self._requests, self._sidecar, self._hot = requests, sidecar, hot
         self._device, self._clock = device, clock
         self._ended: list[TrackedRequest] = []  # their prefill ended in the step before
+        self.checksum = 0
+        """Of the plans in force, to be compared between ranks."""
         self.prefills = 0
         self.migrated_experts = 0
         self.kept_experts = 0
@@ -66,6 +70,9 @@ class Planner:
         self._migrate(change.num_moved)
         self.prefills += len(alive)
         self.kept_experts += change.num_kept
+        self.checksum = zlib.crc32(change.placement.hot.tobytes(), change.epoch)
+        for plan in change.plans.values():
+            self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
         return running
 
     def _migrate(self, num_experts: int) -> None:

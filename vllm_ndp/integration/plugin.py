@@ -59,6 +59,7 @@ def configure(vllm_config: VllmConfig) -> None:
     vllm_config.parallel_config.worker_cls = WORKER_CLASS
     compat.keep_moe_out_of_graphs(vllm_config)
     compat.share_cores_with_the_device(settings)
+    compat.bind_ranks(vllm_config)
     if settings.report and vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = _report_connector()
 

@@ -12,24 +12,38 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.spec import Hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
-from vllm_ndp.integration.batch import Span, slot_mapping
+from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
 from vllm_ndp.simulation.gpu_timing import StepTime
-from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, LiveSetup, Provenance, Scheduling
+from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, REJECTED, LiveSetup, Provenance, Scheduling
 from vllm_ndp.traces.recorder import TraceWriter
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """Rows of a step that are written once it is known which drafts among them were accepted."""
+
+    step: int
+    rows: BatchRows
+    requests: NDArray[np.int64]
+    phases: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    weights: NDArray[np.float32]
 
 
 class RunRecorder:
@@ -38,6 +52,7 @@ class RunRecorder:
         self._sidecar = sidecar
         self._start_s = time.time()
         self._indices: dict[str, int] = {}
+        self._drafted: _Drafted | None = None
 
     @contextmanager
     def _writing(self) -> Iterator[TraceWriter | None]:
@@ -84,13 +99,37 @@ class RunRecorder:
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
         ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
         phases = np.where(rows.decode, DECODE, PREFILL)
-        writer.append_step(step.number, indices[rows.owner], rows.positions, phases, ids, weights)
+        self._write_drafted(writer, {})
+        self._drafted = _Drafted(step.number, rows, indices[rows.owner], phases, ids, weights)
+        if not any(span.num_drafts for span in rows.spans):
+            self._write_drafted(writer, {})
         fallback = sum(pairs["fallback"] for pairs in step.pairs_by_request().values())
         writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
+
+    def note_sampled(self, num_tokens: Mapping[str, int]) -> None:
+        """How many tokens each request got from the step: which of its drafts were accepted."""
+        with self._writing() as writer:
+            if writer is not None:
+                self._write_drafted(writer, num_tokens)
+
+    def _write_drafted(self, writer: TraceWriter, num_tokens: Mapping[str, int]) -> None:
+        """Write the rows that waited for this, if any do."""
+        if (drafted := self._drafted) is None:
+            return
+        self._drafted = None
+        rows = drafted.rows
+        for span, first in zip(rows.spans, rows.first_rows.tolist(), strict=True):
+            accepted = num_tokens.get(span.request.request_id, 0) - 1
+            if 0 <= accepted < span.num_drafts:
+                end = first + span.num_tokens
+                drafted.phases[end - (span.num_drafts - accepted) : end] = REJECTED
+        columns = drafted.requests, rows.positions, drafted.phases, drafted.ids, drafted.weights
+        writer.append_step(drafted.step, *columns)
 
     def close(self) -> None:
         with self._writing() as writer:
             if writer is not None:
+                self._write_drafted(writer, {})
                 writer.close()
 
 
@@ -103,6 +142,7 @@ def run_provenance(
     hardware: Hardware,
     model: WholeModel,
     device: DeviceLink,
+    num_gpus: int,
     activation_bytes: int,
     scheduling: Scheduling,
 ) -> Provenance:
@@ -136,5 +176,6 @@ def run_provenance(
             bits_for=settings.bits_for,
             spill_bits=device.offload_bits,
             scheduling=scheduling,
+            num_gpus=num_gpus,
         ),
     )

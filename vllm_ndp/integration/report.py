@@ -20,10 +20,10 @@ class StepReport:
 
     start_ps: int
     end_ps: int
-    scheduled: tuple[str, ...]
-    yields_token: tuple[str, ...]
-    pairs: dict[str, dict[str, int]]
+    pairs: dict[str, dict[str, int]]  # of every request of the step
     plans: dict[str, dict[str, float]]  # requests planned before this step: epoch, hot_experts, avg_bits
+    drafts: dict[str, int]  # tokens guessed by a proposer and checked in this step, of requests with any
+    pairs_per_row: int
 
 
 @dataclass
@@ -35,21 +35,32 @@ class RequestReport:
     token_s: list[float] = field(default_factory=list)
     pairs: dict[str, int] = field(default_factory=dict)
     plan: dict[str, float] = field(default_factory=dict)
+    drafted: int = 0
+    rejected: int = 0
+    pairs_per_row: int = 0
 
-    def add(self, request_id: str, step: StepReport, now_s: float) -> None:
+    def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> None:
+        """output_tokens: of the request, those that this step made included. All of a step's tokens come at its end."""
         if self.first_scheduled_ps is None:
             self.first_scheduled_ps = step.start_ps
         for kind, count in step.pairs.get(request_id, {}).items():
             self.pairs[kind] = self.pairs.get(kind, 0) + count
         self.plan.update(step.plans.get(request_id, {}))
-        if request_id in step.yields_token:
-            self.token_ps.append(step.end_ps)
-            self.token_s.append(now_s)
+        made = output_tokens - len(self.token_ps)
+        self.token_ps += [step.end_ps] * made
+        self.token_s += [now_s] * made
+        if drafts := step.drafts.get(request_id, 0):
+            self.drafted += drafts
+            self.rejected += drafts + 1 - made
+            self.pairs_per_row = step.pairs_per_row
 
     def as_dict(self, output_tokens: int) -> dict[str, Any]:
         """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled."""
         report: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
         report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in PAIR_KINDS}
+        if self.drafted:  # their rows ran, so the pairs above count them
+            report |= {"drafted_tokens": self.drafted, "accepted_drafts": self.drafted - self.rejected}
+            report["rejected_pairs"] = self.rejected * self.pairs_per_row
         report |= self.plan
         if self.token_s and self.first_scheduled_ps is not None:
             measured = [(b - a) * 1e3 for a, b in zip(self.token_s, self.token_s[1:], strict=False)]

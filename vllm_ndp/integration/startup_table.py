@@ -13,27 +13,28 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
+from vllm_ndp.integration.leaders_device import Device, LeadersDevice
+from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 
 
 def status(
     settings: NdpSettings,
     hot: HotExperts,
-    device: DeviceLink,
+    device: Device,
     sidecar: RoutingSidecar,
+    ranks: Ranks,
     *,
     is_native: bool,
     has_report: bool,
 ) -> dict[str, Any]:
     """What is effective, as data."""
-    shape, description = hot.pool.shape, device.description
+    shape = hot.pool.shape
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
         "plugin_active": True,
         "engine_pid": os.getpid(),
-        "device_pid": device.pid,
-        "device_cores": device.cores,
-        "device_address": device.address,
+        "ranks": ranks.description,
         "moe_layers": len(hot.layers),
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
@@ -44,12 +45,7 @@ def status(
         "pool_bytes": hot.pool.mapped_bytes,
         "pool": hot.streamer.description,
         "sidecar_bytes": sidecar.num_bytes,
-        "device_bytes": description.resident_bytes,
-        "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
         "cold_precision": settings.cold_precision,
-        "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
-        "hardware": description.hardware,
-        "pe_mode": description.pe_mode,
         "policy": settings.policy,
         "bit_rule": settings.bit_rule,
         "avg_bits": settings.avg_bits,
@@ -60,6 +56,21 @@ def status(
         "decode_layers": f"native up to {ALIAS_PAIRS} pairs" if is_native else "Python",
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
+        **({} if isinstance(device, LeadersDevice) else _device(device)),
+    }
+
+
+def _device(device: DeviceLink) -> dict[str, Any]:
+    description = device.description
+    return {
+        "device_pid": device.pid,
+        "device_cores": device.cores,
+        "device_address": device.address,
+        "device_bytes": description.resident_bytes,
+        "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
+        "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
+        "hardware": description.hardware,
+        "pe_mode": description.pe_mode,
     }
 
 
@@ -84,6 +95,7 @@ def startup_table(status: dict[str, Any]) -> Table:
     table.add_column("value")
     rows = [
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
+        ("ranks", status["ranks"]),
         ("experts per layer", f"{status['experts']}: {status['hot_experts']} hot, {status['cold_experts']} cold"),
         ("hot slots on GPU", f"{human_bytes(status['hot_bytes'])} + {human_bytes(status['staging_bytes'])} staging"),
         ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),

@@ -27,6 +27,10 @@ class ModelSizes:
     num_experts: int
     top_k: int
 
+    @property
+    def pairs_per_row(self) -> int:
+        return self.num_layers * self.top_k
+
 
 @dataclass
 class Step:
@@ -126,11 +130,12 @@ class Step:
         if self._reported or not self.started:
             return None
         self._reported = True
-        tokens = tuple(span.request.request_id for span in self.spans.values() if span.yields_token)
         if self.few is not None:
             self.clock.follow(self.few.native.now_ps)
-        time = self.clock.end_step(len(tokens))
-        report = StepReport(time.start_ps, time.end_ps, tuple(self.spans), tokens, self.pairs_by_request(), plans)
+        time = self.clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))
+        drafts = {name: count for name, span in self.spans.items() if (count := span.num_drafts)}
+        pairs = self.pairs_by_request()
+        report = StepReport(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row)
         return report, time
 
     def abandon(self) -> None:
@@ -143,7 +148,7 @@ class Step:
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:
         """How many (row, expert) pairs of each request ran where, over all layers."""
-        rows, per_row = self.rows, self.sizes.num_layers * self.sizes.top_k
+        rows, per_row = self.rows, self.sizes.pairs_per_row
         if self.few is not None:
             return self.few.pairs_by_request(rows, per_row)
         left = {kind: np.add.reduceat(counts, rows.first_rows).tolist() for kind, counts in self._tally.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -24,6 +24,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.ranks import Share
 
 
 class Streamer(Protocol):
@@ -36,8 +37,19 @@ class Streamer(Protocol):
     keeps: bool
     """Whether an expert passes through memory of its own on its way to the kernel, which may be a slot."""
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
-        """Weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays."""
+    def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        pairs: Pairs,
+        slots: HotSlots,
+        keep: Mapping[int, int],
+        shares: Sequence[Share],
+    ) -> torch.Tensor:
+        """Weighted sum over the pairs of each row, f32 [T, H]. keep: expert -> the slot where it stays.
+
+        shares: which parts of each expert; an expert that stays passes through in its own worker's part only.
+        """
 
 
 class StagingStreamer:
@@ -54,22 +66,31 @@ class StagingStreamer:
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         self._kernel.load(to, slot, self._pool.expert(layer, expert))
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        pairs: Pairs,
+        slots: HotSlots,
+        keep: Mapping[int, int],
+        shares: Sequence[Share],
+    ) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in pairs.distinct_experts.tolist():  # each is read once per call
-            slot = keep.get(expert)
-            if slot is None:
-                held = self._staging
-                self.fill(layer, expert, held, 0)
-            else:
-                held = slots.held
-                slots.migrate(slot, expert, partial(self.fill, layer, expert))
             chosen = pairs.experts == expert
             rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
             weights = torch.from_numpy(pairs.topk_weights[chosen]).to(x.device).unsqueeze(1)
-            index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-            part = self._kernel.run(x.index_select(0, rows), held, weights, index)
-            total.index_add_(0, rows, part.float())
+            for share in shares:
+                slot = keep.get(expert)
+                if slot is None:
+                    held = self._staging
+                    self._kernel.load(held, 0, self._pool.expert(layer, expert, share))
+                else:
+                    held = slots.held
+                    slots.migrate(slot, expert, partial(self.fill, layer, expert))
+                index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
+                part = self._kernel.run(x.index_select(0, rows), held, weights, index)
+                total.index_add_(0, rows, part.float())
         return total
 
 
@@ -100,7 +121,15 @@ class PackedStreamer:
             if source is not None and bias is not None:
                 bias[slot].copy_(source[expert])
 
-    def run(self, layer: int, x: torch.Tensor, pairs: Pairs, slots: HotSlots, keep: Mapping[int, int]) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        pairs: Pairs,
+        slots: HotSlots,
+        keep: Mapping[int, int],
+        shares: Sequence[Share],
+    ) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()

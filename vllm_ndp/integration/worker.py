@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from ndp_device.errors import NdpError
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 
 if current_platform.is_cpu():
@@ -16,9 +18,14 @@ else:
 
 class NdpWorker(_Base):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
-        super().load_model(*args, **kwargs)
-        self.ndp.start(self.model_runner)
+        try:
+            self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
+            super().load_model(*args, **kwargs)
+            self.ndp.start(self.model_runner)
+        except NdpError as error:
+            if self.parallel_config.world_size > 1:  # what vLLM then says in the process above does not name the cause
+                say(f"rank {self.rank} cannot start: {error}")
+            raise
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -27,6 +34,11 @@ class NdpWorker(_Base):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         with self.ndp.step(scheduler_output):
             return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)
+        self.ndp.note_sampled(output)
+        return output
 
     def shutdown(self) -> None:
         if hasattr(self, "ndp"):

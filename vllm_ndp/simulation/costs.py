@@ -59,6 +59,8 @@ class Costs:
     """Whether replicas carry a float16 scale and offset per group, as ours do; False leaves the codes alone."""
     group_size: int = 0
     """Weights that share a scale; 0 = by the rule that replicas are built with, which the constructor puts here."""
+    num_gpus: int = 1
+    """That split each layer; they share the device."""
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -78,7 +80,7 @@ class Costs:
 
     @cached_property
     def gpu(self) -> GpuModel:
-        return GpuModel(self.hardware, self.shape)
+        return GpuModel(self.hardware, self.shape, self.num_gpus)
 
     def replica_bytes(self, bits: int) -> int:
         """What one read of an expert moves in the device's DRAM."""

@@ -7,6 +7,10 @@
 "Attention" is all that runs before a layer's experts: attention of any form and the router, and the dense layers that
 lie between the MoE layer before and this one.
 
+Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
+collectives take (collectives.py): an all-reduce after the embedding, after each attention and after each layer's
+experts, and a gather of the logits. The one device behind them, and its link, they share.
+
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
 picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
 """
@@ -23,6 +27,7 @@ from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.migration import Migration, migration
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
+from vllm_ndp.simulation import collectives
 
 
 class Context(NamedTuple):
@@ -70,12 +75,18 @@ class GpuModel:
 
     hardware: Hardware
     shape: WholeModel
+    num_gpus: int = 1
+    """That split each layer; small matrices that each of them holds whole (the router) count as split too."""
 
     def roofline_ps(self, num_bytes: int, flops: int) -> int:
         """The slower of HBM (at the preset's efficiency) and the tensor cores."""
-        gpu = self.hardware.gpu
-        memory = ceil_div(num_bytes * PS_PER_S * 100, gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
-        return max(memory, ceil_div(flops * PS_PER_S, gpu.flops_per_s))
+        gpu, n = self.hardware.gpu, self.num_gpus
+        memory = ceil_div(num_bytes * PS_PER_S * 100, n * gpu.hbm_bytes_per_s * gpu.hbm_efficiency_percent)
+        return max(memory, ceil_div(flops * PS_PER_S, n * gpu.flops_per_s))
+
+    def reduce_ps(self, rows: int) -> int:
+        """One all-reduce of so many rows of activations."""
+        return collectives.all_reduce_ps(self.num_gpus, rows * self.shape.hidden_size * self.shape.dtype_bytes)
 
     def attention_ps(
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
@@ -100,13 +111,16 @@ class GpuModel:
         return tuple(sum(known[kind] for kind in kinds) for kinds in self.shape.before_experts)
 
     def _decoder_layer_ps(self, layer: DecoderLayer, context: Context) -> int:
-        """Its attention and router, then its dense FFN if it has one; routed and shared experts apart."""
+        """Its attention and router, then its dense FFN if it has one; routed and shared experts apart.
+
+        Of several GPUs two all-reduces are in it: of the sums that it begins with, and of attention's own.
+        """
         shape, attention = self.shape, layer.attention
         kv_tokens, pairs = context.within(attention.window, chunked=attention.is_chunked)
         weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
         cached = kv_tokens * attention.kv_values + 2 * context.requests * attention.state_values  # states: both ways
         flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
-        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops)
+        took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops) + 2 * self.reduce_ps(context.rows)
         if layer.dense_weights:
             took += self.weights_ps(layer.dense_weights, context.rows)
         return took
@@ -140,13 +154,18 @@ class GpuModel:
     def migration_ps(self, num_experts: int) -> int:
         return self.migration(num_experts).total_ps
 
-    def head_ps(self, rows: int) -> int:
-        """Embedding rows and the output projection; rows = tokens whose logits are wanted."""
+    def head_ps(self, rows: int, of_rows: int = 0) -> int:
+        """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
+
+        Of several GPUs the all-reduce of the last layer's experts is in it, and the gather of the logits.
+        """
         if rows == 0:
-            return 0
+            return self.reduce_ps(of_rows)
         shape = self.shape
         values = shape.head_weights + rows * shape.hidden_size
-        return self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
+        logits = rows * shape.vocab_size * shape.dtype_bytes
+        compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
+        return self.reduce_ps(of_rows) + compute + collectives.gather_ps(self.num_gpus, logits)
 
 
 @dataclass(frozen=True)
@@ -189,6 +208,7 @@ class StepClock:
     model: GpuModel
     now_ps: int = 0
     _step_start_ps: int | None = None
+    _rows: int = 0
     _before_ps: tuple[int, ...] = ()
     _shared_ps: int = 0
     _layer_start_ps: int | None = None
@@ -200,7 +220,7 @@ class StepClock:
         """Arguments as for GpuModel.before_experts_ps; they hold for every layer of the step."""
         if self._step_start_ps is not None:
             raise RuntimeError("begin_step: the step before has not ended; call end_step first")
-        self._step_start_ps = self.now_ps
+        self._step_start_ps, self._rows = self.now_ps, rows
         self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
         self._shared_ps = self.model.shared_ps(rows)
         self._layers = []
@@ -265,7 +285,7 @@ class StepClock:
     def end_step(self, head_rows: int) -> StepTime:
         if self._step_start_ps is None or self._layer_start_ps is not None:
             raise RuntimeError("end_step: every layer must have ended, and begin_step must come first")
-        head = self.model.head_ps(head_rows)
+        head = self.model.head_ps(head_rows, self._rows)
         self.now_ps += head
         step = StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
         self._step_start_ps = None

@@ -30,9 +30,10 @@ MANIFEST = "manifest.json"
 TABLES = ("requests", "plans", "steps", "routing")
 """In the order they are flushed: a routing row never outlives the request it belongs to."""
 
-PREFILL, DECODE, CACHED = 0, 1, 2
-PHASES = ("prefill", "decode", "cached")
-"""cached: the row did not run, its routing was read back from the prefix cache; it counts for statistics only."""
+PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
+PHASES = ("prefill", "decode", "cached", "rejected")
+"""cached: the row did not run, its routing was read back from the prefix cache; it counts for statistics only.
+rejected: the row of a drafted token that was not accepted; it ran and took time, but is no token of its request."""
 
 ALL_REQUESTS = -1
 
@@ -68,6 +69,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """batch: all running requests have the same bits."""
     scheduling: Scheduling | None = None
     """None: recorded before it was kept."""
+    num_gpus: int = 1
+    """That split each layer (tensor parallelism); host_dims are the whole model's."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
     DECODE,
     PHASES,
+    REJECTED,
     TABLES,
     Provenance,
     arrow_columns,
@@ -95,8 +96,10 @@ class Trace:
 
     @cached_property
     def sequences(self) -> list[Sequence]:
-        """One per request, positions ascending; of a position that ran twice (preemption) the last run counts."""
+        """One per request, positions ascending; of a position that ran twice (preemption) the last run counts, and of
+        drafted tokens those that were accepted."""
         order = np.lexsort((np.arange(len(self.step)), self.position, self.request))
+        order = order[self.phase[order] != REJECTED]
         request, position = self.request[order], self.position[order]
         last = np.ones(len(order), np.bool_)
         last[:-1] = (request[1:] != request[:-1]) | (position[1:] != position[:-1])

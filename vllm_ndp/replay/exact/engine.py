@@ -10,6 +10,7 @@ host or many. Knows routing by (request, position). Does not know which rows a s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
-from vllm_ndp.traces.format import LiveSetup
+from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 
 R = TypeVar("R")
@@ -85,8 +86,8 @@ class Engine:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
-        self.clock = StepClock(GpuModel(hardware, shape))
-        self.costs = Costs(hardware, shape, group_size=setup.group_size)
+        self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus))
+        self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
         self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
@@ -148,7 +149,8 @@ class Engine:
         trace = self.trace
         owner, positions = trace.request[rows].astype(np.int64), trace.position[rows].astype(np.int64)
         ends = {int(r): int(positions[owner == r].max()) + 1 for r in np.unique(owner)}
-        decode = positions >= trace.prompt_len[owner]
+        prefilled = np.array([request.prefilled for request in self.requests])
+        decode = (positions >= trace.prompt_len[owner]) & prefilled[owner]
         self._streamed = np.zeros_like(self.hot)
         spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows), list(spans.values()))
@@ -167,13 +169,14 @@ class Engine:
                 here = here.copy()
                 here[list(self.balancer.offloaded(load))] = False
             yield from self._run_layer(layer, ids, here, owner, decode, alone)
+        rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist())
         yielding = alone_yielding = 0
         for r, end in ends.items():
             request = self.requests[r]
-            if end >= request.prompt_len + request.outputs:
-                yielding += 1
-                alone_yielding += end > request.prompt_len
-                request.outputs += 1
+            if (drafts := end - request.prompt_len - request.outputs) >= 0:
+                yielding += 1 + drafts
+                alone_yielding += (1 + drafts) * request.prefilled
+                request.outputs += 1 + drafts - rejected.get(r, 0)
             if not request.prefilled and end >= request.prompt_len:
                 request.prefilled = True
                 self._ended.append(r)

@@ -1,0 +1,97 @@
+"""Speculative decoding without a draft model: tokens of stock vLLM, and drafts in reports, traces and clocks."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import one_engine
+import pytest
+from engines import MODEL, PROMPTS, engine, greedy, token_ids
+
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.traces.format import DECODE, REJECTED
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+REPEATING = [prompt * 4 for prompt in PROMPTS]
+TOKENS = 24
+LAYERS, TOP_K = 4, 2
+
+
+@pytest.fixture(scope="module")
+def stock_tokens() -> list[list[int]]:
+    """Of stock vLLM without drafts."""
+    with engine() as llm:
+        return token_ids(greedy(llm, REPEATING, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A recorded run in identity mode, its hot set changing from prompt to prompt; the second pass hits the cache."""
+    directory = tmp_path_factory.mktemp("trace") / "drafts"
+    settings = {"hot_experts": 3, "cold_precision": "full", "record": str(directory)}
+    said = one_engine.run(settings, REPEATING, TOKENS, passes=2, speculative_config=NGRAM)
+    said["trace"] = Trace.load(directory, model_digest=model_digest(MODEL))
+    return said
+
+
+def test_drafts_change_no_token(drafted: dict[str, Any], stock_tokens: list[list[int]]):
+    assert drafted["tokens"] == [stock_tokens, stock_tokens]
+    (totals,) = drafted["totals"]
+    assert totals["sidecar_mismatches"] == totals["fallback_pairs"] == 0
+
+
+def test_a_report_counts_accepted_tokens_and_not_steps(drafted: dict[str, Any]):
+    reports = list(chain(*drafted["reports"]))
+    assert sum(report.get("accepted_drafts", 0) for report in reports) > 0
+    for report in reports:
+        assert len(report["simulated_token_us"]) == len(report["measured_token_ms"]) == TOKENS - 1
+        assert 0 <= report.get("accepted_drafts", 0) <= report.get("drafted_tokens", 0)
+        rejected = report.get("drafted_tokens", 0) - report.get("accepted_drafts", 0)
+        assert report.get("rejected_pairs", 0) == rejected * LAYERS * TOP_K
+        decode = sum(report[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold", "fallback"))
+        assert decode >= report.get("rejected_pairs", 0) + (TOKENS - 5) * LAYERS * TOP_K
+
+
+def test_tokens_that_one_step_yields_share_its_end(drafted: dict[str, Any]):
+    """An accepted draft costs no time of its own, so some intervals are 0, and all add up to the request's time."""
+    for report in chain(*drafted["reports"]):
+        zeros = report["simulated_token_us"].count(0.0)
+        assert zeros == report.get("accepted_drafts", 0)
+
+
+def test_a_trace_marks_rejected_rows_which_are_no_tokens_of_their_request(
+    drafted: dict[str, Any], stock_tokens: list[list[int]]
+):
+    trace = drafted["trace"]
+    assert 0 < (trace.phase == REJECTED).sum() < (trace.phase == DECODE).sum()
+    accepted = trace.phase == DECODE
+    for request in range(len(trace.prompt_len)):
+        rows = accepted & (trace.request == request)
+        positions = trace.position[rows]
+        assert np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions)))  # each once, in order
+        assert TOKENS - 1 <= len(positions) < TOKENS - 1 + NGRAM["num_speculative_tokens"] + 1
+        assert len(trace.sequences[request].decode_ids) == len(positions)
+
+
+def test_a_drafted_run_replays_to_the_picosecond(drafted: dict[str, Any]):
+    replay = replay_live(drafted["trace"], LossTable.nominal(LAYERS, 8))
+    assert len(replay.steps) == drafted["totals"][0]["steps"]
+    assert replay.identical
+
+
+def test_a_draft_model_is_refused_by_name():
+    draft = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+    with (
+        pytest.raises(ConfigError, match="drafts of a model, whose time and experts are in no plan") as error,
+        engine(settings={}, speculative_config=draft),
+    ):
+        pass
+    assert "use a proposer without one (ngram, suffix)" in str(error.value)

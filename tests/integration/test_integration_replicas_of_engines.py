@@ -1,0 +1,159 @@
+"""Data parallelism: whole engines side by side on one device, offline and behind one server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import one_engine
+import openai
+import pytest
+from engines import (
+    MODEL,
+    PATIENCE_S,
+    PATIENT_DEADLINE_MS,
+    PROMPTS,
+    VLLM_PROGRAM,
+    engine,
+    greedy,
+    token_ids,
+    user_environment,
+)
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.device.process import DeviceProcess
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 12
+UNEVEN = (PROMPTS[:3], PROMPTS[3:])
+"""Prompts of rank 0 and rank 1: one of them runs dry and then keeps step with the other without a request."""
+
+
+@pytest.fixture(scope="module")
+def stock_tokens() -> dict[str, list[int]]:
+    """Of stock vLLM in one process; its CPU build cannot run experts in data-parallel ranks at all."""
+    with engine() as llm:
+        return dict(zip(PROMPTS, token_ids(greedy(llm, PROMPTS, TOKENS)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    process = DeviceProcess.spawn(MODEL, None)
+    yield process
+    process.terminate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def offline(device: DeviceProcess) -> list[dict[str, Any]]:
+    """What each of two ranks says of an offline run."""
+    settings = {"hot_experts": 3, "cold_precision": "full", "device": device.address}
+    group = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
+
+    def run(rank: int) -> dict[str, Any]:
+        environment = group | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
+        return one_engine.run(settings, UNEVEN[rank], TOKENS, environment=environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, (0, 1)))
+
+
+def test_two_replicas_on_one_device_give_the_tokens_of_stock_vllm(
+    offline: list[dict[str, Any]], stock_tokens: dict[str, list[int]]
+):
+    for rank, said in enumerate(offline):
+        assert said["tokens"][0] == [stock_tokens[prompt] for prompt in UNEVEN[rank]]
+
+
+def test_a_replica_counts_its_own_requests_only(offline: list[dict[str, Any]]):
+    for rank, said in enumerate(offline):
+        (totals,) = said["totals"]
+        assert totals["prefills"] == len(UNEVEN[rank])
+        assert totals["cold_pairs"] > 0
+        assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
+        for report in said["reports"][0]:
+            decode = sum(report[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold"))
+            assert decode == (TOKENS - 1) * 4 * 2
+            assert report["simulated_tpot_us"] > 0
+            assert report["measured_tpot_ms"] > 0
+
+
+def test_expert_parallelism_over_replicas_is_refused_by_name():
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    with pytest.raises(ConfigError, match="expert parallelism over data-parallel ranks, which would bring rows"):
+        EngineArgs(str(MODEL), quantization="ndp", **options).create_engine_config()
+
+
+def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
+    device: DeviceProcess, stock_tokens: dict[str, list[int]], tmp_path: Path
+):
+    port, log = free_port(), tmp_path / "log"
+    settings = {
+        "hot_experts": 3,
+        "cold_precision": "full",
+        "device": device.address,
+        "deadline_ms": PATIENT_DEADLINE_MS,
+    }
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [
+                *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--served-model-name", "tiny"),
+                *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
+                *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+                *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
+            ],
+            env=user_environment(OMP_NUM_THREADS="1"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until_healthy(server, port, log)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
+
+        def ask(prompt: str) -> Any:
+            options: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0}
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **options)
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, PROMPTS * 2))
+        for prompt, answer in zip(PROMPTS * 2, answers, strict=True):
+            assert answer.choices[0].token_ids == stock_tokens[prompt]
+            assert answer.kv_transfer_params["ndp"]["simulated_tpot_us"] > 0
+            assert answer.kv_transfer_params["ndp"]["fallback_pairs"] == 0
+        assert log.read_text(errors="replace").count("what is effective") == 2
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")

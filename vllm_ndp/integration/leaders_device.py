@@ -1,0 +1,51 @@
+"""The device as a rank sees it that does not speak to it: rank 0 of its group sends, waits, stands in and counts.
+
+Has the methods of `device_link.DeviceLink` that a layer and the planner call. Knows nothing of the device but what the
+leader says of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.few_rows import FewRows
+from vllm_ndp.integration.pairs import Pairs, Split
+from vllm_ndp.integration.step import Step
+
+
+@dataclass
+class LeadersDevice:
+    offload_bits: int
+    group_size: int
+    """Weights that share a scale in the device's replicas."""
+    is_up: bool = field(default=True, init=False)
+    """As the leader said before this step."""
+    state: str = field(default="the leader's", init=False)
+
+    def steer(self, is_up: bool) -> None:
+        self.is_up = is_up
+
+    def revive(self) -> None: ...
+
+    def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None: ...
+
+    def wait_installed(self) -> None: ...
+
+    def submit(self, step: Step, layer: int, x: torch.Tensor, split: Split) -> DeviceCall | None:
+        return None
+
+    def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall | None:
+        return None
+
+    def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+Device = DeviceLink | LeadersDevice

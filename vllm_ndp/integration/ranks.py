@@ -1,0 +1,102 @@
+"""This worker among the others that run the same model: its part of it, and the little that ranks must tell each other.
+
+Tensor parallelism splits each layer over the ranks of a group. Rank 0, the leader, speaks to the device: it sends rows
+for whole experts and adds what comes back to its own partial sum, before vLLM's all-reduce adds up the ranks. Every
+rank makes the same plans by itself. Knows vLLM's groups. Does not know experts, plans or the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndp_device.errors import ConfigError
+
+_MOST_CORES = 8192  # of one host
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of each expert this rank holds: rows `index` of `count` equal parts of its intermediate size."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"a share must be one of {self.count}, got {self.index}")
+
+
+WHOLE = Share()
+
+
+class Ranks:
+    """The group of ranks that split each layer, seen from one of them."""
+
+    def __init__(self, group: Any = None) -> None:
+        """group: vLLM's tensor-parallel group; None where one process runs the whole model."""
+        self._group = group
+        self.rank: int = 0 if group is None else group.rank_in_group
+        self.size: int = 1 if group is None else group.world_size
+
+    @classmethod
+    def of_this_worker(cls) -> Ranks:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return cls(get_tp_group())
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.rank, self.size)
+
+    @property
+    def description(self) -> str:
+        if self.size == 1:
+            return "one: the whole model"
+        return (
+            f"{self.size}, each 1/{self.size} of every hot expert; rank 0 sends whole cold experts' rows to the device"
+        )
+
+    def from_leader(self, value: Any = None) -> Any:
+        """What the leader gives here; every rank of the group must ask."""
+        return value if self.size == 1 else self._group.broadcast_object(value if self.leads else None)
+
+    def merge(self, cores: set[int]) -> set[int]:
+        """The cores that any of the ranks names; every rank of the group must ask."""
+        if self.size == 1:
+            return cores
+        named = torch.zeros(_MOST_CORES, dtype=torch.uint8)
+        named[sorted(cores)] = 1
+        dist.all_reduce(named, dist.ReduceOp.MAX, group=self._group.cpu_group)
+        return set(named.nonzero().flatten().tolist())
+
+    def require_equal(self, seen: dict[str, str]) -> None:
+        """Compare what this rank was started with with the leader's. Raises ConfigError on the rank that differs."""
+        theirs = self.from_leader(seen)
+        for what, mine in seen.items():
+            if mine != theirs[what]:
+                raise ConfigError(
+                    f"rank {self.rank} has {what} {mine}, rank 0 has {theirs[what]}: "
+                    "start every rank with the same settings, checkpoint and replicas"
+                )
+
+    def agree(self, *, device_is_up: bool, plans: int) -> bool:
+        """Before a step of several ranks: whether the leader's device is up, which every rank then goes by.
+
+        plans: checksum of the plans in force, which must be the same on every rank: another plan on one of them would
+        leave pairs out or count them twice, in silence.
+        """
+        is_up, leaders = self.from_leader((device_is_up, plans))
+        if plans != leaders:
+            raise RuntimeError(
+                f"rank {self.rank} planned otherwise than rank 0 (checksums {plans:08x} and {leaders:08x}): "
+                "the router did not choose the same experts on both; nothing that follows would be right"
+            )
+        return bool(is_up)

@@ -1,0 +1,28 @@
+"""What GPUs that split each layer tell each other takes: NVLink between the GPUs of one host. Simulated, stateless.
+
+    all-reduce = latency + 2 (n - 1) / n * bytes / bandwidth          gather = latency + (n - 1) / n * bytes / bandwidth
+
+At the few rows of a decode step the latency is nearly all of it. Knows bytes. Does not know models.
+"""
+
+from __future__ import annotations
+
+from ndp_device.timing.units import ceil_div, transfer_ps
+
+LATENCY_PS = 6_000_000
+"""Of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. More GPUs take
+longer, so it is optimistic beyond two."""
+BYTES_PER_S = 370_000_000_000
+"""Of one direction of NVLink 4 after protocol overhead, of 450 GB/s: github.com/NVIDIA/nccl-tests/issues/212."""
+
+
+def all_reduce_ps(num_gpus: int, num_bytes: int) -> int:
+    """Each GPU has num_bytes of partial sums, and gets the sum."""
+    return 0 if num_bytes == 0 else gather_ps(num_gpus, 2 * num_bytes)
+
+
+def gather_ps(num_gpus: int, num_bytes: int) -> int:
+    """Each GPU has its part of num_bytes, and gets all."""
+    if num_gpus == 1 or num_bytes == 0:
+        return 0
+    return LATENCY_PS + transfer_ps(ceil_div(num_bytes * (num_gpus - 1), num_gpus), BYTES_PER_S)
