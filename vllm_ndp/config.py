@@ -60,6 +60,9 @@ class NdpSettings:
     migration: str = "kept"
     """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
     every expert that becomes hot moves."""
+    max_moves: int | None = None
+    """How many experts one plan may copy to the GPU, those that gain the most first; None = all that the policy wants.
+    Matters with many small experts, of which a new prompt wants thousands."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
@@ -99,6 +102,8 @@ class NdpSettings:
                 )
         if self.hot_experts is not None and self.hot_experts < 0:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
+        if self.max_moves is not None and self.max_moves < 0:
+            raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
         if not 0.0 <= self.alpha <= 1.0:
@@ -163,6 +168,7 @@ class NdpSettings:
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.migration == "kept",
+            max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
         )
 

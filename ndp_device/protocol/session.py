@@ -23,6 +23,8 @@ from ndp_device.protocol.messages import (
 )
 from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS
 
+_FLAGS = np.array([FLAG_OF_BITS[bits] for bits in PLAN_BITS], np.uint8)
+
 
 @dataclass(frozen=True)
 class ServedPlan:
@@ -160,12 +162,8 @@ class Session:
 
 def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
     """(layer, expert, bits) of every flag that is set in flags [L, E], layer by layer."""
-    return [
-        (int(layer), int(expert), bits)
-        for layer, expert in np.argwhere(flags)
-        for bits in PLAN_BITS
-        if flags[layer, expert] & FLAG_OF_BITS[bits]
-    ]
+    places = np.argwhere(flags[:, :, None] & _FLAGS).tolist()
+    return [(layer, expert, PLAN_BITS[index]) for layer, expert, index in places]
 
 
 def _version(version: int) -> str:

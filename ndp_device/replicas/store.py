@@ -167,15 +167,16 @@ class ExpertStore:
     def _forget_idle(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
         if self._held_bytes <= self.resident_bytes:
             return 0
-        idle: list[tuple[int, tuple[int, int, int]]] = []
-        for bits, used in self._used.items():
-            where = (used > 0) & ~in_use[bits] if bits in in_use else used > 0
-            idle += [(int(used[at]), (int(at[0]), int(at[1]), bits)) for at in zip(*where.nonzero(), strict=True)]
-        idle.sort()
-        for count, (_, key) in enumerate(idle):
+        widths = sorted(self._used)
+        used = np.stack([self._used[bits] for bits in widths], axis=2)  # [L, E, widths]
+        stays = np.stack([in_use.get(bits, np.zeros(used.shape[:2], np.bool_)) for bits in widths], axis=2)
+        idle = np.flatnonzero((used > 0) & ~stays)
+        idle = idle[np.argsort(used.flat[idle], kind="stable")]  # of one moment: by layer, expert and width
+        for count, place in enumerate(idle):
             if self._held_bytes <= self.resident_bytes:
                 return count
-            self._forget(key)
+            layer, expert, width = np.unravel_index(place, used.shape)
+            self._forget((int(layer), int(expert), widths[int(width)]))
         return len(idle)
 
     def _mask(self, bits: int, wide: Sequence[int]) -> None:
@@ -183,11 +184,12 @@ class ExpertStore:
         if self._held_bytes <= self.resident_bytes or bits not in self._bits:
             return
         used = self._used[bits]
-        whole = (used > 0) & ~self._masked[bits]
-        experts = [(int(layer), int(expert)) for layer, expert in zip(*whole.nonzero(), strict=True)]
-        for at in sorted(experts, key=lambda at: (used[at], at)):
+        whole = np.flatnonzero((used > 0) & ~self._masked[bits])
+        for place in whole[np.argsort(used.flat[whole], kind="stable")]:
             if self._held_bytes <= self.resident_bytes:
                 return
+            layer, expert = np.unravel_index(place, used.shape)
+            at = int(layer), int(expert)
             own = self._prepared[*at, bits]
             others = [self._prepared[*at, width] for width in wide if self._used[width][at]]
             masked = self._kernel.masked(own, others[0]) if others else None

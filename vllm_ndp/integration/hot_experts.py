@@ -51,13 +51,10 @@ class HotExperts:
         """Begin to copy experts that became hot [L, E] into the slots of those that no longer are."""
         self._migrator.wait_for_all()
         for layer, row in enumerate(hot):
-            slots = self.layers[layer]
-            wanted = set(np.flatnonzero(row).tolist())
-            free = [slot for slot, expert in enumerate(slots.expert_in) if expert not in wanted]
-            coming = zip(free, sorted(wanted - set(slots.expert_in)), strict=False)
-            fill = self.streamer.fill
+            slots, fill = self.layers[layer], self.streamer.fill
+            moves = slots.exchange(row)
             self._migrator.begin(
-                layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in coming]
+                layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]
             )
 
     def wait(self, layer: int) -> None:
@@ -69,9 +66,7 @@ class HotExperts:
 
     def slots_to_keep(self, layer: int, hot: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
         """Expert -> slot for those that are about to pass through and shall stay: resident [E] and not hot [E]."""
-        expert_in = self.layers[layer].expert_in
-        free = sorted((e, slot) for slot, e in enumerate(expert_in) if e < 0 or not resident[e])
-        return {int(e): slot for e, (_, slot) in zip(np.flatnonzero(resident & ~hot), free, strict=False)}
+        return self.layers[layer].slots_to_keep(resident & ~hot, resident)
 
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
         """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot.

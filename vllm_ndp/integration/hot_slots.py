@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from ndp_device.errors import ConfigError
@@ -207,7 +209,7 @@ class HotSlots:
         kernel.check_slots(held.w13.shape[0])
         self.kernel = kernel
         self.held = held
-        self.expert_in: list[int] = [-1] * held.w13.shape[0]
+        self.expert_in: NDArray[np.int64] = np.full(held.w13.shape[0], -1)  # [slots], -1: empty
         self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w13.device)
         self.expert_map_list = [-1] * num_experts  # the same on the host, for few rows
 
@@ -225,8 +227,8 @@ class HotSlots:
 
         The map is cleared first and set last, so a half-copied slot is never named.
         """
-        if self.expert_in[slot] >= 0:
-            self._name(self.expert_in[slot], -1)
+        if (before := int(self.expert_in[slot])) >= 0:
+            self._name(before, -1)
         self.expert_in[slot] = -1
         fill(self.held, slot)
         self.expert_in[slot] = expert
@@ -235,6 +237,20 @@ class HotSlots:
     def _name(self, expert: int, slot: int) -> None:
         self.expert_map[expert] = slot
         self.expert_map_list[expert] = slot
+
+    def exchange(self, wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """(slot, expert) for the wanted experts [E] that are in no slot: into empty ones and those of the unwanted."""
+        held = self.expert_in >= 0
+        missing = wanted.copy()
+        missing[self.expert_in[held]] = False
+        free = np.flatnonzero(~(held & wanted[self.expert_in]))
+        return list(zip(free.tolist(), np.flatnonzero(missing).tolist(), strict=False))
+
+    def slots_to_keep(self, coming: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
+        """Expert -> slot for each of `coming` [E]: slots of experts that are not `resident` [E], lower ids first."""
+        free = np.flatnonzero(~((self.expert_in >= 0) & resident[self.expert_in]))
+        free = free[np.argsort(self.expert_in[free], kind="stable")]
+        return dict(zip(np.flatnonzero(coming).tolist(), free.tolist(), strict=False))
 
     def run(self, x: torch.Tensor, pairs: SlotPairs) -> torch.Tensor:
         """The weighted sum over the pairs of each row [T, H], exactly 0 for a row without one; a fresh tensor."""
@@ -255,7 +271,7 @@ class HotSlots:
 
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""
-        if not self.expert_in:
+        if not len(self.expert_in):
             return torch.zeros_like(x)
         slots = (topk_ids % len(self.expert_in)).to(torch.int32)
         return self.kernel.run(x, self.held, topk_weights, slots)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,11 +94,8 @@ def select_bitwidths(
         ranked = order[layers, :cold]
         prefix = np.zeros((len(layers), cold + 1, 3))
         np.cumsum(gains[layers[:, None], ranked], axis=1, out=prefix[:, 1:])
-        n4, n3, n2 = _feasible_counts(cold, spend)
-        best = _largest_gain(prefix, n4, n3, n2)
-        ranks = np.arange(cold)
-        ends = np.stack([n4, n4 + n3, n4 + n3 + n2])[:, best, None]  # [3, layers, 1]
-        bits[layers[:, None], ranked] = 1 + (ranks < ends).sum(axis=0)
+        ends = _best_ends(prefix, _feasible(cold, spend), spend)
+        bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=0)
     return BitwidthPlan(bits)
 
 
@@ -115,27 +113,51 @@ def full_precision(placement: Placement) -> BitwidthPlan:
     return BitwidthPlan(np.where(placement.hot, 0, FULL_PRECISION_BITS))
 
 
+class _Feasible(NamedTuple):
+    """Every way to spend the increments of one layer: n4, and m = n4 + n3 from `first` to `last`; n2 follows."""
+
+    n4: NDArray[np.int64]  # [rising]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Where the ways of each n4 begin when all are numbered, and how many there are."""
+        return np.concatenate([[0], np.cumsum(self.last - self.first + 1)])
+
+
 @lru_cache(maxsize=256)
-def _feasible_counts(cold: int, spend: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Every (n4, n3) with n2 = spend - 3 n4 - 2 n3 >= 0 and n4 + n3 + n2 <= cold; n4 rises first, then n3."""
-    n4, n3 = np.divmod(np.arange((cold + 1) ** 2), cold + 1)
-    n2 = spend - 3 * n4 - 2 * n3
-    feasible = (n2 >= 0) & (n4 + n3 + n2 <= cold)
-    counts = n4[feasible], n3[feasible], n2[feasible]
-    for array in counts:
-        array.flags.writeable = False
-    return counts
+def _feasible(cold: int, spend: int) -> _Feasible:
+    """With n2 = spend - n4 - 2 m >= 0 and m + n2 = spend - n4 - m <= cold."""
+    n4 = np.arange(min(cold, spend // 3) + 1)
+    first = np.maximum(n4, spend - n4 - cold)
+    last = np.minimum(cold, (spend - n4) // 2)
+    possible = first <= last
+    return _Feasible(n4[possible], first[possible], last[possible])
 
 
-def _largest_gain(
-    prefix: NDArray[np.float64], n4: NDArray[np.int64], n3: NDArray[np.int64], n2: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[layers], index into the feasible counts; the first of equal gains, which is the flattest."""
-    end4, end3, end2 = n4, n4 + n3, n4 + n3 + n2
-    at_once = max(_MAX_GAINS_AT_ONCE // len(n4), 1)
-    best = np.empty(len(prefix), np.int64)
-    for start in range(0, len(prefix), at_once):
-        c2, c3, c4 = np.moveaxis(prefix[start : start + at_once], 2, 0)
-        total = c4[:, end4] + (c3[:, end3] - c3[:, end4]) + (c2[:, end2] - c2[:, end3])
-        best[start : start + at_once] = total.argmax(axis=1)
-    return best
+def _best_ends(prefix: NDArray[np.float64], feasible: _Feasible, spend: int) -> NDArray[np.int64]:
+    """[3, layers]: how many of the most important experts have 4, at least 3 and at least 2 bits where the gain is
+    largest; of equal gains the first by n4, then by n3, which is the flattest.
+
+    prefix [layers, cold + 1, 3]: gains of the first experts at 2, 3 and 4 bits. For one n4 all sums lie one after the
+    other in memory, so they are added as slices: hundreds of experts have thousands of ways to spend.
+    """
+    starts = feasible.starts
+    at_once = max(_MAX_GAINS_AT_ONCE // int(starts[-1]), 1)
+    ends = np.empty((3, len(prefix)), np.int64)
+    for begin in range(0, len(prefix), at_once):
+        c2, c3, c4 = np.ascontiguousarray(np.moveaxis(prefix[begin : begin + at_once], 2, 0))
+        c2_down = c2[:, ::-1]  # the widest end first: m + n2 falls as m rises
+        total = np.empty((len(c2), int(starts[-1])))
+        for n4, first, last, start in zip(*(column.tolist() for column in (*feasible, starts[:-1])), strict=True):
+            here, m = total[:, start : start + last - first + 1], slice(first, last + 1)
+            end2 = c2.shape[1] - 1 - (spend - n4 - first)
+            np.subtract(c3[:, m], c3[:, n4 : n4 + 1], out=here)
+            here += c4[:, n4 : n4 + 1]
+            here += c2_down[:, end2 : end2 + last - first + 1] - c2[:, m]
+        best = total.argmax(axis=1)
+        row = np.searchsorted(starts, best, side="right") - 1
+        end4, end3 = feasible.n4[row], feasible.first[row] + best - starts[row]
+        ends[:, begin : begin + at_once] = end4, end3, spend - end4 - end3
+    return ends

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
-from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed
+from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, limit_moves
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -37,6 +37,9 @@ class PlannerRules:
     """`request`: bits by each request's own score; `batch`: by one score for all that run."""
     keeps_streamed: bool = True
     """Whether experts that a prefill streamed and that will be hot stay in the slots."""
+    max_moves: int | None = None
+    """How many experts may be copied into GPU memory for one plan; None = as many as the policy wants. What a prefill
+    streams and leaves in the slots is not copied for it."""
     full_precision: bool = False
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
 
@@ -78,6 +81,9 @@ class Replanner:
         """Make one placement for all running requests and a plan for each, under a new epoch."""
         rules = self.rules
         placement = self._place(list(scores.values()))
+        if rules.max_moves is not None:
+            together = np.sum([score.values for score in scores.values()], axis=0)
+            placement = limit_moves(self.resident, placement, together, rules.max_moves)
         became_hot = placement.moves_from(self.placement)
         moved = placement.hot & ~self.resident
         self.epoch += 1
