@@ -15,9 +15,18 @@ Messages are one sentence: what was wanted, what came, what to change.
 
 from __future__ import annotations
 
+_MAX_SENTENCE = 1500
+
 
 class NdpError(Exception):
-    """Root of the tree; command lines print it as one line and exit 2."""
+    """Root of the tree; command lines print it as one line and exit 2.
+
+    Its message is one line of printable characters whatever a file or a peer put into it: names out of a file must
+    neither forge a second line nor reach a terminal as control characters.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_one_line(message))
 
 
 class ConfigError(NdpError):
@@ -56,3 +65,13 @@ class DeviceError(NdpError):
 
 class DeviceUnavailable(NdpError):
     """No valid answer came from the device within the deadline."""
+
+
+def _one_line(message: str) -> str:
+    if len(message) > _MAX_SENTENCE:
+        half = _MAX_SENTENCE // 2
+        message = f"{message[:half]} […] {message[-half:]}"
+    if message.isprintable():
+        return message
+    message = " ".join(message.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in message)

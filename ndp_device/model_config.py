@@ -22,7 +22,7 @@ from ndp_device.decoder_layers import (
     StateSpace,
 )
 from ndp_device.errors import ConfigError
-from ndp_device.model_shape import ModelShape, WholeModel
+from ndp_device.model_shape import MAX_LAYERS, MAX_WIDTH, ModelShape, WholeModel
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
@@ -71,6 +71,8 @@ class _Config:
             value = self._config.get(key)
             value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
             if isinstance(value, int) and not isinstance(value, bool):
+                if not 0 <= value <= (largest := MAX_LAYERS if key == "num_hidden_layers" else MAX_WIDTH):
+                    raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
         raise ConfigError(
             f"model {self._name!r}: its config.json must give {' or '.join(keys)}, of which there is none"
@@ -78,6 +80,12 @@ class _Config:
 
     def _or(self, default: int, *keys: str) -> int:
         return self.size(*keys) if any(self._config.get(key) is not None for key in keys) else default
+
+    def _period(self, default: int, *keys: str) -> int:
+        """What something is divided by."""
+        if value := self._or(default, *keys):
+            return value
+        raise ConfigError(f"model {self._name!r}: {' or '.join(keys)} must be at least 1, got 0")
 
     def decoder(self, moe_layers: Collection[int]) -> tuple[DecoderLayer, ...]:
         dense = 3 * self.size("hidden_size") * self._or(1, "intermediate_size_mlp", "intermediate_size")
@@ -91,12 +99,13 @@ class _Config:
         get = self._config.get
         if layer < self._or(0, "first_k_dense_replace", "moe_layer_start_index"):
             return False
-        if layer in (get("mlp_only_layers") or ()):
+        dense = get("mlp_only_layers")
+        if isinstance(dense, list) and layer in dense:
             return False
-        step = self._or(1, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-        if (layer + 1) % step or layer % self._or(1, "moe_layer_freq"):
+        step = self._period(1, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+        if (layer + 1) % step or layer % self._period(1, "moe_layer_freq"):
             return False
-        return layer % self._or(1, "expert_layer_period") == self._or(0, "expert_layer_offset")
+        return layer % self._period(1, "expert_layer_period") == self._or(0, "expert_layer_offset")
 
     def shared_weights(self, intermediate: int) -> int:
         """Of the shared experts of one layer: count or width, and the gate that some families put before them."""
@@ -116,19 +125,20 @@ class _Config:
         kinds = get("layer_types") or get("layers_block_type")
         if isinstance(kinds, list) and layer < len(kinds):
             return str(kinds[layer])
-        if (interval := get("full_attention_interval")) is not None:
-            return "linear_attention" if (layer + 1) % interval else "full_attention"
-        if (period := get("attn_layer_period")) is not None:
+        if get("full_attention_interval") is not None:
+            return "linear_attention" if (layer + 1) % self._period(1, "full_attention_interval") else "full_attention"
+        if get("attn_layer_period") is not None:
+            period = self._period(1, "attn_layer_period")
             return "full_attention" if layer % period == self.size("attn_layer_offset") else "mamba"
         if get("attention_chunk_size"):  # every fourth layer has no rotary embedding, and no chunks
-            return "chunked_attention" if (layer + 1) % self._or(4, "no_rope_layer_interval") else "full_attention"
+            return "chunked_attention" if (layer + 1) % self._period(4, "no_rope_layer_interval") else "full_attention"
         return "full_attention"
 
     def _attention(self, layer: int) -> Attention:
         kind = self._kind(layer)
         if kind in _RECURRENT:
             return self._recurrence()
-        heads = self.size("num_attention_heads")
+        heads = self._period(0, "num_attention_heads")
         if self._config.get("kv_lora_rank"):
             return Latent(
                 num_heads=heads,

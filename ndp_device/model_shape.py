@@ -21,6 +21,28 @@ Activation = Literal["silu", "swigluoai"]
 (clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)."""
 
 
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 16
+MAX_EXPERTS_IN_ALL = 1 << 20
+"""Layers times experts, 45 times Kimi K2's: tables over all experts stay small whatever a file claims."""
+MAX_WIDTH = 1 << 24
+_LARGEST = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
+
+
+def _check_sizes(model: ModelShape, *names: str) -> None:
+    for name in names:
+        value, largest = getattr(model, name), _LARGEST.get(name, MAX_WIDTH)
+        if type(value) is not int or not 1 <= value <= largest:
+            raise ConfigError(
+                f"model {model.name!r}: {name} must be at least 1 and at most {largest}, got {_shortened(value)}"
+            )
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of one Mixture-of-Experts model: L layers, E experts, top_k of them per token, H x I weights."""
@@ -34,9 +56,12 @@ class ModelShape:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_experts", "top_k", "hidden_size", "intermediate_size"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"model {self.name!r}: {field} must be at least 1, got {getattr(self, field)}")
+        _check_sizes(self, "num_layers", "num_experts", "top_k", "hidden_size", "intermediate_size")
+        if self.num_layers * self.num_experts > MAX_EXPERTS_IN_ALL:
+            raise ConfigError(
+                f"model {self.name!r}: {self.num_layers} layers of {self.num_experts} experts are more than the "
+                f"{MAX_EXPERTS_IN_ALL} that tables are made for"
+            )
         if self.top_k > self.num_experts:
             raise ConfigError(f"model {self.name!r}: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
 
@@ -78,8 +103,7 @@ class WholeModel(ModelShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vocab_size < 1:
-            raise ConfigError(f"model {self.name!r}: vocab_size must be at least 1, got {self.vocab_size}")
+        _check_sizes(self, "vocab_size")
         with_experts = sum(layer.has_experts for layer in self.decoder)
         if with_experts != self.num_layers:
             raise ConfigError(

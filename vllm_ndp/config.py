@@ -22,6 +22,7 @@ from vllm_ndp.planning.replanner import PlannerRules
 
 EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
+_LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 DEFAULT_OFFLOAD_BITS = 3
 RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
 """Settings by their older names, which stay accepted."""
@@ -217,11 +218,12 @@ def _typed(name: str, value: Any, wanted: str) -> Any:
     if value is None and "None" in wanted:
         return None
     kind = wanted.split(" |")[0].split("[")[0]
-    if kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    if kind == "float" and (whole or isinstance(value, float)):
         return float(value)
-    if kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+    if kind == "int" and whole:
         return value
-    if (kind == "str" and isinstance(value, str)) or (kind == "bool" and isinstance(value, bool)):
+    if (kind == "str" and isinstance(value, str) and "\0" not in value) or (kind == "bool" and isinstance(value, bool)):
         return value
     if kind == "Mapping" and isinstance(value, Mapping):
         return dict(value)

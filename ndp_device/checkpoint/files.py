@@ -7,23 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
+
+from ndp_device import strict_json
 from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.strict_files import Refused, open_plain
 
+_MAX_HEADER_BYTES = 32 << 20  # one file of a large model's 100 000 tensors takes 12 MiB
+_MAX_HEADER_VALUES = 2 << 20
+_MAX_NAME = 512
+_MAX_SIZE = 1 << 62
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
+_METADATA = "__metadata__"
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = strict_json.read(path, constants=True)
     except FileNotFoundError:
         raise ConfigError(f"no config.json in {model_dir}: give the directory of a Hugging Face checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, Refused) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
@@ -38,23 +48,49 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
     return files
 
 
+class _Tensor(msgspec.Struct):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)], ...]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)], Annotated[int, msgspec.Meta(le=_MAX_SIZE)]]
+
+
 def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and the offset of its first tensor byte."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """The JSON header of a safetensors file and the offset of its first tensor byte.
+
+    Every entry but `__metadata__` has a dtype, a shape and two data_offsets, of the types that they must have; whether
+    they agree with each other and with the file is looked at by who reads the tensor (replicas/mapped.py).
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ReplicaError(f"{path.name} is too short to be a safetensors file ({size} bytes)")
         (length,) = struct.unpack("<Q", prefix)
-        if length > min(size - 8, 100 << 20):
+        if length > size - 8:
             raise ReplicaError(f"{path.name}: its header claims {length} bytes but the file has {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ReplicaError(f"{path.name}: its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise ReplicaError(f"{path.name}: its header must be a JSON object")
+        if length > _MAX_HEADER_BYTES:
+            raise ReplicaError(f"{path.name}: its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
+        text = file.read(length)
+    try:
+        header: dict[str, Any] = strict_json.decode(text, max_values=_MAX_HEADER_VALUES)
+        if not isinstance(header, dict):
+            raise Refused("it must be a JSON object")
+        if too_long := next((name for name in header if len(name) > _MAX_NAME), None):
+            raise Refused(f"a name of {len(too_long)} characters is none of a tensor")
+        msgspec.convert({name: entry for name, entry in header.items() if name != _METADATA}, dict[str, _Tensor])
+        msgspec.convert(header.get(_METADATA, {}), dict[str, str])
+    except (Refused, msgspec.ValidationError) as error:
+        raise ReplicaError(f"{path.name}: its header cannot be read as one of tensors: {error}") from None
     return header, 8 + length
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_plain(path)
+    except (OSError, Refused) as error:
+        raise ReplicaError(f"{path} cannot be read: {error}") from None
 
 
 def model_digest(model_dir: Path) -> str:
@@ -74,7 +110,7 @@ def model_digest(model_dir: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{size} {json.dumps(header, sort_keys=True)}".encode())
         span = max(size - start - _SAMPLE_BYTES, 0)
-        with path.open("rb") as file:
+        with _open(path) as file:
             for sample in range(_SAMPLES_PER_FILE):
                 file.seek(start + span * sample // max(_SAMPLES_PER_FILE - 1, 1))
                 digest.update(file.read(_SAMPLE_BYTES))

@@ -5,18 +5,25 @@ Knows files and the index that lists them. Does not know what a tensor means (na
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from ndp_device import strict_json
 from ndp_device.checkpoint.files import checkpoint_files, safetensors_header
 from ndp_device.errors import ReplicaError
 
 INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 32 << 20  # 9 MiB for the 91 000 tensors of DeepSeek-V3
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,14 @@ def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
                     f"{model_dir.name}: {name} is in {tensors[name].file.name} and in {path.name}: delete the one "
                     "that does not belong to this checkpoint"
                 )
-            tensors[name] = TensorInfo(*_described(path, name, entry), path)
+            tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), path)
     return tensors
 
 
 def weight_files(model_dir: Path) -> list[Path]:
     """The files that make the checkpoint: those its index names, or every .safetensors where there is no index."""
     index = model_dir / INDEX
-    if index.is_file():
+    if os.path.lexists(index):  # whatever it is: one that cannot be read is refused
         named = sorted(set(_weight_map(index).values()))
         if missing := [name for name in named if not (model_dir / name).is_file()]:
             raise ReplicaError(
@@ -73,18 +80,11 @@ def _refuse_gaps(model_dir: Path, files: list[Path]) -> None:
 
 def _weight_map(index: Path) -> Mapping[str, str]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("weight_map must map tensor names to file names")
-        if outside := [name for name in weight_map.values() if Path(name).name != name]:
-            raise ValueError(f"{outside[0]!r} is not a file of this directory")
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        weight_map = strict_json.read(index, _Index, at_most=_MAX_INDEX_BYTES).weight_map
+        if outside := [
+            name for name in weight_map.values() if Path(name).name != name or "\0" in name or len(name) > 255
+        ]:
+            raise strict_json.Refused(f"{outside[0]!r} is not a file of this directory")
+    except (OSError, strict_json.Refused) as error:
         raise ReplicaError(f"{index} cannot be read as an index of safetensors files: {error}") from None
     return weight_map
-
-
-def _described(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
-    try:
-        return str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-    except (KeyError, TypeError, ValueError):
-        raise ReplicaError(f"{path.name}: its header does not describe {name} as a tensor") from None

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.model_shape import Activation
+from ndp_device.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Activation
 
 Part = Literal["gate", "up", "down"]
 
@@ -43,6 +43,7 @@ _ROUTER = re.compile(r"\.(?:gate|router|gate\.wg|router\.layer)\.weight$")
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
+_ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _INTERLEAVED = {"gpt_oss"}
 """Model types whose fused gate and up alternate row by row, which no shape shows. They also clamp."""
 _ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
@@ -143,6 +144,7 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
     Raises ConfigError for a model that we cannot serve, ReplicaError for a checkpoint that is incomplete.
     """
     config = text_config(config)
+    _refuse_other_types(config, name)
     num_layers = _num_layers(config, name)
     found = _find(tensors, num_layers)
     if not found:
@@ -192,7 +194,8 @@ def _find(tensors: Mapping[str, TensorInfo], num_layers: int) -> dict[int, dict[
         expert: int | None = None
         if match := _OWN.fullmatch(name):
             prefix, number, role, kind = match.groups()
-            expert = int(number)
+            if (expert := int(number)) >= MAX_EXPERTS:
+                raise ReplicaError(f"{name} is of expert {number}, and at most {MAX_EXPERTS} are read")
         elif match := _STACKED.fullmatch(name):
             prefix, role, kind = match[1], match[2], match[3] or "weight"
         elif (match := _LINEAR.fullmatch(name)) and len(info.shape) == 3:
@@ -362,11 +365,26 @@ def _renumbered(name: str, expert: int | str) -> str:
     return re.sub(r"\bexperts\.\d+\.", f"experts.{expert}.", name)
 
 
+def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
+    """What is read below is of the type that it is read as; null stands for left out."""
+    sizes = (*_NUM_EXPERTS, *_TOP_K, "top_k", "hidden_size", "intermediate_size", "moe_intermediate_size")
+    for key in sizes:
+        value = config.get(key)
+        for given in value if isinstance(value, list) else [value]:
+            if given is not None and (type(given) is not int or not 0 <= given <= MAX_WIDTH):
+                raise ConfigError(f"{name}: config.json must give {key} as a whole number, got {given!r}")
+    for key in ("model_type", *_ACTIVATION):
+        if not isinstance(config.get(key, ""), str | None):
+            raise ConfigError(f"{name}: config.json must give {key} as a name, got {config[key]!r}")
+
+
 def _num_layers(config: Mapping[str, Any], name: str) -> int:
     kinds = config.get("layers_block_type")  # Nemotron-H counts its layers so
     value = config.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: config.json must give num_hidden_layers, a whole number, got {value!r}")
+    if type(value) is not int or not 1 <= value <= MAX_LAYERS:
+        raise ConfigError(
+            f"{name}: config.json must give num_hidden_layers, a whole number up to {MAX_LAYERS}, got {value!r}"
+        )
     return value
 
 
@@ -433,9 +451,7 @@ def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
 def _activation(config: Mapping[str, Any], name: str) -> Activation:
     if config.get("model_type") in _INTERLEAVED:
         return "swigluoai"
-    value = next(
-        (config[key] for key in ("hidden_act", "hidden_activation", "mlp_hidden_act") if config.get(key)), "silu"
-    )
+    value = next((config[key] for key in _ACTIVATION if config.get(key)), "silu")
     if value not in ("silu", "swish", "swiglu"):
         raise ConfigError(f"{name}: its experts compute {value}; our kernels know silu and gpt-oss's clamped SwiGLU")
     if config.get("swiglu_limit") is not None:

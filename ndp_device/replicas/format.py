@@ -22,6 +22,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from ndp_device import strict_json
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
@@ -211,10 +212,10 @@ class ReplicaFiles:
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = strict_json.read(path, Manifest)
     except FileNotFoundError:
         raise ReplicaError(f"{directory} holds no replicas ({MANIFEST} is missing): run vllm-ndp quantize") from None
-    except (OSError, msgspec.DecodeError, NdpError) as error:
+    except (OSError, strict_json.Refused, NdpError) as error:
         raise ReplicaError(f"{path} is not a replica manifest: {error}") from None
     has_form = manifest.activation is not msgspec.UNSET or manifest.biases is not msgspec.UNSET
     wanted = VERSION_WITH_FORM if has_form else VERSION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class MappedFile:
         self._header, self._start = safetensors_header(path)
         self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        for name, entry in self._header.items():
+            self._refuse_disagreement(name, entry["shape"], *entry["data_offsets"])
 
     @property
     def names(self) -> list[str]:
@@ -59,16 +62,21 @@ class MappedFile:
         entry = self._header.get(name)
         if entry is None:
             raise ReplicaError(f"{self.path.name} holds no tensor {name}: it is incomplete or of another model")
-        try:
-            dtype, storage = _DTYPES[entry["dtype"]]
-            shape = tuple(int(size) for size in entry["shape"])
-            first, last = (self._start + int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise ReplicaError(f"{self.path.name}: its header does not describe {name} as a tensor we read") from None
-        wanted = storage.itemsize * int(np.prod(shape, dtype=np.int64))
-        if min(shape, default=0) < 0 or first < self._start or last - first != wanted or last > self._bytes.size:
-            raise ReplicaError(
-                f"{self.path.name} is damaged or truncated: {name} {list(shape)} lies at {first}..{last}, "
-                f"the file has {self._bytes.size} bytes"
-            )
-        return dtype, storage, shape, first, last
+        if entry["dtype"] not in _DTYPES:
+            raise ReplicaError(f"{self.path.name}: {name} is {entry['dtype']}, which is not read")
+        dtype, storage = _DTYPES[entry["dtype"]]
+        first, last = entry["data_offsets"]
+        if last - first != storage.itemsize * math.prod(entry["shape"]):
+            raise self._damaged(name, entry["shape"], first, last)
+        return dtype, storage, tuple(entry["shape"]), self._start + first, self._start + last
+
+    def _refuse_disagreement(self, name: str, shape: list[int], first: int, last: int) -> None:
+        """Of a tensor of any dtype, most of which are never read: where it lies is inside the file."""
+        if last < first or self._start + last > self._bytes.size:
+            raise self._damaged(name, shape, first, last)
+
+    def _damaged(self, name: str, shape: list[int], first: int, last: int) -> ReplicaError:
+        return ReplicaError(
+            f"{self.path.name} is damaged or truncated: {name} {shape} lies at {self._start + first}.."
+            f"{self._start + last}, the file has {self._bytes.size} bytes"
+        )

@@ -40,6 +40,20 @@ def _capacity(key: str, num_bytes: int) -> None:
         raise ConfigError(f"{key} must lie in 1..{_MOST_BYTES} (a pebibyte), got {num_bytes}")
 
 
+def _at_most(section: str, spec: object, maximum: int, *names: str) -> None:
+    for name in names:
+        if getattr(spec, name) > maximum:
+            raise ConfigError(f"{section}.{name} must be at most {maximum}, got {getattr(spec, name)}")
+
+
+MAX_VALUE = 1 << 60
+MAX_CYCLES = 2048
+"""Of a delay between two commands, twice the longest of any JEDEC device: the controller that the constants of a
+stream are taken from goes through every cycle of refresh that falls into one."""
+MAX_ROW_SPAN = 1 << 16
+"""Lines in one row of every bank, 8 times DDR5's: so many are simulated once per device."""
+
+
 @dataclass(frozen=True)
 class DramSpec:
     """Identical channels of one JEDEC device. Times in cycles of tck_fs; `ideal` reads at peak rate with no latency."""
@@ -96,6 +110,19 @@ class DramSpec:
         _at_least("dram", self, 1, "faw", "ppd", "act_cycles", "read_cycles", "rfc", "refi", "queue_entries")
         _at_least("dram", self, 0, "aad", "rank_switch", "wck_sync", "rfc_pb", "refi_pb", "pbr_to_pbr", "pbr_to_act")
         _at_least("dram", self, 0, "outstanding")
+        _at_most("dram", self, MAX_CYCLES, "burst", "cl", "rcd", "rp", "rp_ab", "ras", "rc", "rtp", "ccd_s", "ccd_l")
+        _at_most(
+            "dram", self, MAX_CYCLES, "rrd_s", "rrd_l", "faw", "ppd", "rank_switch", "act_cycles", "aad", "pbr_to_act"
+        )
+        _at_most("dram", self, MAX_CYCLES, "read_cycles", "wck_sync", "queue_entries", "outstanding", "pbr_to_pbr")
+        _at_most("dram", self, 1 << 24, "rfc", "refi", "rfc_pb", "refi_pb", "channels")
+        _at_most("dram", self, 64, "ranks", "bank_groups", "banks_per_group")
+        _at_most("dram", self, MAX_ROW_SPAN, "lines_per_row", "line_bytes")
+        if self.ranks * self.banks * self.lines_per_row > MAX_ROW_SPAN:
+            raise ConfigError(
+                f"dram.ranks x bank_groups x banks_per_group x lines_per_row must be at most {MAX_ROW_SPAN}, got "
+                f"{self.ranks * self.banks * self.lines_per_row}"
+            )
         if self.stripe_bytes % self.line_bytes:
             raise ConfigError(
                 f"dram.stripe_bytes must be a multiple of dram.line_bytes {self.line_bytes}, got {self.stripe_bytes}"
@@ -349,4 +376,6 @@ def _convert(key: str, kind: type[Any], value: Any) -> Any:
         return int(value)
     if type(value) is not kind:
         raise ConfigError(f"hardware value {key} must be {kind.__name__}, got {value!r}")
+    if kind is int and abs(value) > MAX_VALUE:
+        raise ConfigError(f"hardware value {key} must be at most {MAX_VALUE}, got {value}")
     return value

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import select
 import shutil
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ndp_device import strict_json
 from ndp_device.errors import DeviceUnavailable
 
 MAX_LOG_BYTES = 1 << 20
@@ -103,7 +103,7 @@ class DeviceProcess:
             )
         line = output.readline()
         try:
-            ready = json.loads(line)["ready"]
+            ready = strict_json.decode(line)["ready"]
         except (ValueError, KeyError, TypeError):
             ready = False
         if ready is not True:

@@ -18,12 +18,17 @@ from typing import Protocol
 import numpy as np
 
 from ndp_device.errors import ConfigError
+from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
+from ndp_device.strict_arrays import read_array
+from ndp_device.strict_files import Refused
 from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
 from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import RoutingStats
 
+_MOST_PRIOR_TOKENS = 1 << 32
+_MAX_PRIOR_BYTES = 8 * MAX_EXPERTS_IN_ALL + 4096
 ENTRY_POINT_GROUP = "vllm_ndp.policies"
 BIT_RULES = (*GAINS, "uniform", "full")
 
@@ -64,10 +69,18 @@ class PolicySettings:
     """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log/planning.md, "prior"."""
 
     def __post_init__(self) -> None:
+        for name in ("alpha", "prior_tokens", "seed"):  # settings of a policy come from the user as they are
+            value, whole = getattr(self, name), name == "seed"
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                raise ConfigError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r}")
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"alpha must lie in 0..1, got {self.alpha}")
-        if self.prior_tokens < 0:
-            raise ConfigError(f"prior_tokens must be at least 0, got {self.prior_tokens}")
+        if not 0 <= self.prior_tokens <= _MOST_PRIOR_TOKENS:
+            raise ConfigError(f"prior_tokens must lie in 0..{_MOST_PRIOR_TOKENS}, got {self.prior_tokens}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed must be at least 0 and below 2^64, got {self.seed}")
+        if not isinstance(self.prior, ImportanceScore | None):
+            raise ConfigError(f"prior must be the path of a .npy file, got {self.prior!r}")
         _known("bit_rule", self.bit_rule, BIT_RULES)
         _known("batch_rule", self.batch_rule, BATCH_RULES)
 
@@ -153,10 +166,10 @@ def load_policy(name: str, settings: PolicySettings | None = None) -> Policy:
 def read_prior(path: Path) -> ImportanceScore:
     """A popularity prior from a .npy file of counts, scores or shares [layers, experts]."""
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        array = read_array(path, _MAX_PRIOR_BYTES)
+    except (OSError, Refused) as error:
         raise ConfigError(f"the prior {path} must be a .npy array [layers, experts]: {error}") from None
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iuf":
+    if array.dtype.kind not in "iuf" or not array.size:
         raise ConfigError(f"the prior {path} must be one .npy array of numbers [layers, experts]")
     return ImportanceScore.from_weights(array)
 
@@ -175,6 +188,8 @@ def _prior_of(name: str, settings: PolicySettings) -> ImportanceScore:
 
 
 def _known(what: str, value: str, allowed: Collection[str]) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{what} must be one of {sorted(allowed)}, got {value!r}")
     if value in allowed:
         return
     nearest = difflib.get_close_matches(value, list(allowed), n=1, cutoff=0.0)[0]

@@ -22,7 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ndp_device import strict_json
 from ndp_device.errors import TraceError
+from ndp_device.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
+from ndp_device.strict_files import Refused, open_plain
 
 FORMAT = "vllm-ndp-trace"
 VERSION = 1
@@ -36,6 +39,13 @@ PHASES = ("prefill", "decode", "cached", "rejected")
 rejected: the row of a drafted token that was not accepted; it ran and took time, but is no token of its request."""
 
 ALL_REQUESTS = -1
+
+_SMALL_BYTES = 128 << 20
+_MAX_UNFOLDING = {"plans": 256}
+"""The chunks of a table may always unfold into _SMALL_BYTES, and into 32 times what they take on disk, or this many:
+routing unfolds 2 to 6 times, and plans that follow each other are nearly equal."""
+_MAX_FOOTER_BYTES = 1 << 20
+_MAX_FOOTER_ITEMS = 1 << 20
 
 
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,8 +111,13 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
                 f"a trace needs num_layers >= 1 and 1 <= top_k <= num_experts, got num_layers {self.num_layers}, "
                 f"top_k {self.top_k}, num_experts {self.num_experts}"
             )
-        if self.num_experts > 65536:
-            raise TraceError(f"at most 65536 experts per layer can be recorded, got {self.num_experts}")
+        if self.num_experts > MAX_EXPERTS:
+            raise TraceError(f"at most {MAX_EXPERTS} experts per layer can be recorded, got {self.num_experts}")
+        if self.num_layers > MAX_LAYERS or self.num_layers * self.num_experts > MAX_EXPERTS_IN_ALL:
+            raise TraceError(
+                f"at most {MAX_LAYERS} layers with {MAX_EXPERTS_IN_ALL} experts in all can be recorded, got "
+                f"{self.num_layers} layers of {self.num_experts}"
+            )
 
     @property
     def id_type(self) -> str:
@@ -205,12 +220,10 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises TraceError for anything that is not a manifest of ours in this version."""
     path = directory / MANIFEST
     try:
-        raw = path.read_bytes()
+        manifest = strict_json.read(path, Manifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
-    try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, TraceError) as error:
+    except (strict_json.Refused, TraceError) as error:
         raise TraceError(f"{path} is damaged or not a trace manifest: {error}") from None
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise TraceError(
@@ -225,19 +238,63 @@ def read_table(directory: Path, table: str, manifest: Manifest) -> pa.Table:
     wanted = schema(table, manifest.provenance)
     found = sorted(directory.glob(f"{table}-*.parquet"))
     expected = len(found) if manifest.chunks is None else manifest.chunks.get(table, 0)
+    room = _room(sum(path.stat().st_size for path in found), table)
     parts = []
     for index in range(expected):
         path = chunk_path(directory, table, index)
         if not path.exists():
             raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
         try:
-            part = pq.read_table(path, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+            with open_parquet(path, table, page_checksum_verification=True) as file:
+                if not file.schema_arrow.equals(wanted, check_metadata=False):
+                    raise TraceError(
+                        f"{path} does not have the columns of {table!r}: it belongs to another model or program"
+                    )
+                room -= file.metadata.num_rows * _row_bytes(wanted)
+                if room < 0:
+                    raise TraceError(
+                        f"{path} and the chunks before it claim more rows than files of their size can hold: "
+                        "restore them or delete the trace"
+                    )
+                part = file.read()
+            part.validate(full=True)
+        except (pa.ArrowException, OSError, Refused) as error:
             raise TraceError(f"{path} is damaged: {_one_line(error)}; restore it or delete the trace") from None
-        if not part.schema.equals(wanted, check_metadata=False):
-            raise TraceError(f"{path} does not have the columns of {table!r}: it belongs to another model or program")
         parts.append(part)
     return pa.concat_tables(parts) if parts else wanted.empty_table()
+
+
+def open_parquet(path: Path, table: str = "", **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file whose footer claims no more than its size allows. Raises Refused, OSError or Arrow's own."""
+    with open_plain(path) as file:  # nothing that a pipe or a device of this name could hold up
+        size = os.fstat(file.fileno()).st_size
+    opened = pq.ParquetFile(
+        path, thrift_string_size_limit=_MAX_FOOTER_BYTES, thrift_container_size_limit=_MAX_FOOTER_ITEMS, **options
+    )
+    stated = sum(
+        opened.metadata.row_group(group).column(column).total_uncompressed_size
+        for group in range(opened.metadata.num_row_groups)
+        for column in range(opened.metadata.num_columns)
+    )
+    if stated > _room(size, table):
+        opened.close()
+        raise Refused(f"its {size} bytes unfold into {stated}")
+    return opened
+
+
+def _room(size: int, table: str) -> int:
+    """Into how many bytes files of this size may unfold."""
+    return max(_SMALL_BYTES, _MAX_UNFOLDING.get(table, 32) * size)
+
+
+def _row_bytes(wanted: pa.Schema) -> int:
+    """What one row takes in memory, strings aside."""
+    kinds = [field.type for field in wanted]
+    return sum(
+        kind.list_size * kind.value_type.bit_width // 8 if pa.types.is_fixed_size_list(kind) else kind.bit_width // 8
+        for kind in kinds
+        if not pa.types.is_string(kind)
+    )
 
 
 def _one_line(error: BaseException) -> str:

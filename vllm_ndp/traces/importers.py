@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import base64
 import difflib
-import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,12 +24,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ndp_device import strict_json
 from ndp_device.errors import TraceError
-from vllm_ndp.traces.format import Provenance
+from ndp_device.strict_arrays import decode_array, read_arrays
+from ndp_device.strict_files import read_lines
+from vllm_ndp.traces.format import Provenance, open_parquet
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+
+_MAX_LINE_VALUES = 3 << 20
+"""Of one JSON object; longer prompts come as base64 of .npy, which is a twentieth of the memory."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,26 @@ def import_trace(source: Path, kind: str, settings: ImportSettings | None = None
         return IMPORTERS[kind](source, settings or ImportSettings())
     except TraceError:
         raise
-    except (ValueError, KeyError, IndexError, TypeError, OSError, pa.ArrowException) as error:
+    except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError, OSError, pa.ArrowException) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise TraceError(f"{source} cannot be read as a {kind} recording ({reason})") from None
 
 
 def from_npz(source: Path, settings: ImportSettings) -> Trace:
     """experts or idx [R, T, L, k], weights or w, optional prompt_len [R], domain or dom [R], domains (names)."""
-    with np.load(source, allow_pickle=False) as file:
-        arrays = dict(file)
+    arrays = read_arrays(source)
     ids = arrays["experts"] if "experts" in arrays else arrays["idx"]
     weights = (arrays["weights"] if "weights" in arrays else arrays["w"]).astype(np.float32)
+    if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
+        raise TraceError(
+            f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
+        )
     num_requests, num_tokens = ids.shape[:2]
     prompt = arrays.get("prompt_len", np.full(num_requests, num_tokens // 2))
+    if prompt.shape != (num_requests,) or prompt.dtype.kind not in "iu" or not 0 <= prompt.min() <= prompt.max():
+        raise TraceError(f"prompt_len must hold {num_requests} numbers of tokens, got {prompt.dtype} {prompt.shape}")
+    if prompt.max() > num_tokens:
+        raise TraceError(f"a prompt of {prompt.max()} tokens is longer than the {num_tokens} that were recorded")
     key = "domain" if "domain" in arrays else "dom"
     domain = arrays[key] if key in arrays else np.zeros(num_requests, np.int64)
     labels = domain.astype(str) if "domains" not in arrays else arrays["domains"][domain]
@@ -86,10 +97,10 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
     The last generated token has no forward pass, so G may be one less than the tokens generated.
     """
     sequences = []
-    for number, line in enumerate(source.read_text().splitlines(), 1):
+    for number, line in enumerate(read_lines(source), 1):
         if not line.strip():
             continue
-        response = json.loads(line)
+        response = strict_json.decode(line, max_values=_MAX_LINE_VALUES)
         prompt = _routed(response.get("prompt_routed_experts"))
         if prompt is None:
             raise TraceError(
@@ -108,18 +119,17 @@ def from_sglang(source: Path, settings: ImportSettings) -> Trace:
     The recorder's own .pt file is a pickle, which this program does not open; docs/trace-format.md has the five lines
     that turn it into this .npz.
     """
-    with np.load(source, allow_pickle=False) as file:
-        arrays = dict(file)
+    arrays = read_arrays(source)
     ids = np.moveaxis(arrays["topk_ids_of_layer"], 0, 1)
     if "rid" not in arrays:
         return _trace(list(_cut(ids, None, settings)), settings, "sglang", "uniform")
     positions = arrays["positions"]
+    rids, first, request = np.unique(arrays["rid"], return_index=True, return_inverse=True)
+    order = np.lexsort((positions, first[request]))  # requests as they first appear, each by position
     sequences = []
-    for rid in dict.fromkeys(arrays["rid"].tolist()):
-        rows = np.flatnonzero(arrays["rid"] == rid)
-        rows = rows[np.argsort(positions[rows], kind="stable")]
+    for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
         prompt = int((arrays["forward_mode"][rows] == 1).sum())
-        sequences.append(_sequence(ids[rows], None, prompt, str(rid)))
+        sequences.append(_sequence(ids[rows], None, prompt, str(rids[request[rows[0]]])))
     return _trace(sequences, settings, "sglang", "uniform")
 
 
@@ -131,8 +141,8 @@ def from_megatron(source: Path, settings: ImportSettings) -> Trace:
     sequences: list[Sequence] = []
     for path in files:
         layers: dict[int, dict[int, list[list[int]]]] = defaultdict(dict)
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
+        for line in read_lines(path):
+            record = strict_json.decode(line, max_values=_MAX_LINE_VALUES)
             if "mtp_idx" not in record:  # multi-token prediction heads share layer numbers with the decoder
                 layers[int(record["layer"])][int(record["step"])] = record["top_indices"]
         steps = sorted(set.intersection(*(set(by_step) for by_step in layers.values()))) if layers else []
@@ -171,7 +181,7 @@ def _routed(value: Any) -> NDArray[np.int64] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        value = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
+        value = decode_array(base64.b64decode(value, validate=True))
     array = np.asarray(value, np.int64)
     if array.ndim != 3:
         raise TraceError(f"routed experts must be [tokens, layers, k], got {list(array.shape)}")
@@ -179,6 +189,8 @@ def _routed(value: Any) -> NDArray[np.int64] | None:
 
 
 def _sequence(ids: NDArray[Any], weights: NDArray[Any] | None, prompt_len: int, label: str) -> Sequence:
+    if ids.dtype.kind not in "iu":
+        raise TraceError(f"expert ids must be whole numbers, got {ids.dtype}")
     if weights is None:
         weights = np.full(ids.shape, 1.0 / ids.shape[-1], np.float32)
     return Sequence(
@@ -227,7 +239,10 @@ def _trace(sequences: list[Sequence], settings: ImportSettings, kind: str, weigh
 
 def _first_rows(path: Path, count: int) -> pa.Table:
     batches, rows = [], 0
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
+        columns = [file.schema_arrow.field(name).type for name in ("indices", "scores")]
+        if not all(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) for kind in columns):
+            raise TraceError(f"{path} must have columns indices and scores of lists, got {columns}")
         for batch in file.iter_batches(columns=["indices", "scores"]):
             batches.append(batch)
             rows += batch.num_rows
@@ -237,5 +252,8 @@ def _first_rows(path: Path, count: int) -> pa.Table:
 
 
 def _matrix(column: pa.ChunkedArray) -> NDArray[Any]:
+    lengths = pc.min_max(pc.list_value_length(column)).as_py()
+    if column.null_count or lengths["min"] != lengths["max"]:
+        raise TraceError(f"every token must have the same number of experts, got {lengths['min']} to {lengths['max']}")
     flat: NDArray[Any] = np.concatenate([part.flatten().to_numpy(zero_copy_only=False) for part in column.chunks])
     return flat.reshape(len(column), -1)

@@ -89,6 +89,11 @@ class Trace:
             raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {int(self.ids.max())}")
         if not np.isfinite(self.weights).all():
             raise TraceError("router weights must be finite")
+        for name in ("step", "position", "prompt_len", "arrival_s"):
+            if len(values := getattr(self, name)) and not values.min() >= 0:
+                raise TraceError(f"column {name!r} of a trace must hold numbers of at least 0, got {values.min()}")
+        if not np.isfinite(self.arrival_s).all():
+            raise TraceError("the arrivals of a trace must be finite")
 
     @property
     def num_token_layers(self) -> int:
@@ -250,6 +255,8 @@ def _columns(table: pa.Table, provenance: Provenance) -> dict[str, NDArray[Any]]
         if isinstance(column, pa.ChunkedArray):
             column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
         values = column.flatten() if name in shapes else column
+        if column.null_count or values.null_count:
+            raise TraceError(f"column {name!r} of a trace must have a value in every row, and has none in some")
         array = values.to_numpy(zero_copy_only=False)
         out[name] = array.reshape(shapes[name]) if name in shapes else array
     return out

@@ -1,0 +1,63 @@
+"""Files that others wrote, opened without trust: plain files only, and their size before their contents.
+
+Knows sizes. Does not know what a file means, nor the error of who reads it: a reader turns `Refused` into its own
+sentence, which names the file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_BYTES = 4 << 20
+"""Of a configuration or manifest; whoever reads something larger by nature (headers, indices, texts) says so."""
+MAX_LINE_BYTES = 32 << 20
+
+
+class Refused(ValueError):
+    """Why a file or text is not read: the rest of a sentence that begins with its name."""
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading. Raises Refused or OSError; a pipe or device of this name is not waited for."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL in the path
+        raise Refused(str(error)) from None
+    file = open(handle, "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise Refused("it is not a plain file")
+    return file
+
+
+def read_bytes(path: Path, at_most: int = MAX_BYTES) -> bytes:
+    """The contents of a plain file. Raises Refused or OSError."""
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > at_most:
+            raise Refused(f"it has {size} bytes, and at most {at_most} are read")
+        contents = file.read(size + 1)
+    if len(contents) > size:
+        raise Refused("it grows while it is read")
+    return contents
+
+
+def read_text(path: Path, at_most: int) -> str:
+    """The contents of a plain file of UTF-8 text. Raises Refused or OSError."""
+    try:
+        return read_bytes(path, at_most).decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"it is not UTF-8 at byte {error.start}") from None
+
+
+def read_lines(path: Path, at_most: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a plain file of any size, each of at most so many bytes. Raises Refused or OSError."""
+    with open_plain(path) as file:
+        while line := file.readline(at_most + 1):
+            if len(line) > at_most:
+                raise Refused(f"one of its lines has more than {at_most} bytes")
+            yield line
