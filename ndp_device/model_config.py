@@ -71,7 +71,8 @@ class _Config:
             value = self._config.get(key)
             value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
             if isinstance(value, int) and not isinstance(value, bool):
-                if not 0 <= value <= (largest := MAX_LAYERS if key == "num_hidden_layers" else MAX_WIDTH):
+                largest = MAX_LAYERS if key == "num_hidden_layers" else MAX_WIDTH
+                if not 0 <= value <= largest:
                     raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
         raise ConfigError(

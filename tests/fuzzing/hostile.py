@@ -54,7 +54,14 @@ def cases() -> Iterator[tuple[str, Kind, Callable[[Path], None]]]:
         yield f"{kind} with a flipped bit", KINDS[kind], lambda path, file=file: _flip(path / file)
         yield f"{kind} that is a pipe", KINDS[kind], lambda path, file=file: _pipe(path / file)
         yield f"{kind} that is empty", KINDS[kind], lambda path, file=file: _write(path / file, b"")
-    for key in ("num_hidden_layers", "num_local_experts", "num_experts_per_tok", "vocab_size", "hidden_size"):
+    for key in (
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "vocab_size",
+        "hidden_size",
+    ):
         for value in (10**9, 10**30, 1e308, [1], {}, "8", None, True, -1):
             yield f"config {key} {value!r}", KINDS["config"], _set("config.json", [key], value)
     for value in (10**9, 2**63, -1, [4], "4", 1e300):
