@@ -23,7 +23,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.batch import KvGroup
-from vllm_ndp.integration.ranks import Share
+from vllm_ndp.integration.ranks import Share, Stage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,7 +91,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
          "expert parallelism over data-parallel ranks, which would bring rows of other engines' requests: "
          "drop --enable-expert-parallel"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism: set --pipeline-parallel-size 1"),
+        (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
+         "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
+         "'prior' from 'policy_options'"),
         (parallel.enable_expert_parallel, "expert parallelism: drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
@@ -145,6 +147,21 @@ def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
     for architecture in vllm_config.model_config.architectures:
         if _on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
             raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
+
+
+def layers_of_stage(vllm_config: VllmConfig, layout: ExpertLayout, stage: Stage) -> tuple[range, range]:
+    """Which decoder layers a pipeline stage holds, and which of the checkpoint's MoE layers are among them."""
+    from vllm.distributed.utils import get_pp_indices
+
+    num_decoder_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    start, end = get_pp_indices(num_decoder_layers, stage.index, stage.count)
+    held = [index for decoder_layer, index in layout.moe_index.items() if start <= decoder_layer < end]
+    if not held:
+        raise ConfigError(
+            f"stage {stage.index} of {stage.count} holds the decoder layers {start} to {end - 1}, none of which has "
+            "experts: choose a smaller --pipeline-parallel-size, or other layers with VLLM_PP_LAYER_PARTITION"
+        )
+    return range(start, end), range(min(held), max(held) + 1)
 
 
 def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:

@@ -19,7 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ndp.integration.controller import current_controller
-from vllm_ndp.integration.report import RequestReport, StepReport
+from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
+from vllm_ndp.simulation.pipeline import PipelineClock
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -33,15 +34,17 @@ class NoMetadata(KVConnectorMetadata):
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
     reports: list[StepReport]
+    """Of one step: one of each stage, from its leader."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self  # every rank tells the same; one is enough
+        return StepReports(self.reports + other.reports) if isinstance(other, StepReports) else self
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._requests: dict[str, tuple[Request, RequestReport]] = {}
+        self._pipeline = PipelineClock(vllm_config.parallel_config.pipeline_parallel_size)
         self._finished: dict[str, tuple[dict[str, Any], int]] = {}  # answers to complete after the last step's report
 
     # -- worker side ----------------------------------------------------------------------------------------------
@@ -83,13 +86,16 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         """Runs once per step, after sampling and after `request_finished` of the requests that ended in it."""
         now = time.time()
         meta = connector_output.kv_connector_worker_meta
-        for step in meta.reports if isinstance(meta, StepReports) else ():
+        if isinstance(meta, StepReports):
+            step = of_all_stages(meta.reports, self._pipeline)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]
-                    report.add(request_id, step, request.num_output_tokens, now)
+                    if report.add(request_id, step, request.num_output_tokens, now):
+                        self._pipeline.note_token(request_id, step.end_ps)
         for request_id, (answer, output_tokens) in self._finished.items():
             answer["ndp"] = self._requests.pop(request_id)[1].as_dict(output_tokens)
+            self._pipeline.forget(request_id)
         self._finished.clear()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -100,6 +106,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         answer: dict[str, Any] = {"ndp": {}}
         if request.status.name == "FINISHED_ABORTED":
             del self._requests[request.request_id]
+            self._pipeline.forget(request.request_id)
             return False, None
         self._finished[request.request_id] = (answer, request.num_output_tokens)
         return False, answer

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,11 +73,14 @@ class NdpController:
         self.number = next(_numbers)
         self.ranks = Ranks.of_this_worker()
         self.pool = ExpertsPool(model_dir, self.ranks.share)
+        decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, self.ranks.stage)
+        self.pool.restrict(self.layers)
         shape = self.pool.shape
         self.sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)
         self.hardware = compat.hardware_of(settings)
-        self.shape = _whole_model(vllm_config, self.pool)
-        self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size))
+        self.shape = _model_of_stage(vllm_config, self.pool, decoder)
+        stage = self.ranks.stage
+        self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size, stage.index, stage.count))
         self.requests = RequestTracker()
         self.running = RunningStep()
         self.hot = HotExperts(self.pool, compat.engine_cores())
@@ -96,6 +100,7 @@ class NdpController:
         self._weighs_input = False
         self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
+        self._ended_ps = 0
         self.num_steps = 0
         self.num_preempted = 0
         self.pairs = dict.fromkeys(PAIR_KINDS, 0)
@@ -110,7 +115,7 @@ class NdpController:
 
     def attach_layer(self, layer: Any) -> str:
         """Take a MoE layer whose weights would be ready; returns the name that its operator is called by."""
-        index = compat.moe_index(layer, self.pool.layout, self.ranks.share)
+        index = compat.moe_index(layer, self.pool.layout, self.ranks.share) - self.layers.start
         self.hot.attach(index, layer)
         self._weighs_input = bool(layer.apply_router_weight_on_input)
         self._operators[index] = f"{self.number}:{layer.layer_name}"
@@ -143,7 +148,7 @@ class NdpController:
         self.locator = RowLocator(runner)
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
         if replicas is not None:
-            losses = device_link.load_losses(replicas, shape)
+            losses = device_link.load_losses(replicas, self.layers)
         replanner = Replanner(settings.planner_rules(shape.num_experts, losses), shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
@@ -176,7 +181,7 @@ class NdpController:
 
     def _open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
-        settings, shape = self.settings, self.pool.shape
+        settings, shape = self.settings, self.pool.model
         offload_bits = settings.resolve_offload_bits(shape.num_experts)
         cores = self.ranks.merge(compat.bound_cores())
         if not self.ranks.leads:
@@ -188,7 +193,9 @@ class NdpController:
             quantized=self._is_quantized(),
             replicas=planned,
         )
-        device = DeviceLink(settings, agreement, self.model_dir, self._digest, replicas, offload_bits, cores)
+        device = DeviceLink(
+            settings, agreement, self.model_dir, self._digest, replicas, offload_bits, cores, self.layers
+        )
         self.ranks.from_leader(device.group_size)
         return device
 
@@ -219,7 +226,10 @@ class NdpController:
                 block_size=group.block_size,
                 kv_blocks=kv_cache_config.num_blocks - 1,
             )
-            self.recorder = RunRecorder(Path(self.settings.record), self._provenance(scheduling), self.sidecar)
+            directory = Path(self.settings.record)
+            if self.ranks.stage.count > 1:
+                directory /= f"stage-{self.ranks.stage.index}"
+            self.recorder = RunRecorder(directory, self._provenance(scheduling), self.sidecar)
             self._record_plan(0)
         if self.ranks.leads:
             startup_table.show(self.status())
@@ -270,6 +280,7 @@ class NdpController:
         if step is None or closed is None:
             return None
         report, time_of_step = closed
+        report.stage, report.before_ps, self._ended_ps = self.ranks.stage.index, self._ended_ps, report.end_ps
         if self.recorder is not None:
             epoch = self.planner.replanner.epoch
             self.recorder.note_step(step, epoch, time_of_step, time.perf_counter() - self._step_start_s)
@@ -349,13 +360,20 @@ class NdpController:
             model=self.shape,
             device=self.device,
             num_gpus=self.ranks.size,
+            stage=self.ranks.stage,
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,
         )
 
 
-def _whole_model(vllm_config: VllmConfig, pool: ExpertsPool) -> WholeModel:
-    """Sizes as vLLM has them, with the defaults of its configuration classes and what the user overrode."""
+def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) -> WholeModel:
+    """Sizes as vLLM has them, with the defaults of its configuration classes and what the user overrode.
+
+    decoder: the layers that this worker runs; experts of others are none of its model's.
+    """
     model = vllm_config.model_config
     dtype = str(model.dtype).removeprefix("torch.")
-    return whole_model(pool.shape, model.hf_text_config.to_dict(), pool.layout.moe_index, dtype=dtype)
+    whole = whole_model(pool.model, model.hf_text_config.to_dict(), pool.layout.moe_index, dtype=dtype)
+    if pool.shape == pool.model:
+        return whole
+    return replace(whole, num_layers=pool.shape.num_layers, decoder=whole.decoder[decoder.start : decoder.stop])

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.kernels import load_kernel
-from ndp_device.model_shape import ModelShape
 from ndp_device.probe import Probe
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
@@ -59,7 +58,8 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
     return cached
 
 
-def load_losses(replicas: Path, shape: ModelShape) -> LossTable:
+def load_losses(replicas: Path, layers: range) -> LossTable:
+    """Of the MoE layers that this worker runs."""
     from ndp_device.replicas.format import read_manifest
     from ndp_device.replicas.loss_table import load_loss_table
 
@@ -69,7 +69,7 @@ def load_losses(replicas: Path, shape: ModelShape) -> LossTable:
             f"the replicas in {replicas} lack {sorted(missing)} bits; the selector needs all of {list(WIDTHS)}: "
             "run `vllm-ndp quantize` with --bits 1,2,3,4"
         )
-    return LossTable.from_measured(load_loss_table(replicas)[0])
+    return LossTable.from_measured(load_loss_table(replicas)[0][layers.start : layers.stop])
 
 
 class LocalReplicas:
@@ -98,7 +98,7 @@ class LocalReplicas:
 class DeviceCall:
     """One message under way: the rows it covers, and the widths its pairs were asked at."""
 
-    layer: int
+    layer: int  # of the model
     bits: NDArray[np.uint8]  # [P], of each pair
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
     _client: DeviceClient
@@ -132,8 +132,13 @@ class DeviceLink:
         replicas: Path | None,
         offload_bits: int,
         engine_cores: set[int],
+        layers: range,
     ) -> None:
-        """offload_bits: of hot experts that run on the device, 0 where none ever does. engine_cores: of all ranks."""
+        """offload_bits: of hot experts that run on the device, 0 where none ever does. engine_cores: of all ranks.
+
+        layers: the MoE layers of the model that this worker runs, which it counts from 0.
+        """
+        self._layers, self._num_layers = layers, agreement.shape.num_layers
         self.process: DeviceProcess | None = None
         self.cores: list[int] = []
         self.replicas = replicas
@@ -200,8 +205,10 @@ class DeviceLink:
         if self.offload_bits:
             widths[hot] |= FLAG_OF_BITS[self.offload_bits]
         self._installing = epoch
+        of_model = np.zeros((self._num_layers, widths.shape[1]), np.uint8)
+        of_model[self._layers.start : self._layers.stop] = widths
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
-            self.client.begin_install_plan(epoch, widths)
+            self.client.begin_install_plan(epoch, of_model)
 
     def wait_installed(self) -> None:
         """Before the first message under a plan: wait until the device has prepared what the plan names."""
@@ -234,6 +241,7 @@ class DeviceLink:
         sent, local = pairs.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
+        layer = self._layers[layer]
         handle = self.client.begin_execute(
             layer,
             step.number,
@@ -250,6 +258,7 @@ class DeviceLink:
         """The same for the `count` pairs that a native split found. number: of the step."""
         self.wait_installed()
         bits = few.pair_bits[:count]
+        layer = self._layers[layer]
         handle = self.client.begin_execute(
             layer,
             number,

@@ -6,6 +6,7 @@ Knows the checkpoint; does not know slots or plans.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,12 +32,21 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertsPool:
+    """`shape` is of the layers that this worker runs, `model` of all; layers are counted from the first of its own."""
+
     def __init__(self, model_dir: Path, share: Share = WHOLE) -> None:
         """share: which part of each expert is read unless another one is asked for."""
         self._checkpoint = CheckpointExperts(model_dir)
         self.share = share
         self.shape, self.layout = self._checkpoint.shape, self._checkpoint.layout
+        self.model, self._first_layer = self.shape, 0
         self.dtype = _TORCH[self._checkpoint.expert(0, 0).dtype]
+        self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
+
+    def restrict(self, layers: range) -> None:
+        """To the MoE layers of a pipeline stage."""
+        self._first_layer = layers.start
+        self.shape = replace(self.model, num_layers=len(layers))
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
     @property
@@ -50,7 +60,7 @@ class ExpertsPool:
 
     def expert(self, layer: int, expert: int, share: Share | None = None) -> ExpertWeights:
         """share: which part, this worker's own unless one is named."""
-        full, share = self._checkpoint.expert(layer, expert), share or self.share
+        full, share = self._checkpoint.expert(self._first_layer + layer, expert), share or self.share
         part = len(full.w1) // share.count
         here = slice(share.index * part, (share.index + 1) * part)
         w1, w3, w2 = (self._view(array) for array in (full.w1[here], full.w3[here], full.w2[:, here]))

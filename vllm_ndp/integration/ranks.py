@@ -33,20 +33,29 @@ class Share:
 WHOLE = Share()
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Which part of the model's layers this rank holds: stage `index` of `count` of a pipeline."""
+
+    index: int = 0
+    count: int = 1
+
+
 class Ranks:
     """The group of ranks that split each layer, seen from one of them."""
 
-    def __init__(self, group: Any = None) -> None:
-        """group: vLLM's tensor-parallel group; None where one process runs the whole model."""
-        self._group = group
-        self.rank: int = 0 if group is None else group.rank_in_group
-        self.size: int = 1 if group is None else group.world_size
+    def __init__(self, group: Any, stages: Any) -> None:
+        """group: vLLM's tensor-parallel group; stages: its pipeline-parallel group, of the same part of each stage."""
+        self._group, self._stages = group, stages
+        self.rank: int = group.rank_in_group
+        self.size: int = group.world_size
+        self.stage = Stage(stages.rank_in_group, stages.world_size)
 
     @classmethod
     def of_this_worker(cls) -> Ranks:
-        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        return cls(get_tp_group())
+        return cls(get_tp_group(), get_pp_group())
 
     @property
     def leads(self) -> bool:
@@ -58,10 +67,12 @@ class Ranks:
 
     @property
     def description(self) -> str:
+        stage = f"stage {self.stage.index} of {self.stage.count}: " if self.stage.count > 1 else ""
         if self.size == 1:
-            return "one: the whole model"
+            return stage + ("a device, plan and clock of its own" if stage else "one: the whole model")
         return (
-            f"{self.size}, each 1/{self.size} of every hot expert; rank 0 sends whole cold experts' rows to the device"
+            f"{stage}{self.size}, each 1/{self.size} of every hot expert; rank 0 sends whole cold experts' rows to the "
+            "device"
         )
 
     def from_leader(self, value: Any = None) -> Any:
@@ -69,23 +80,28 @@ class Ranks:
         return value if self.size == 1 else self._group.broadcast_object(value if self.leads else None)
 
     def merge(self, cores: set[int]) -> set[int]:
-        """The cores that any of the ranks names; every rank of the group must ask."""
-        if self.size == 1:
-            return cores
+        """The cores that any of the ranks names; every rank must ask."""
         named = torch.zeros(_MOST_CORES, dtype=torch.uint8)
         named[sorted(cores)] = 1
-        dist.all_reduce(named, dist.ReduceOp.MAX, group=self._group.cpu_group)
+        for group in self._groups:
+            dist.all_reduce(named, dist.ReduceOp.MAX, group=group.cpu_group)
         return set(named.nonzero().flatten().tolist())
 
+    @property
+    def _groups(self) -> list[Any]:
+        """Those with others in them: what passes through both reaches every rank."""
+        return [group for group in (self._group, self._stages) if group.world_size > 1]
+
     def require_equal(self, seen: dict[str, str]) -> None:
-        """Compare what this rank was started with with the leader's. Raises ConfigError on the rank that differs."""
-        theirs = self.from_leader(seen)
-        for what, mine in seen.items():
-            if mine != theirs[what]:
-                raise ConfigError(
-                    f"rank {self.rank} has {what} {mine}, rank 0 has {theirs[what]}: "
-                    "start every rank with the same settings, checkpoint and replicas"
-                )
+        """Compare what this rank was started with with the first one's. Raises ConfigError on the rank that differs."""
+        for group in self._groups:
+            rank, theirs = group.rank_in_group, group.broadcast_object(seen if group.rank_in_group == 0 else None)
+            for what, mine in seen.items():
+                if mine != theirs[what]:
+                    raise ConfigError(
+                        f"rank {rank} has {what} {mine}, rank 0 has {theirs[what]}: "
+                        "start every rank with the same settings, checkpoint and replicas"
+                    )
 
     def agree(self, *, device_is_up: bool, plans: int) -> bool:
         """Before a step of several ranks: whether the leader's device is up, which every rank then goes by.

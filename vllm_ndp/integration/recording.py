@@ -26,6 +26,7 @@ from vllm_ndp.integration import compat
 from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.ranks import Stage
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
@@ -143,6 +144,7 @@ def run_provenance(
     model: WholeModel,
     device: DeviceLink,
     num_gpus: int,
+    stage: Stage,
     activation_bytes: int,
     scheduling: Scheduling,
 ) -> Provenance:
@@ -177,5 +179,7 @@ def run_provenance(
             spill_bits=device.offload_bits,
             scheduling=scheduling,
             num_gpus=num_gpus,
+            stage=stage.index,
+            num_stages=stage.count,
         ),
     )

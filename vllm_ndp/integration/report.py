@@ -5,8 +5,11 @@ simulated_* comes from the step's simulated clock, measured_* from the wall; no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
 PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "fallback")
@@ -24,6 +27,25 @@ class StepReport:
     plans: dict[str, dict[str, float]]  # requests planned before this step: epoch, hot_experts, avg_bits
     drafts: dict[str, int]  # tokens guessed by a proposer and checked in this step, of requests with any
     pairs_per_row: int
+    stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
+    before_ps: int = 0  # that clock when the step before had ended
+
+
+def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:
+    """One report of a step from those of its stages, whose layers and times add up."""
+    if len(reports) == 1:
+        return reports[0]
+    ordered = sorted(reports, key=lambda report: report.stage)
+    first = ordered[0]
+    start, end = pipeline.run([report.end_ps - report.before_ps for report in ordered], first.pairs)
+    pairs = {
+        name: {kind: sum(report.pairs[name][kind] for report in ordered) for kind in PAIR_KINDS} for name in first.pairs
+    }
+    plans = {name: dict(plan) for name, plan in first.plans.items()}
+    for name, plan in plans.items():
+        bits = [(report.plans[name]["avg_bits"], report.pairs_per_row) for report in ordered]
+        plan["avg_bits"] = sum(value * weight for value, weight in bits) / sum(weight for _, weight in bits)
+    return StepReport(start, end, pairs, plans, first.drafts, sum(report.pairs_per_row for report in ordered))
 
 
 @dataclass
@@ -39,8 +61,11 @@ class RequestReport:
     rejected: int = 0
     pairs_per_row: int = 0
 
-    def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> None:
-        """output_tokens: of the request, those that this step made included. All of a step's tokens come at its end."""
+    def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> int:
+        """Count one step; how many tokens it made, all of which come at its end.
+
+        output_tokens: of the request, those that this step made included.
+        """
         if self.first_scheduled_ps is None:
             self.first_scheduled_ps = step.start_ps
         for kind, count in step.pairs.get(request_id, {}).items():
@@ -53,6 +78,7 @@ class RequestReport:
             self.drafted += drafts
             self.rejected += drafts + 1 - made
             self.pairs_per_row = step.pairs_per_row
+        return made
 
     def as_dict(self, output_tokens: int) -> dict[str, Any]:
         """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 
 from ndp_device.errors import NdpError
@@ -22,6 +23,7 @@ class NdpWorker(_Base):
             self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
             super().load_model(*args, **kwargs)
             self.ndp.start(self.model_runner)
+            _make_room_for_the_stage_before(self.model_runner)
         except NdpError as error:
             if self.parallel_config.world_size > 1:  # what vLLM then says in the process above does not name the cause
                 say(f"rank {self.rank} cannot start: {error}")
@@ -54,3 +56,15 @@ class NdpWorker(_Base):
     def ndp_totals(self) -> dict[str, Any]:
         """Counts since start-up."""
         return self.ndp.totals_dict()
+
+
+def _make_room_for_the_stage_before(runner: Any) -> None:
+    """vLLM's CPU build makes it while it warms up, which it leaves out without compilation: it then ends in an assert.
+
+    tests/integration/test_integration_stages.py tells when that is no longer so.
+    """
+    if not current_platform.is_cpu() or get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )

@@ -1,8 +1,9 @@
-"""What GPUs that split each layer tell each other takes: NVLink between the GPUs of one host. Simulated, stateless.
+"""What GPUs that run one model tell each other takes: NVLink between the GPUs of one host. Simulated, stateless.
 
     all-reduce = latency + 2 (n - 1) / n * bytes / bandwidth          gather = latency + (n - 1) / n * bytes / bandwidth
 
-At the few rows of a decode step the latency is nearly all of it. Knows bytes. Does not know models.
+A stage of a pipeline sends its rows to the next: latency + bytes / bandwidth. At the few rows of a decode step the
+latency is nearly all of it. Knows bytes. Does not know models.
 """
 
 from __future__ import annotations
@@ -26,3 +27,8 @@ def gather_ps(num_gpus: int, num_bytes: int) -> int:
     if num_gpus == 1 or num_bytes == 0:
         return 0
     return LATENCY_PS + transfer_ps(ceil_div(num_bytes * (num_gpus - 1), num_gpus), BYTES_PER_S)
+
+
+def send_ps(num_bytes: int) -> int:
+    """From one GPU to another; the latency of a collective of two stands for it."""
+    return 0 if num_bytes == 0 else LATENCY_PS + transfer_ps(num_bytes, BYTES_PER_S)

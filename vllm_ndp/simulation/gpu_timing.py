@@ -9,7 +9,9 @@ lie between the MoE layer before and this one.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
 collectives take (collectives.py): an all-reduce after the embedding, after each attention and after each layer's
-experts, and a gather of the logits. The one device behind them, and its link, they share.
+experts, and a gather of the logits. The one device behind them, and its link, they share. A stage of a pipeline
+(pipeline parallelism) has a clock of its own, and ends a step by sending its rows on instead of computing the head;
+pipeline.py puts the stages' steps one after the other.
 
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
 picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
@@ -77,6 +79,9 @@ class GpuModel:
     shape: WholeModel
     num_gpus: int = 1
     """That split each layer; small matrices that each of them holds whole (the router) count as split too."""
+    stage: int = 0
+    num_stages: int = 1
+    """Of a pipeline, whose layers are `shape`'s."""
 
     def roofline_ps(self, num_bytes: int, flops: int) -> int:
         """The slower of HBM (at the preset's efficiency) and the tensor cores."""
@@ -157,15 +162,20 @@ class GpuModel:
     def head_ps(self, rows: int, of_rows: int = 0) -> int:
         """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
 
-        Of several GPUs the all-reduce of the last layer's experts is in it, and the gather of the logits.
+        Of several GPUs the all-reduce of the last layer's experts is in it, and the gather of the logits; of a pipeline
+        the way to the next stage (activations and their residual), where the head is computed.
         """
-        if rows == 0:
-            return self.reduce_ps(of_rows)
+        # what attention_ps says of the first layer is, in a stage after the first, the last layer's here
+        reduce_ps = 0 if self.stage else self.reduce_ps(of_rows)
         shape = self.shape
+        if self.stage < self.num_stages - 1:
+            return reduce_ps + collectives.send_ps(2 * of_rows * shape.hidden_size * shape.dtype_bytes)
+        if rows == 0:
+            return reduce_ps
         values = shape.head_weights + rows * shape.hidden_size
         logits = rows * shape.vocab_size * shape.dtype_bytes
         compute = self.roofline_ps(values * shape.dtype_bytes, 2 * rows * shape.head_weights)
-        return self.reduce_ps(of_rows) + compute + collectives.gather_ps(self.num_gpus, logits)
+        return reduce_ps + compute + collectives.gather_ps(self.num_gpus, logits)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,9 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """None: recorded before it was kept."""
     num_gpus: int = 1
     """That split each layer (tensor parallelism); host_dims are the whole model's."""
+    stage: int = 0
+    num_stages: int = 1
+    """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

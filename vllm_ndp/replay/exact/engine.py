@@ -86,7 +86,7 @@ class Engine:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
-        self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus))
+        self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus, setup.stage, setup.num_stages))
         self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
         self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
