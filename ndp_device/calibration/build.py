@@ -7,13 +7,21 @@ torch and transformers are imported only where text is involved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ndp_device.calibration import data_free
 from ndp_device.checkpoint.files import model_digest
@@ -31,11 +39,16 @@ from ndp_device.replicas.format import (
 )
 from ndp_device.widths import WIDTHS, default_group_size
 
+if TYPE_CHECKING:
+    from ndp_device.calibration.streamed import RoutedBatch
+
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
 
-_CAPTURE_BYTES = 8 << 30
+_TOKENS_PER_EXPERT = 32
+"""Of calibration text, on average: with fewer, most experts would be quantized against their layer alone."""
 
+DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]
 """nested: one code for all widths; independent: our GPTQ at every width alone; auto-gptq: that library's, likewise."""
 
@@ -91,13 +104,19 @@ def build_calibrated(
     num_sequences: int = 128,
     sequence_length: int = 512,
     seed: int = 0,
+    device_name: DeviceName = "auto",
     show_progress: bool = True,
 ) -> Manifest:
-    """Replicas by GPTQ against text, with a loss table from the eighth of the text that the solver did not see."""
+    """Replicas by GPTQ against text, with a loss table from the eighth of the text that the solver did not see.
+
+    The model is never in memory: its experts are read one at a time, each once per pass, and quantized where the pass
+    needs them. A job that is continued only passes through the layers that are done.
+    """
     import torch
     import transformers
 
-    from ndp_device.calibration import auto_gptq, calibrated, capture, gptq
+    from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
+    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
 
     if solver not in get_args(SolverName):
         raise ConfigError(f"solver must be one of {', '.join(get_args(SolverName))}, got {solver!r}")
@@ -106,19 +125,23 @@ def build_calibrated(
         if not set(bits) <= set(auto_gptq.BITS):
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
         auto_gptq.load_gptq_class()
+    if device_name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device on this machine: drop --device cuda, or say --device cpu")
+    device = torch.device("cpu" if device_name == "cpu" or not torch.cuda.is_available() else "cuda")
     checkpoint = CheckpointExperts(model_dir)
-    group_size = _checked_group_size(group_size, checkpoint.shape)
+    shape = checkpoint.shape
+    group_size = _checked_group_size(group_size, shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
     solve = calibrated.load_solver(solver, group_size, track_weights)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    text = capture.CalibrationText.draw(
+    text = CalibrationText.draw(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activation,
         checkpoint.layout.has_bias,
-        model=checkpoint.shape,
+        model=shape,
         model_digest=model_digest(model_dir),
         container="nested" if solver == "nested" else "independent",
         bits=bits,
@@ -135,53 +158,107 @@ def build_calibrated(
             "blake2b": text.blake2b,
             "num_sequences": num_sequences,
             "sequence_length": sequence_length,
-            "held_out_every": capture.HELD_OUT_EVERY,
+            "held_out_every": HELD_OUT_EVERY,
             "seed": seed,
             "device": device.type,
         },
     )
-    captured: dict[int, tuple[capture.RoutedInputs, capture.RoutedInputs]] = {}
-    layers_at_once = max(1, _CAPTURE_BYTES // (text.token_ids.numel() * checkpoint.shape.hidden_size * 4))
+    if show_progress:
+        peak = memory.peak_memory(
+            shape,
+            checkpoint.layout,
+            checkpoint.tensors,
+            num_tokens=num_sequences * sequence_length,
+            group_size=group_size,
+            num_widths=len(bits),
+            num_tracks=len(bits) if solver == "nested" else 1,
+            num_planes=max(bits) if solver == "nested" else sum(bits),
+        )
+        _say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
+    passing: Iterator[tuple[int, RoutedBatch]] | None = None
 
     def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
-        num_layers, num_experts = checkpoint.shape.num_layers, checkpoint.shape.num_experts
-        if layer not in captured:
-            model = capture.load_model(model_dir, device)
-            captured.update(
-                capture.capture(model, text.token_ids, range(layer, min(layer + layers_at_once, num_layers)))
-            )
-        experts = [checkpoint.expert(layer, expert) for expert in range(num_experts)]
-        return calibrated.quantize_layer(experts, *captured.pop(layer), solve, device=device, advance=advance)
+        nonlocal passing
+        if passing is None:
+            model = streamed.load_without_experts(model_dir, device)
+            forward = streamed.StreamedForward(model, text.held_out_last, shape.num_layers)
+            passing = enumerate(forward.layers())
+        for index, batch in passing:
+            if index == layer:
+                break
+            for expert in range(shape.num_experts):  # a layer that is done: its answers only
+                weights = calibrated.FloatExpert(checkpoint.expert(index, expert), device)
+                checkpoint.release()
+                batch.answer(expert, weights, device)
+        done = []
+        for_solver = num_sequences - text.num_held_out
+        inputs, held_out = batch.inputs(slice(None, for_solver)), batch.inputs(slice(for_solver, None))
+        for expert in range(shape.num_experts):
+            weights = calibrated.FloatExpert(checkpoint.expert(layer, expert), device)
+            checkpoint.release()
+            batch.answer(expert, weights, device)
+            done.append(calibrated.quantize_expert(weights, expert, inputs, held_out, solve))
+            advance()
+        return calibrated.layer_of(done)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelShape) -> None:
+    each = num_sequences * sequence_length * shape.top_k / shape.num_experts
+    if each < _TOKENS_PER_EXPERT:
+        wanted = -(-_TOKENS_PER_EXPERT * shape.num_experts // (shape.top_k * sequence_length))
+        raise ConfigError(
+            f"{num_sequences} sequences of {sequence_length} tokens send each of the {shape.num_experts} experts of a "
+            f"layer {each:.0f} tokens on average, and fewer than {_TOKENS_PER_EXPERT} tell nothing of it: "
+            f"give --samples {-(-wanted * 8 // 7)} or more, or no --calibration"
+        )
 
 
 def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
     """Write every layer that is not there yet. The same job always writes the same bytes, so resuming is safe."""
     manifest = _resume(out_dir, manifest)
     shape = manifest.model
-    with Progress(console=Console(stderr=True), disable=not show_progress) as progress:
+    console = Console(stderr=True)
+    started, at_first = time.monotonic(), len(manifest.layers)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not show_progress,
+        speed_estimate_period=3600,  # an expert may take minutes
+    ) as progress:
         task = progress.add_task(
             f"{manifest.source} replicas of {shape.name}",
             total=shape.num_layers * shape.num_experts,
             completed=len(manifest.layers) * shape.num_experts,
         )
         for layer in range(shape.num_layers):
-            if layer not in manifest.layers:
-                replicas = make_layer(layer, lambda: progress.advance(task))
-                manifest = write_layer(out_dir, layer, replicas, manifest)
+            if layer in manifest.layers:
+                continue
+            replicas = make_layer(layer, lambda: progress.advance(task))
+            manifest = write_layer(out_dir, layer, replicas, manifest)
+            if show_progress and not console.is_terminal:  # a log shows no bar
+                seconds, done = time.monotonic() - started, len(manifest.layers)
+                left = seconds / (done - at_first) * (shape.num_layers - done)
+                _say(f"layer {done} of {shape.num_layers} done after {seconds / 60:.1f} min, {left / 60:.0f} min left")
     return manifest
 
 
 def _say_how_slow(shape: ModelShape) -> None:
     num_weights = 3 * shape.num_layers * shape.num_experts * shape.hidden_size * shape.intermediate_size
     minutes = num_weights / data_free.NUMPY_WEIGHTS_PER_S / 60
-    print(
-        f"ndp-device: the fit was built without its C++ module: {num_weights} weights in numpy take about "
-        f"{minutes:.1f} minutes of one core; pip install again with a C++ compiler makes it 30 to 50 times as fast",
-        file=sys.stderr,
-        flush=True,
+    _say(
+        f"the fit was built without its C++ module: {num_weights} weights in numpy take about "
+        f"{minutes:.1f} minutes of one core; pip install again with a C++ compiler makes it 30 to 50 times as fast"
     )
+
+
+def _say(message: str) -> None:
+    print(f"ndp-device: {message}", file=sys.stderr, flush=True)
 
 
 def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int | float]:

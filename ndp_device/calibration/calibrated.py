@@ -1,13 +1,13 @@
-"""One layer's experts quantized against the inputs that calibration text sends them. Knows experts and solvers.
+"""One expert quantized against the inputs that calibration text sends it. Knows experts and solvers.
 
 gate and up read the same input, so they are one matrix with one Hessian and one column order. The column order of down
 costs nothing at run time: it becomes the row order of gate and up. An expert that few tokens reached borrows from its
-layer, see hessian.py.
+layer, see hessian.py. Rows are taken in blocks, so that memory does not grow with the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ndp_device.calibration import auto_gptq, gptq
-from ndp_device.calibration.capture import RoutedInputs
 from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.kernels.reference import to_float32
@@ -30,8 +29,57 @@ Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 DAMP = 0.01
 DAMP_FEW_TOKENS = 0.1
 """Of the mean diagonal; the second where there were fewer tokens than columns."""
-_LAYER_ROWS = 4096
+LAYER_ROWS = 4096
+ROWS_AT_ONCE = 4096
 _MIN_HELD_OUT = 32
+
+
+@dataclass(frozen=True)
+class RoutedInputs:
+    """What entered the experts of one layer: hidden states [T, H] and the experts chosen for them [T, top_k]."""
+
+    hidden: Tensor
+    expert_ids: Tensor
+
+    def rows_of(self, expert: int) -> Tensor:
+        """Which rows were routed to one expert, [n]."""
+        return (self.expert_ids == expert).any(1).nonzero()[:, 0]
+
+    def of(self, expert: int) -> Tensor:
+        """The rows that were routed to one expert, [n, H]."""
+        return self.hidden[self.rows_of(expert)]
+
+
+class FloatExpert:
+    """One expert in float32 where it is computed: w13 [2I, H], gate rows first, and w2 [H, I]."""
+
+    def __init__(self, full: FullExpert, device: torch.device) -> None:
+        self.full = full
+        gate_and_up = np.empty((2 * len(full.w1), full.w1.shape[1]), np.float32)
+        for half, values in zip(np.split(gate_and_up, 2), (full.w1, full.w3), strict=True):
+            half[:] = to_float32(values, full.dtype)
+        self.w13 = torch.from_numpy(gate_and_up).to(device)
+        self.w2 = torch.from_numpy(np.array(to_float32(full.w2, full.dtype), order="C")).to(device)
+        self._biases = None
+        if full.biases is not None:
+            gate, up, down = full.biases.gate, full.biases.up, full.biases.down
+            self._biases = tuple(torch.tensor(value, device=device) for value in (gate, up, down))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """Rows [n, H] -> what down multiplies, [n, I]."""
+        w1, w3 = self.w13.chunk(2)
+        gate, up = hidden @ w1.T, hidden @ w3.T
+        if self._biases is not None:
+            gate, up = gate + self._biases[0], up + self._biases[1]
+        if self.full.activation == "silu":
+            return torch.nn.functional.silu(gate) * up
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
+        out = self.between(hidden.float()) @ self.w2.T
+        return (out if self._biases is None else out + self._biases[2]).to(hidden.dtype)
 
 
 def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) -> Solver:
@@ -55,8 +103,8 @@ def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) 
 
 
 @dataclass(frozen=True)
-class QuantizedLayerExpert:
-    """One expert with what is recorded beside it."""
+class CalibratedExpert:
+    """One expert's replicas with what is recorded beside them."""
 
     replicas: dict[int, QuantizedExpert]
     loss: NDArray[np.float64]
@@ -65,58 +113,45 @@ class QuantizedLayerExpert:
     own_weight: float
 
 
-def quantize_layer(
-    experts: Sequence[FullExpert],
-    inputs: RoutedInputs,
-    held_out: RoutedInputs,
-    solver: Solver,
-    *,
-    device: torch.device,
-    advance: Callable[[], None],
-) -> LayerReplicas:
-    """All experts of a layer; `advance` is called after each."""
-    done = []
-    for expert, full in enumerate(experts):
-        done.append(_quantize_expert(full, expert, inputs, held_out, solver, device))
-        advance()
-    return LayerReplicas(
-        tuple(one.replicas for one in done),
-        np.stack([one.loss for one in done]),
-        np.stack([one.relative_loss for one in done]),
-        np.array([one.num_tokens for one in done], dtype=np.int64),
-        np.array([one.own_weight for one in done]),
-    )
-
-
-def _quantize_expert(
-    full: FullExpert, expert: int, inputs: RoutedInputs, held_out: RoutedInputs, solver: Solver, device: torch.device
-) -> QuantizedLayerExpert:
-    w1, w3, w2 = (torch.tensor(to_float32(w, full.dtype), device=device) for w in (full.w1, full.w3, full.w2))
-    own = inputs.of(expert).to(device).float()
-    layer = inputs.hidden[:: -(-len(inputs.hidden) // _LAYER_ROWS)].to(device).float()
+def quantize_expert(
+    weights: FloatExpert, expert: int, inputs: RoutedInputs, held_out: RoutedInputs, solver: Solver
+) -> CalibratedExpert:
+    """Solve for one expert and measure what each width loses on what the solver did not see."""
+    device = weights.w2.device
+    own = inputs.rows_of(expert)
+    layer = torch.arange(0, len(inputs.hidden), -(-len(inputs.hidden) // LAYER_ROWS))
     share = own_weight(len(own))
 
-    def solve(weights: Tensor, own_inputs: Tensor, layer_inputs: Tensor) -> dict[int, QuantizedMatrix]:
-        hessian = blend(second_moment(own_inputs), second_moment(layer_inputs), share)
-        return solver(weights, hessian, DAMP if len(own_inputs) >= weights.shape[1] else DAMP_FEW_TOKENS)
+    def blocks(rows: Tensor) -> Iterator[Tensor]:
+        return (inputs.hidden[part].to(device).float() for part in rows.split(ROWS_AT_ONCE))
 
-    def intermediate(hidden: Tensor) -> Tensor:
-        gate, up = hidden @ w1.T, hidden @ w3.T
-        if full.biases is not None:
-            gate, up = gate + torch.from_numpy(full.biases.gate).to(gate), up + torch.from_numpy(full.biases.up).to(up)
-        if full.activation == "silu":
-            return torch.nn.functional.silu(gate) * up
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    def solve(matrix: Tensor, through: Callable[[Tensor], Tensor] | None) -> dict[int, QuantizedMatrix]:
+        def moment(rows: Tensor) -> Tensor:
+            inputs = blocks(rows) if through is None else map(through, blocks(rows))
+            return second_moment(inputs, matrix.shape[1], device)
 
-    w13s = solve(torch.cat([w1, w3]), own, layer)
-    w2s = solve(w2, intermediate(own), intermediate(layer))
+        hessian = blend(moment(own), moment(layer), share)
+        return solver(matrix, hessian, DAMP if len(own) >= matrix.shape[1] else DAMP_FEW_TOKENS)
+
+    w13s = solve(weights.w13, None)
+    w2s = solve(weights.w2, weights.between)
+    full = weights.full
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
     test_rows = held_out.of(expert)
     if len(test_rows) < _MIN_HELD_OUT:  # too few to tell widths apart: everything the layer saw
         test_rows = held_out.hidden
     loss, relative_loss = expert_losses(test_rows.float().numpy(), full, replicas)
-    return QuantizedLayerExpert(replicas, loss, relative_loss, len(own), share)
+    return CalibratedExpert(replicas, loss, relative_loss, len(own), share)
+
+
+def layer_of(experts: Sequence[CalibratedExpert]) -> LayerReplicas:
+    return LayerReplicas(
+        tuple(one.replicas for one in experts),
+        np.stack([one.loss for one in experts]),
+        np.stack([one.relative_loss for one in experts]),
+        np.array([one.num_tokens for one in experts], dtype=np.int64),
+        np.array([one.own_weight for one in experts]),
+    )
 
 
 def fold_order(

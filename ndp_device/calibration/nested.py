@@ -113,24 +113,34 @@ def _least_squares(block: Tensor, codes: Tensor, importance: Tensor, tracks: Tra
 def _refit_rows(
     weights: Tensor, hessian: Tensor, prefix: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One track, rows [n]: weights and prefix [n, C], scale and offset [n, G]."""
+    """One track, rows [n]: weights and prefix [n, C], scale and offset [n, G].
+
+    Of the normal equations only what symmetry does not give is computed: a group's prefixes against its own columns and
+    those behind; what belongs to two offsets is the same for all rows.
+    """
     num_groups = scale.shape[1]
 
-    def sum_groups(values: Tensor) -> Tensor:  # [n, C] -> [n, G]
-        return values.new_zeros(len(values), num_groups).index_add_(1, group_of, values)
+    def sum_groups(values: Tensor, of: Tensor) -> Tensor:  # [n, c] -> [n, G]
+        return values.new_zeros(len(values), num_groups).index_add_(1, of, values)
 
     prefix = prefix.double()
     residual = (weights - scale[:, group_of] * prefix - offset[:, group_of]) @ hessian
-    wanted = torch.cat([sum_groups(residual * prefix), sum_groups(residual)], 1)
+    wanted = torch.cat([sum_groups(residual * prefix, group_of), sum_groups(residual, group_of)], 1)
+    del residual
+    group_sums = hessian.new_zeros(num_groups, hessian.shape[1]).index_add_(0, group_of, hessian)
     normal = hessian.new_zeros(len(weights), 2, num_groups, 2, num_groups)
+    normal[:, 1, :, 1] = sum_groups(group_sums, group_of)
     for group in range(num_groups):
-        columns = group_of == group
-        for unknown, values in enumerate((prefix[:, columns], torch.ones_like(prefix[:, columns]))):
-            product = values @ hessian[columns]
-            normal[:, 0, :, unknown, group] = sum_groups(product * prefix)
-            normal[:, 1, :, unknown, group] = sum_groups(product)
+        columns = (group_of == group).nonzero()[:, 0]
+        first, own = int(columns[0]), prefix[:, columns]
+        normal[:, 1, :, 0, group] = own @ group_sums[:, columns].T
+        normal[:, 0, group, 1] = normal[:, 1, :, 0, group]
+        product = own @ hessian[columns, first:]
+        from_here = sum_groups(product * prefix[:, first:], group_of[first:])[:, group:]
+        normal[:, 0, group, 0, group:] = from_here
+        normal[:, 0, group:, 0, group] = from_here
     normal = normal.view(len(weights), 2 * num_groups, 2 * num_groups)
     diagonal = normal.diagonal(dim1=1, dim2=2)
-    ridge = _RIDGE * diagonal + 1e-12 * diagonal.mean(1, keepdim=True) + 1e-30
-    step = torch.linalg.solve(normal + torch.diag_embed(ridge), wanted)
+    diagonal += _RIDGE * diagonal + 1e-12 * diagonal.mean(1, keepdim=True) + 1e-30
+    step = torch.linalg.solve(normal, wanted)
     return scale + step[:, :num_groups], offset + step[:, num_groups:]

@@ -29,7 +29,7 @@ class CheckpointExperts:
 
     def __init__(self, model_dir: Path) -> None:
         opened: Checkpoint = open_checkpoint(model_dir)
-        self.shape, self.layout, self._tensors = opened.shape, opened.layout, opened.tensors
+        self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
         # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
         files = {path: MappedFile(path.resolve()) for path in sorted({t.file for t in opened.tensors.values()})}
         self._files = files
@@ -54,12 +54,17 @@ class CheckpointExperts:
         name = self.layout.layers[layer].norm
         if name is None:
             return np.ones(self.shape.hidden_size, np.float32)
-        dtype = DTYPES.get(self._tensors[name].dtype)
+        dtype = DTYPES.get(self.tensors[name].dtype)
         if dtype is None:
-            raise ReplicaError(f"{name} of {self.shape.name} is {self._tensors[name].dtype}, which is not read")
+            raise ReplicaError(f"{name} of {self.shape.name} is {self.tensors[name].dtype}, which is not read")
         weight = to_float32(self._values(Place(name)), dtype)
         return weight + np.float32(self.layout.norm_offset) if self.layout.norm_offset else weight
 
+    def release(self) -> None:
+        """Give back the pages that were read, for who reads each expert once."""
+        for file in self._files.values():
+            file.release()
+
     def _values(self, place: Place) -> NDArray[Any]:
-        values: NDArray[Any] = place.of(self._files[self._tensors[place.tensor].file].tensor(place.tensor))
+        values: NDArray[Any] = place.of(self._files[self.tensors[place.tensor].file].tensor(place.tensor))
         return values

@@ -43,6 +43,10 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=8, help="Calibration sequences; every 8th is held out.")] = 128,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per calibration sequence.")] = 512,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Where calibration computes; auto: on a GPU where there is one."),
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Chooses which sequences are drawn.")] = 0,
 ) -> None:
     """Quantize every expert of a model.
@@ -72,6 +76,7 @@ def quantize(
             num_sequences=samples,
             sequence_length=sequence_length,
             seed=seed,
+            device_name=device,
         )
     _, relative = load_loss_table(out)
     print_json(

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from ndp_device.calibration.build import build_calibrated  # noqa: E402
-from ndp_device.calibration.capture import expert_modules  # noqa: E402
+from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
 from ndp_device.errors import ConfigError  # noqa: E402

@@ -1,0 +1,95 @@
+"""How much private memory a calibration takes at most: from sizes alone, before anything is loaded.
+
+    what the model keeps beside its experts + what all sequences carry through a layer + one expert and its solver
+
+The memory map of the checkpoint is not in it: its pages are the system's to take back. Knows which arrays live at the
+same time; tests/ndp_device/calibration/test_calibration_memory.py holds a real run to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ndp_device.calibration import calibrated, gptq
+from ndp_device.calibration.loss_table import ROWS_BYTES
+from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.names import ExpertLayout
+from ndp_device.model_shape import ModelShape
+
+_PROGRAMS = 700 << 20
+"""torch, transformers, numpy and their libraries: measured 0.45 GB after the imports, and room for BLAS's buffers."""
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of private memory that a calibration has at the same time, at most."""
+
+    programs: int
+    beside_experts: int  # attention, norms, embeddings in the dtype in which the model runs
+    sequences: int  # hidden states between layers, what enters the experts, their answers
+    expert: int  # one in float32
+    solver: int
+    layer: int  # the replicas of a layer, in memory until its file is written
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{field.name.replace('_', ' ')} {_gb(getattr(self, field.name))}" for field in fields(self))
+        return f"{_gb(self.total)} GB at most ({parts})"
+
+
+def peak_memory(
+    shape: ModelShape,
+    layout: ExpertLayout,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    num_tokens: int,
+    group_size: int,
+    num_widths: int,
+    num_tracks: int,
+    num_planes: int,
+) -> PeakMemory:
+    """`num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    of_experts = {source.name for layer in layout.layers for source in layer.weights.values()}
+    beside = sum(
+        _FLOAT * _size(info.shape)
+        for name, info in tensors.items()
+        if name not in of_experts and not any(_is_one_of(name, template) for template in of_experts if "{}" in template)
+    )
+    matrices = ((2 * inner, hidden), (hidden, inner))
+    solving = max(columns**2 * 8 + gptq.peak_bytes(rows, columns, group_size, num_tracks) for rows, columns in matrices)
+    rows = min(num_tokens, calibrated.ROWS_AT_ONCE)
+    moments = max(columns**2 * (8 + 8 + _FLOAT) for _, columns in matrices) + rows * _FLOAT * (hidden + 4 * inner)
+    kept = num_planes * shape.weights_per_expert // 8 + num_widths * 4 * shape.weights_per_expert // group_size
+    # the reference kernel's weights while it prepares gate and up, the rows it is tested on and what it makes of them
+    losing = _FLOAT * 5 * 2 * inner * hidden + 6 * min(ROWS_BYTES, num_tokens * 2 * inner * _FLOAT)
+    losing += num_tokens // 8 * hidden * (3 * _FLOAT + 2 * 8)
+    return PeakMemory(
+        programs=_PROGRAMS,
+        beside_experts=beside,
+        sequences=num_tokens * (3 * hidden * _FLOAT + shape.top_k * 16),
+        expert=_FLOAT * shape.weights_per_expert + 2 * _FLOAT * inner * hidden,
+        solver=max(solving, moments, losing),
+        layer=2 * shape.num_experts * kept,  # once more while the file's bytes are put together
+    )
+
+
+def _is_one_of(name: str, template: str) -> bool:
+    before, after = template.split("{}")
+    return name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdigit()
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f}"

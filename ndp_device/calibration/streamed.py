@@ -1,0 +1,217 @@
+"""A forward pass over calibration text in which somebody else computes the experts, one at a time. Knows no weights of
+experts, no files of replicas and no solver.
+
+The model is loaded without its experts. All sequences go through one decoder layer before any goes through the next, so
+that every expert is needed once per pass: run each sequence up to the layer's experts, hand over what all of them sent
+there, take what the experts answer, and run each sequence through the layer again with that answer. What stands before
+the experts of a layer is so computed twice, which is little beside the experts, and in exchange any architecture of
+transformers works as it is: layers are run by their own code, with the arguments that their model passes them.
+
+Sequences run one by one, as they would in a model that holds its experts, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+
+from ndp_device.calibration.calibrated import RoutedInputs
+from ndp_device.errors import ConfigError
+
+_DECODER_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+(?=\.)")
+
+
+class _Reached(Exception):
+    """Ends a forward pass at a module: carries what it was called with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.call = args, kwargs
+
+
+def _stop(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _Reached(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class RoutedBatch:
+    """What S sequences of T tokens send to the experts of one layer, and where the experts' answers gather."""
+
+    hidden: Tensor  # [S, T, H]
+    expert_ids: Tensor  # [S, T, k]
+    weights: Tensor  # [S, T, k]
+    answers: Tensor | None  # [S, T, H], zeros at first; None behind the last layer, whose answers no layer reads
+
+    def inputs(self, sequences: slice) -> RoutedInputs:
+        """Of some sequences, as rows."""
+        return RoutedInputs(self.hidden[sequences].flatten(0, 1), self.expert_ids[sequences].flatten(0, 1))
+
+    def answer(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Add one expert's part: compute maps rows [n, H] to rows [n, H], and is called once per sequence."""
+        if self.answers is None:
+            return
+        for hidden, ids, weights, answers in zip(self.hidden, self.expert_ids, self.weights, self.answers, strict=True):
+            choice, rows = torch.eq(ids.T, expert).nonzero(
+                as_tuple=True
+            )  # in the order in which transformers takes them
+            if len(rows):
+                out = compute(hidden[rows].to(device)).cpu() * weights[rows, choice, None]
+                answers.index_add_(0, rows, out.to(answers.dtype))
+
+
+class StreamedForward:
+    """One pass of all sequences through a model without experts, layer by layer."""
+
+    def __init__(self, model: Any, token_ids: Tensor, num_moe_layers: int) -> None:
+        self._base, self._device = model.base_model, model.device
+        self._token_ids = token_ids
+        self._experts: dict[int, Any] = {}
+        names = {module: name for name, module in self._base.named_modules()}
+        modules = expert_modules(self._base)
+        if len(modules) != num_moe_layers:
+            raise ConfigError(
+                f"{type(model).__name__} has {len(modules)} layers of experts we can hook, wanted {num_moe_layers}: "
+                "its replicas can be made from the weights alone, without a calibration file"
+            )
+        found = [_DECODER_LAYER.match(names[module]) for module in modules]
+        stacks = {at[0].rpartition(".")[0] for at in found if at is not None}
+        if None in found or len(stacks) != 1:
+            raise ConfigError(f"{type(model).__name__} keeps experts outside of one stack of decoder layers")
+        self._layers = list(self._base.get_submodule(stacks.pop()))
+        for at, module in zip(found, modules, strict=True):
+            self._experts[int(at[0].rpartition(".")[2])] = module  # type: ignore[index]
+            module.forward = _stop
+        self._run = [layer.forward for layer in self._layers]
+
+    def layers(self) -> Iterator[RoutedBatch]:
+        """The MoE layers in order. Give the answers of a layer's experts before asking for the next one."""
+        last = max(self._experts)
+        with torch.no_grad(), self._stopping_at(0):
+            hidden = torch.stack([self._entering(ids)[0].cpu() for ids in self._token_ids]).squeeze(1)
+        for index in range(last + 1):
+            with torch.no_grad(), self._stopping_at(index):
+                if index not in self._experts:
+                    for row, ids in zip(hidden, self._token_ids, strict=True):
+                        row.copy_(self._through(index, ids, row))
+                    continue
+                batch = self._to_the_experts(index, hidden, is_last=index == last)
+            yield batch
+            if batch.answers is None:
+                return
+            with torch.no_grad(), self._stopping_at(index):
+                for row, ids, answer in zip(hidden, self._token_ids, batch.answers, strict=True):
+                    row.copy_(self._through(index, ids, row, answer))
+            del batch
+
+    def _to_the_experts(self, index: int, hidden: Tensor, *, is_last: bool) -> RoutedBatch:
+        taken: Tensor | None = None
+        ids_and_weights = []
+        for n, (row, ids) in enumerate(zip(hidden, self._token_ids, strict=True)):
+            try:
+                self._through(index, ids, row)
+            except _Reached as reached:
+                args, kwargs = reached.call
+                rows, expert_ids, weights = (*args, *kwargs.values())[:3]
+            else:
+                raise ConfigError(f"decoder layer {index} ran without its experts: its architecture is not known here")
+            if taken is None:
+                taken = torch.empty((len(hidden), *rows.flatten(0, -2).shape), dtype=rows.dtype)
+            taken[n] = rows.flatten(0, -2)
+            ids_and_weights.append((expert_ids.flatten(0, -2).cpu(), weights.flatten(0, -2).cpu()))
+        assert taken is not None
+        all_ids, all_weights = (torch.stack(parts) for parts in zip(*ids_and_weights, strict=True))
+        return RoutedBatch(taken, all_ids, all_weights, None if is_last else torch.zeros_like(taken))
+
+    def _through(self, index: int, token_ids: Tensor, hidden: Tensor, answer: Tensor | None = None) -> Tensor:
+        """One sequence [T, H] through one decoder layer, whose experts answer what is given."""
+        _, args, kwargs = self._entering(token_ids)
+        if index in self._experts and answer is not None:
+            experts = self._experts[index]
+            experts.forward = lambda rows, *_, **__: answer.to(rows.device).view_as(rows)
+        try:
+            out = self._run[index](hidden[None].to(self._device), *args, **kwargs)
+        finally:
+            if index in self._experts:
+                self._experts[index].forward = _stop
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first[0] if first.ndim == 3 else first
+
+    def _entering(self, token_ids: Tensor) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        """What the model calls the layer with at which it stops now: hidden states (of layer 0 only), arguments."""
+        try:
+            self._base(input_ids=token_ids[None].to(self._device), use_cache=False)
+        except _Reached as reached:
+            args, kwargs = reached.call
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            return hidden, args[1:], kwargs
+        raise AssertionError("the model runs every one of its layers")
+
+    @contextlib.contextmanager
+    def _stopping_at(self, index: int) -> Iterator[None]:
+        """The layers before pass on what they get, and the layer itself ends the forward pass."""
+        for layer in self._layers[:index]:
+            layer.forward = _pass_on
+        self._layers[index].forward = _stop
+        try:
+            yield
+        finally:
+            for layer, run in zip(self._layers, self._run, strict=True):
+                layer.forward = run
+
+
+def _pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return hidden_states
+
+
+def expert_modules(model: Any) -> list[Any]:
+    """The modules that hold the experts of one layer each, in the order of the layers.
+
+    transformers marks them, whatever the family: it may distribute them. Llama-4's are not, and take other arguments.
+    """
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def load_without_experts(model_dir: Path, device: torch.device) -> Any:
+    """The model as transformers loads it, less its experts: in float32 on a CPU, in its own dtype on a GPU."""
+    transformers.utils.logging.disable_progress_bar()
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # it would list every tensor of an expert as unexpected
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    classes = {type(module) for module in expert_modules(skeleton)}
+    dtype = torch.float32 if device.type == "cpu" else "auto"
+    try:
+        with contextlib.ExitStack() as stack:
+            for kind in classes:
+                stack.enter_context(_made_bare(kind))
+            model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=dtype)
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+    return model.train(False).to(device)
+
+
+@contextlib.contextmanager
+def _made_bare(kind: Any) -> Iterator[None]:
+    """Modules of this class are made without parameters, which the loader then neither looks for nor fills."""
+    init = kind.__init__
+
+    def bare(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            init(self, *args, **kwargs)
+        self._parameters.clear()
+        self._is_hf_initialized = True  # else the initialisation of weights looks for them
+
+    kind.__init__ = bare
+    try:
+        yield
+    finally:
+        kind.__init__ = init

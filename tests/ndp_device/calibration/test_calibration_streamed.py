@@ -1,0 +1,136 @@
+"""Calibration without the model in memory: what it computes, reads and needs, against transformers' whole model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from in_memory import captured_in_memory
+from paths import MODEL, ROOT
+
+from ndp_device.calibration import calibrated
+from ndp_device.calibration.build import TRACK_WEIGHTS, build_calibrated, run_job
+from ndp_device.calibration.streamed import StreamedForward, load_without_experts
+from ndp_device.calibration.text import CalibrationText
+from ndp_device.replicas.checkpoint import CheckpointExperts
+from ndp_device.replicas.format import LayerReplicas, read_manifest
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+CALIBRATION = MODEL / "calibration.txt"
+NOT_STREAMED = ("llama4", "nemotron_h")
+"""Llama-4's experts take other arguments; Nemotron-H's have no gate."""
+
+
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+FAMILIES = _module("make_family_models")
+
+
+def text_of(model_dir: Path, num_sequences: int, length: int) -> CalibrationText:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    return CalibrationText.draw(CALIBRATION, tokenizer, num_sequences=num_sequences, sequence_length=length, seed=0)
+
+
+def test_the_bundled_model_gives_the_bytes_of_a_calibration_in_memory(tmp_path: Path) -> None:
+    """Every layer file of a streamed job, against replicas solved from what a hook saw in the whole model."""
+    settings: dict[str, Any] = {"num_sequences": 16, "sequence_length": 128, "show_progress": False}
+    build_calibrated(MODEL, tmp_path / "streamed", CALIBRATION, bits=(2,), **settings)
+    checkpoint, captured = CheckpointExperts(MODEL), captured_in_memory(MODEL, text_of(MODEL, 16, 128), range(4))
+    solve = calibrated.load_solver("nested", 64, {2: TRACK_WEIGHTS[2]})
+
+    def in_memory(layer: int, advance: Any) -> LayerReplicas:
+        experts = [calibrated.FloatExpert(checkpoint.expert(layer, expert), CPU) for expert in range(8)]
+        return calibrated.layer_of(
+            [calibrated.quantize_expert(expert, n, *captured[layer], solve) for n, expert in enumerate(experts)]
+        )
+
+    manifest = read_manifest(tmp_path / "streamed")
+    run_job(tmp_path / "whole", type(manifest)(**{**_fields(manifest), "layers": {}}), in_memory, show_progress=False)
+    for file in (tmp_path / "streamed").iterdir():
+        assert (tmp_path / "whole" / file.name).read_bytes() == file.read_bytes()
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES.FAMILIES if name not in NOT_STREAMED])
+def test_what_reaches_the_experts_of_a_family_is_what_reaches_them_in_memory(tmp_path: Path, family: str) -> None:
+    """The sums over a row's experts are made in another order than transformers', which shows in the last bits."""
+    directory = FAMILIES.make(family, tmp_path)
+    text, checkpoint = text_of(directory, 8, 32), CheckpointExperts(directory)
+    shape = checkpoint.shape
+    wanted = captured_in_memory(directory, text, range(shape.num_layers))
+    forward = StreamedForward(load_without_experts(directory, CPU), text.held_out_last, shape.num_layers)
+    for layer, batch in enumerate(forward.layers()):
+        for solver_or_held_out, got in zip(
+            wanted[layer], (batch.inputs(slice(None, 7)), batch.inputs(slice(7, None))), strict=True
+        ):
+            torch.testing.assert_close(got.hidden, solver_or_held_out.hidden, rtol=1e-4, atol=1e-4)
+            assert (got.expert_ids == solver_or_held_out.expert_ids).float().mean() > 0.999
+        for expert in range(shape.num_experts):
+            batch.answer(expert, calibrated.FloatExpert(checkpoint.expert(layer, expert), CPU), CPU)
+    assert layer == shape.num_layers - 1
+
+
+def test_every_expert_is_read_once_in_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: Counter[tuple[int, int]] = Counter()
+    read = CheckpointExperts.expert
+
+    def counted(self: CheckpointExperts, layer: int, expert: int) -> Any:
+        reads[layer, expert] += 1
+        return read(self, layer, expert)
+
+    opened = CheckpointExperts(MODEL)  # opening looks at expert 0 to see whether files are whole
+    monkeypatch.setattr(CheckpointExperts, "__init__", lambda self, _: self.__dict__.update(opened.__dict__))
+    monkeypatch.setattr(CheckpointExperts, "expert", counted)
+    build_calibrated(MODEL, tmp_path, CALIBRATION, bits=(2,), num_sequences=8, sequence_length=64, show_progress=False)
+    assert reads == {(layer, expert): 1 for layer in range(4) for expert in range(8)}
+
+
+def test_a_job_that_goes_on_passes_through_the_layers_that_are_done(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"bits": (2,), "num_sequences": 8, "sequence_length": 64, "show_progress": False}
+    build_calibrated(MODEL, tmp_path, CALIBRATION, **settings)
+    last = tmp_path / "experts-00003.safetensors"
+    whole, others = last.read_bytes(), (tmp_path / "experts-00002.safetensors").stat().st_mtime_ns
+    last.unlink()
+    build_calibrated(MODEL, tmp_path, CALIBRATION, **settings)
+    assert last.read_bytes() == whole
+    assert (tmp_path / "experts-00002.safetensors").stat().st_mtime_ns == others
+
+
+def test_the_peak_memory_that_is_printed_first_is_kept(tmp_path: Path) -> None:
+    """An expert of 512 x 1024 in a process of its own, text of 8192 tokens."""
+    program = ROOT / "benchmarks" / "calibration_memory.py"
+    sizes = ["--hidden", "512", "--intermediate", "1024", "--layers", "1", "--experts", "2", "--only", "1"]
+    done = subprocess.run(
+        [sys.executable, program, *sizes, "--samples", "16", "--keep-in", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+    said = re.search(r"needs ([\d.]+) GB at most", done.stderr)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(figures["said_gb"], abs=0.006)
+    assert figures["peak_private_gb"] < figures["said_gb"]
+    assert figures["said_gb"] < 2.5 * figures["peak_private_gb"], "a bound that says nothing"
