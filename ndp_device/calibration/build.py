@@ -34,6 +34,7 @@ from ndp_device.replicas.format import (
     Manifest,
     check_layer_file,
     read_manifest,
+    remove_unfinished,
     write_layer,
     write_manifest,
 )
@@ -88,7 +89,9 @@ def build_data_free(
     )
 
     def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
-        return data_free.quantize_layer(checkpoint, layer, manifest.group_size, track_weights, advance=advance)
+        made = data_free.quantize_layer(checkpoint, layer, manifest.group_size, track_weights, advance=advance)
+        checkpoint.check(layer)  # nothing may be made of a checkpoint that was cut short meanwhile
+        return made
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
 
@@ -199,6 +202,7 @@ def build_calibrated(
             batch.answer(expert, weights, device)
             done.append(calibrated.quantize_expert(weights, expert, inputs, held_out, solve))
             advance()
+        checkpoint.check(layer)
         return calibrated.layer_of(done)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
@@ -217,6 +221,7 @@ def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelSha
 
 def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
     """Write every layer that is not there yet. The same job always writes the same bytes, so resuming is safe."""
+    remove_unfinished(out_dir)
     manifest = _resume(out_dir, manifest)
     shape = manifest.model
     console = Console(stderr=True)

@@ -7,6 +7,7 @@ who computes with it copies.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class CheckpointExperts:
             biases = Biases(*(to_float32(value, self.layout.dtype) for value in values))
         return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=self.layout.activation)
 
+    def check(self, layer: int) -> None:
+        """Raise ReplicaError where a file that this layer's experts lie in has changed since it was opened."""
+        for file in self._files_of(layer):
+            file.check()
+
     def norm_weight(self, layer: int) -> NDArray[np.float32]:
         """What the norm before the layer's experts multiplies by, [H]; ones where there is no such norm."""
         name = self.layout.layers[layer].norm
@@ -64,6 +70,12 @@ class CheckpointExperts:
         """Give back the pages that were read, for who reads each expert once."""
         for file in self._files.values():
             file.release()
+
+    @cache  # noqa: B019  # one entry per layer, for as long as the checkpoint is used
+    def _files_of(self, layer: int) -> tuple[MappedFile, ...]:
+        sources = [*self.layout.layers[layer].weights.values(), *self.layout.layers[layer].biases.values()]
+        names = {source.place(expert).tensor for source in sources for expert in range(self.shape.num_experts)}
+        return tuple(self._files[path] for path in sorted({self.tensors[name].file for name in names}))
 
     def _values(self, place: Place) -> NDArray[Any]:
         values: NDArray[Any] = place.of(self._files[self.tensors[place.tensor].file].tensor(place.tensor))

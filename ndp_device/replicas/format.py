@@ -10,8 +10,10 @@ name holds a whole file or nothing; the manifest grows by one entry per layer, s
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +29,7 @@ from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.replica import Biases, QuantizedExpert, QuantizedMatrix
+from ndp_device.strict_files import open_plain
 from ndp_device.widths import WIDTHS
 
 FORMAT = "ndp-moe-replicas"
@@ -34,6 +37,9 @@ VERSION = 1
 VERSION_WITH_FORM = 2
 """Of manifests that name an activation or biases: a reader that does not know them must not serve such experts."""
 MANIFEST = "manifest.json"
+
+_UNFINISHED = ".unfinished"
+_SURELY_LEFT_S = 60.0
 
 Container = Literal["nested", "independent"]
 """nested: one set of planes whose first k are the k-bit replica; independent: planes of their own for every width."""
@@ -171,6 +177,10 @@ class ReplicaFiles:
         except ValueError as error:
             raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
 
+    def check(self, layer: int) -> None:
+        """Raise ReplicaError where this layer's file has changed since it was opened."""
+        self._files[layer].check()
+
     def release(self, layer: int) -> None:
         """Nothing of this layer's file is needed in this process's memory for now."""
         self._files[layer].release()
@@ -182,7 +192,12 @@ class ReplicaFiles:
         loss, relative = file.tensor("loss"), file.tensor("relative_loss")
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
-        return loss.astype(np.float64), relative.astype(np.float64)
+        loss, relative = (
+            loss.astype(np.float64),
+            relative.astype(np.float64),
+        )
+        file.check()  # of the files, of which these are copies
+        return loss, relative
 
     @cached_property
     def loss_digest(self) -> str:
@@ -318,12 +333,24 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove what builders that were killed left behind. A builder that lives holds a lock on the file it writes."""
+    for path in directory.glob(f".*{_UNFINISHED}"):
+        with contextlib.suppress(OSError), open_plain(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            pid = path.name.removesuffix(_UNFINISHED).rpartition(".")[2]
+            # between its creation and its lock a file is a few microseconds old, and its writer has a pid
+            if not Path("/proc", pid).exists() or time.time() - path.stat().st_mtime > _SURELY_LEFT_S:
+                path.unlink()
+
+
 def _write_whole(path: Path, contents: bytes) -> None:
     """All of the contents under this name, or nothing new under it, whenever the machine stops."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # its writer lives: remove_unfinished
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())

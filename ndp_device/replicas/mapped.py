@@ -1,9 +1,12 @@
-"""One safetensors file as a read-only memory map. Knows the file format, not what the tensors mean. No torch."""
+"""One safetensors file as a read-only memory map. Knows the file format, not what the tensors mean. No torch.
+
+A file that is cut short or rewritten while it is mapped ends neither the process (csrc/mapping.cpp) nor goes unnoticed:
+who has used its values calls `check` before it uses what it made of them.
+"""
 
 from __future__ import annotations
 
 import math
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import safetensors_header
 from ndp_device.errors import ReplicaError
+from ndp_device.replicas import _mapping
 
 # safetensors dtype -> (our name, numpy dtype that holds its bytes); numpy has no bfloat16
 _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
@@ -34,7 +38,13 @@ class MappedFile:
         self.path = path
         self._header, self._start = safetensors_header(path)
         self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        try:
+            self._file = _mapping.File(str(path))
+        except OSError as error:
+            raise ReplicaError(f"{path} cannot be mapped: {error.strerror}") from None
+        self._stamp, self._bytes = self._file.stamp(), self._file.bytes()
+        if self._stamp[0] != self._bytes.size:
+            raise ReplicaError(f"{path} changes its size while it is opened")
         for name, entry in self._header.items():
             self._refuse_disagreement(name, entry["shape"], *entry["data_offsets"])
 
@@ -56,7 +66,14 @@ class MappedFile:
 
     def release(self) -> None:
         """Give back the pages read so far: they stay in the page cache, and a later read maps them again."""
-        self._bytes._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        self._file.release()
+
+    def check(self) -> None:
+        """Raise ReplicaError when the file is no longer what was opened: values read since then may be wrong."""
+        if self._file.faults or self._file.stamp() != self._stamp:
+            raise ReplicaError(
+                f"{self.path} was cut short or rewritten while it was in use: restore it, and start again what uses it"
+            )
 
     def _entry(self, name: str) -> tuple[str, np.dtype[Any], tuple[int, ...], int, int]:
         entry = self._header.get(name)

@@ -15,7 +15,7 @@ What is prepared is known as one array per width, so that a plan over thousands 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ class ExpertStore:
         prepared = self._prepared.get(key)
         if prepared is None:
             prepared = self._kernel.prepare(self.expert(layer, expert, bits))
+            self._check_source(layer, bits)
             self._keep(key, prepared)
         self._now += 1
         self._used[bits][layer, expert] = self._now
@@ -128,6 +129,19 @@ class ExpertStore:
             self._used[width][layer, expert] = self._now
         return prepared, sizes
 
+    def check_used(self, layer: int, bits: Collection[int]) -> None:
+        """After computing with experts of a layer at these widths: raise ReplicaError where what they read is gone.
+
+        Quantized experts lie in memory once they are prepared; those in full precision are read from the mapped file.
+        """
+        if FULL_PRECISION_BITS in bits:
+            self._check_source(layer, FULL_PRECISION_BITS)
+
+    def _check_source(self, layer: int, bits: int) -> None:
+        source = self._checkpoint if bits == FULL_PRECISION_BITS else self._replicas
+        if source is not None:
+            source.check(layer)
+
     def ask_again(self, bits: int, experts: NDArray[np.bool_]) -> None:
         """As if get() were called for each of these [L, E], all of which are prepared."""
         self._now += 1
@@ -138,6 +152,7 @@ class ExpertStore:
         key = (layer, expert, bits)
         for prepared in self._kernel.prepare_by_parts(self.expert(*key)):
             if prepared is not None and key not in self._prepared:
+                self._check_source(layer, bits)
                 self._keep(key, prepared)
                 self._used[bits][layer, expert] = _AHEAD
                 if self._held_bytes > self.resident_bytes:

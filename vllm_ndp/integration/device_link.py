@@ -91,7 +91,9 @@ class LocalReplicas:
         """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
         keys, index = np.unique(np.stack([experts, bits.astype(np.int64)]), axis=1, return_inverse=True)
         prepared = [self._store.get(layer, int(expert), int(width)) for expert, width in keys.T]
-        return self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), topk_weights)
+        y = self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), topk_weights)
+        self._store.check_used(layer, keys[1].tolist())
+        return y
 
 
 @dataclass

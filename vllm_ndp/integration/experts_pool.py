@@ -70,6 +70,10 @@ class ExpertsPool:
         # the parts are added up, so one of them brings the bias of the sum
         return ExpertWeights(w1, w3, w2, (gate[here], up[here], down if share.index == 0 else torch.zeros_like(down)))
 
+    def check(self, layer: int) -> None:
+        """After using experts of a layer: raise ReplicaError where what was read of them is no longer in their file."""
+        self._checkpoint.check(layer)
+
     def _view(self, array: np.ndarray) -> torch.Tensor:
         array = np.ascontiguousarray(array)  # copies what is stored transposed or interleaved; else a view of the map
         # torch has no read-only tensors; nobody writes into the pool, so drop numpy's flag instead of copying.

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ndp_device.errors import ConfigError
+from ndp_device.replicas._mapping import Watch
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
@@ -65,6 +66,7 @@ class StagingStreamer:
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         self._kernel.load(to, slot, self._pool.expert(layer, expert))
+        self._pool.check(layer)
 
     def run(
         self,
@@ -109,7 +111,9 @@ class PackedStreamer:
         if not directory.is_dir():
             self._build(directory)
         layers = range(pool.shape.num_layers)
-        self._layers = [self._with_biases(layer, *self._map(directory, layer)) for layer in layers]
+        maps = [self._map(directory, layer) for layer in layers]
+        self._watches = [[Watch(part.data_ptr(), part.nbytes) for part in parts] for parts in maps]
+        self._layers = [self._with_biases(layer, *parts) for layer, parts in enumerate(maps)]
         self._files = [[path.open("rb", buffering=0) for path in _paths(directory, layer)] for layer in layers]
         self._check()
 
@@ -134,7 +138,15 @@ class PackedStreamer:
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
         part = self._kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
+        self._refuse_cut(layer)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
+
+    def _refuse_cut(self, layer: int) -> None:
+        """The kernel has read the map: zeros may have stood in for the end of a file that was cut short."""
+        parts = self._layers[layer].w13, self._layers[layer].w2
+        for file, watch, part in zip(self._files[layer], self._watches[layer], parts, strict=True):
+            if watch.faults or os.fstat(file.fileno()).st_size != part.nbytes:
+                raise _shorter(file)
 
     def _map(self, directory: Path, layer: int, *, create: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._pool.shape
@@ -195,11 +207,15 @@ def _paths(directory: Path, layer: int) -> tuple[Path, Path]:
     return directory / f"w13-{layer:05d}.bin", directory / f"w2-{layer:05d}.bin"
 
 
+def _shorter(file: BinaryIO) -> ConfigError:
+    return ConfigError(f"{file.name} has become shorter: delete its directory and start again")
+
+
 def _read(file: BinaryIO, offset: int, target: torch.Tensor) -> None:
     """Fill a contiguous tensor from one place of a file: large reads, where a map would fault page by page."""
     left = memoryview(target.view(torch.uint8).numpy()).cast("B")
     while left:
         count = os.preadv(file.fileno(), [left], offset)
         if not count:
-            raise ConfigError(f"{file.name} has become shorter: delete its directory and start again")
+            raise _shorter(file)
         left, offset = left[count:], offset + count

@@ -1,0 +1,25 @@
+"""Types of the C++ module (csrc/mapping.cpp)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+class File:
+    """A plain file as a read-only map that outlives being cut short."""
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def faults(self) -> int:
+        """How often zeros stood in for bytes that were gone."""
+    def stamp(self) -> tuple[int, int]:
+        """Size, and time of the last change in nanoseconds, of the file as it is now."""
+    def release(self) -> None:
+        """Give back the pages read so far."""
+    def bytes(self) -> NDArray[np.uint8]:
+        """The whole map, read-only; the array keeps it alive."""
+
+class Watch:
+    """The same protection for a map that another library made."""
+
+    def __init__(self, address: int, length: int) -> None: ...
+    @property
+    def faults(self) -> int: ...

@@ -1,0 +1,179 @@
+"""A file that is cut short or rewritten while it is mapped: no process ends, no number is made of what is gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from caller import Caller
+from small_checkpoint import HIDDEN, write_small_checkpoint
+
+from ndp_device.calibration.build import build_data_free
+from ndp_device.errors import DeviceError, ReplicaError
+from ndp_device.handler import Handler
+from ndp_device.kernels import load_kernel
+from ndp_device.replicas.mapped import MappedFile
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import FULL_PRECISION_BITS
+
+PAGE = os.sysconf("SC_PAGESIZE")
+WIDE = 128  # experts of several pages
+
+
+def _cut_to_nothing(path: Path) -> None:
+    os.truncate(path, 8)
+
+
+def _cut_within_the_last_page(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _cut_and_grown_again(path: Path) -> None:
+    size = path.stat().st_size
+    os.truncate(path, 8)
+    os.truncate(path, size)
+
+
+def _rewritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\x55" * 8)
+
+
+DAMAGE = [_cut_to_nothing, _cut_within_the_last_page, _cut_and_grown_again, _rewritten]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_small_checkpoint(tmp_path / "model", hidden=WIDE, intermediate=WIDE)
+
+
+@pytest.fixture
+def replicas(model: Path, tmp_path: Path) -> Path:
+    build_data_free(model, tmp_path / "replicas", group_size=8, show_progress=False)
+    return tmp_path / "replicas"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_values_of_a_file_that_changed_are_disowned(model: Path, damage: Callable[[Path], None]) -> None:
+    file = MappedFile(model / "model.safetensors")
+    name = file.names[-1]
+    assert file.tensor(name).any()
+    file.check()
+    damage(file.path)
+    file.tensor(name).sum()  # ends the process where nothing handles SIGBUS
+    with pytest.raises(ReplicaError, match="was cut short or rewritten while it was in use"):
+        file.check()
+
+
+def test_a_file_replaced_by_another_of_its_name_stays_as_it_was(model: Path) -> None:
+    file = MappedFile(model / "model.safetensors")
+    before = file.tensor(file.names[-1]).copy()
+    other = shutil.copy(file.path, file.path.with_name("other"))
+    os.truncate(other, 8)
+    os.replace(other, file.path)
+    assert np.array_equal(file.tensor(file.names[-1]), before)
+    file.check()
+
+
+@pytest.mark.parametrize("kernel", ["reference", "native"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_device_answers_a_cut_file_with_a_typed_error_and_goes_on(
+    model: Path, replicas: Path, damage: Callable[[Path], None], kernel: str
+) -> None:
+    """Layer 1 has lost its file; layer 0 answers as before, and what was converted before the cut may be used."""
+    made = load_kernel(kernel)
+    store = ExpertStore(None, replicas, kernel=made)
+    caller = Caller(Handler(store, made, load_hardware("h100-ndp512")))
+    caller.hello()
+    none = np.zeros((2, 3), np.uint8)
+    none[0] = 15
+    assert not caller.install(1, none).any()
+    caller.ask(msg_activate(), epoch=1)
+    damage(replicas / "experts-00001.safetensors")
+    some = np.full((2, 3), 15, np.uint8)
+    missing = caller.install(2, some, expected_epoch=1)
+    assert not missing[0].any()
+    assert (missing[1] == 15).all()
+    caller.ask(msg_activate(), epoch=2)
+    tensors = execute_tensors(bits=2)
+    assert np.isfinite(caller.execute(tensors, epoch=2)[1]).all()
+    with pytest.raises(DeviceError, match="not_loaded"):
+        caller.execute(tensors, epoch=2, layer=1)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "native"])
+def test_a_checkpoint_cut_under_full_precision_experts_gives_no_number(model: Path, kernel: str) -> None:
+    """The native kernel computes from the map itself: the answer is checked after the computation, and refused."""
+    made = load_kernel(kernel)
+    caller = Caller(Handler(ExpertStore(model, None, kernel=made), made, load_hardware("h100-ndp512")))
+    caller.ready(np.full((2, 3), 16, np.uint8))
+    tensors = execute_tensors(bits=FULL_PRECISION_BITS)
+    assert np.isfinite(caller.execute(tensors)[1]).all()
+    os.truncate(model / "model.safetensors", 8)
+    with pytest.raises(DeviceError, match=r"not_loaded.*cut short"):
+        caller.execute(tensors)
+
+
+def test_the_hosts_own_store_disowns_what_it_computed(model: Path, replicas: Path) -> None:
+    """What `fallback: same` runs on: an expert that was not converted yet, and one in full precision."""
+    store = ExpertStore(model, replicas, kernel=load_kernel("native"))
+    store.get(0, 0, 3)
+    store.get(0, 0, FULL_PRECISION_BITS)
+    os.truncate(replicas / "experts-00000.safetensors", 8)
+    os.truncate(model / "model.safetensors", 8)
+    with pytest.raises(ReplicaError, match="cut short"):
+        store.get(0, 1, 3)
+    with pytest.raises(ReplicaError, match="cut short"):
+        store.check_used(0, [3, FULL_PRECISION_BITS])
+    store.check_used(0, [3])
+
+
+def test_other_bus_errors_still_end_the_process(tmp_path: Path, model: Path) -> None:
+    """A map that is not ours, and a signal that somebody sent."""
+    program = textwrap.dedent(f"""
+        import mmap, os, sys
+        from pathlib import Path
+        from ndp_device.replicas.mapped import MappedFile
+        file = MappedFile(Path({str(model / "model.safetensors")!r}))
+        if sys.argv[1] == "sent":
+            os.kill(os.getpid(), 7)
+        with open({str(tmp_path / "other")!r}, "w+b") as other:
+            other.truncate({PAGE})
+            map = mmap.mmap(other.fileno(), {PAGE})
+            other.truncate(0)
+            map[0]
+    """)
+    for how in ("sent", "fault"):
+        done = subprocess.run([sys.executable, "-c", program, how], capture_output=True)
+        assert done.returncode == -signal.SIGBUS
+
+
+def execute_tensors(bits: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).standard_normal((2, WIDE)).astype(np.float32)
+    rows, experts = np.array([0, 1], np.int32), np.array([0, 2], np.int32)
+    return {
+        "x": x,
+        "pair_rows": rows,
+        "pair_experts": experts,
+        "pair_bits": np.full(2, bits, np.uint8),
+        "gates": np.array([0.5, 0.25], np.float32),
+    }
+
+
+def msg_activate() -> type:
+    from ndp_device.protocol import messages as msg
+
+    return msg.ActivatePlan
+
+
+assert HIDDEN < WIDE
