@@ -26,7 +26,7 @@ class NdpError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(_one_line(message))
+        super().__init__(_one_line(str(message)))
 
 
 class ConfigError(NdpError):

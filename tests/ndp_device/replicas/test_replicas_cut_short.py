@@ -177,3 +177,35 @@ def msg_activate() -> type:
 
 
 assert HIDDEN < WIDE
+
+
+def test_the_next_builder_removes_what_killed_ones_left_and_keeps_a_living_ones(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write = textwrap.dedent(f"""
+        import os, sys, time
+        from pathlib import Path
+        from ndp_device.replicas import format
+        os.fsync = lambda handle: (print("writing", flush=True), time.sleep(600))
+        format._write_whole(Path({str(out)!r}, sys.argv[1]), b"half")
+    """)
+    names = ["experts-00000.safetensors", "experts-00001.safetensors"]
+    builders = [
+        subprocess.Popen([sys.executable, "-c", write, name], stdout=subprocess.PIPE, text=True) for name in names
+    ]
+    try:
+        for builder in builders:
+            assert builder.stdout is not None
+            assert builder.stdout.readline() == "writing\n"
+        killed, living = builders
+        killed.kill()
+        killed.wait()
+        assert len(list(out.glob(".*.unfinished"))) == 2
+        build_data_free(model, out, group_size=8, show_progress=False)
+        assert [path.name for path in out.glob(".*.unfinished")] == [f".{names[1]}.{living.pid}.unfinished"]
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+            assert builder.stdout is not None
+            builder.stdout.close()
