@@ -135,6 +135,9 @@ class SystemOptions:
     systems: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
     policies: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
     batch: BatchOption = "1"
+    regret: Annotated[
+        bool, typer.Option(help="Say how much longer each row takes than the least time at its loss, with proof.")
+    ] = True
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
     option: Annotated[
         list[str] | None, typer.Option(help="Option of a system, e.g. spill_bits=2 or frequency=lru.")

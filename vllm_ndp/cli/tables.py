@@ -26,7 +26,7 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
         table.add_column(name, justify="left" if name in ("system", "policy") else "right")
     for row in result.rows:
         table.add_row(*row.cells().values())
-    Console(width=200).print(table)
+    Console(width=230).print(table)
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")

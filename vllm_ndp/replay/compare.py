@@ -21,6 +21,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.replay.bound import Bound, Cells, regretted
 from vllm_ndp.replay.capacity import Planned, fitted, with_memory
 from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
@@ -61,6 +62,8 @@ class CompareSettings:
     bits_for: str = ReplayOptions.bits_for
     fit: bool = False
     """Take the most hot experts, at most num_hot, and the widest replicas that the memories hold."""
+    regret: bool = False
+    """Set each row against the least time at its loss, and the least loss at its time."""
     affinity: bool = False
     """Batch requests whose prompts route alike instead of in trace order."""
     migration: str = "kept"
@@ -175,6 +178,7 @@ class Replays:
         )
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = {name: load_policy(name, rules) for name in sorted(names)}
+        self._bounds: dict[tuple[int, int], Bound] = {}
         self.num_requests = len(workload.trace.prompt_len)
         sizes = list(dict.fromkeys(settings.batches))
         self.skipped = [
@@ -225,8 +229,18 @@ class Replays:
         outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
         row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
+        row = self._with_regret(row, one, outcome)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
+
+    def _with_regret(self, row: Summary, one: Planned, outcome: Outcome) -> Summary:
+        if not (self._settings.regret and one.system.is_bounded):
+            return row
+        batches, num_hot = one.batches, one.options.budget.num_hot
+        key = batches.shape[1], num_hot
+        if key not in self._bounds:
+            self._bounds[key] = Bound(Cells.of(batches, self.costs, self._loss, num_hot))
+        return regretted(row, outcome, batches, self.costs, self._bounds[key])
 
     def compared(
         self, replayed: Sequence[Replayed], outcomes: list[tuple[Outcome, Batches]] | None = None

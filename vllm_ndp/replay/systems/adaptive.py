@@ -69,4 +69,5 @@ ADAPTIVE = System(
     True,
     replay,
     memory,
+    is_bounded=True,
 )

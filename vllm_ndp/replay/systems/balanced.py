@@ -60,4 +60,5 @@ BALANCED = System(
     True,
     replay,
     memory,
+    is_bounded=True,
 )

@@ -155,4 +155,5 @@ CONTEXT_AWARE = System(
     True,
     replay,
     memory,
+    is_bounded=True,
 )

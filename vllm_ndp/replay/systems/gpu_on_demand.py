@@ -61,4 +61,5 @@ GPU_ON_DEMAND = System(
     False,
     replay,
     memory,
+    is_bounded=True,
 )

@@ -119,4 +119,5 @@ MONDE = System(
     False,
     replay,
     memory,
+    is_bounded=True,
 )

@@ -99,6 +99,8 @@ class System:
     follows_policy: bool
     replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
     memory: Callable[[Costs, ReplayOptions], Memory]
+    is_bounded: bool = False
+    """Whether its schedules are of the class that replay/bound.py bounds."""
 
 
 def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
