@@ -20,7 +20,6 @@ from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_
 from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.replay.systems.context_aware import few_moves, gate_loss, plan_groups
 from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
-from vllm_ndp.replay.systems.moepic import num_tops, solve
 from vllm_ndp.replay.systems.monde import num_moved
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import SKIPPED
@@ -217,16 +216,6 @@ def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():
     """T1 .6, T2 .9: after .55 the second choice is high, after .7 low, after .95 skipped; order does not matter."""
     weights = np.array([[0.55, 0.45], [0.7, 0.3], [0.95, 0.05], [0.05, 0.95]], np.float32)
     assert precision_classes(weights).tolist() == [[HIGH, HIGH], [HIGH, LOW], [HIGH, SKIP], [SKIP, HIGH]]
-
-
-def test_moepic_holds_more_tops_the_smaller_they_are_and_its_solver_moves_bytes_to_the_skewed_layer():
-    assert [num_tops(4, theta, 8) for theta in (0.0, 0.5, 0.8, 1.0)] == [0, 8, 5, 4]
-    slots = np.arange(9) / 8
-    rates = np.stack([slots, np.minimum(3 * slots, 1)], axis=1)  # even routing, and three experts do it all
-    theta, share = solve(rates, 2.0, 2.0, 100.0, 1.0, 0.0)
-    assert share.sum() == 4
-    assert share[1] == 3
-    assert ((theta >= 0) & (theta <= 1)).all()
 
 
 def test_a_summary_adds_layers_attention_and_head():

@@ -172,3 +172,24 @@ def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_a
     narrow = run("ktransformers", batches, machine(2), 2, prior, cpu_bits=4)
     assert narrow.moe_ps.ravel()[1] == near(CPU * 1.692 / 6 + HOP)
     assert narrow.loss == pytest.approx(4.4**-3 / 4)  # one of four equal choices
+
+
+def test_moepic_hides_bottoms_behind_the_layer_before_and_books_the_link_once():
+    """Two layers, theta .5, four tops: all cached, every prediction right. Layer 0 has no layer before it: its two
+    bottoms, F in all, wait; beside them C of tops, then C of bottoms: F + C. Its bottoms' C hides C of layer 1's F."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    outcome = run("moepic", batches, machine(2), 2, theta=0.5, prefetch_accuracy=1.0)
+    assert outcome.notes["tops"] == [4, 4]
+    assert outcome.moe_ps.ravel() == near([F + C, F])
+    assert outcome.migrated_bytes == 4 * 3e6
+    assert outcome.prefill_ps.ravel() == pytest.approx([2 * F], rel=0.01)  # half of each of four experts
+
+
+def test_moepics_missing_expert_waits_for_its_gate_or_is_ordered_ahead():
+    """Two layers, theta 1, two places with 0 and 1; layer 1 uses [0, 2]. Ordered ahead, the copy hides behind layer 0's
+    2 C less what is ready there (its cached experts compute at once): nothing but C waits for it."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    wait = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0)
+    ahead = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0, misses="prefetched")
+    assert wait.moe_ps.ravel() == near([2 * C, F + C])
+    assert ahead.moe_ps.ravel() == near([2 * C, F - 2 * C + C])
