@@ -15,10 +15,13 @@ def test_more_tops_fit_the_smaller_they_are():
 
 
 def test_a_layer_worked_by_hand():
-    """Two experts used, a copy takes 10, computing both 8, attention 2, all predictions right. Theta .5, both tops cached:
-    bottoms 10 of copies, of which the layer before hides 2 + 4 (attention, and what it computes after its own copies);
-    the 4 left run beside the tops' 4: 8 in all. One top missing and waiting: its 10 are late, the other's bottom 5 hides
-    behind 2 + 6: 10 of copies beside 2 of a top, then 6: 16. Prefetched: 15 of copies, 8 hidden, 7 left, then 6: 13."""
+    """Two experts used, a copy takes 10, computing both 8, attention 2, all predictions right.
+
+    Theta .5, both tops cached: bottoms are 10 of copies, of which the layer before hides 2 + 4 (attention, and what it
+    computes after its own copies); the 4 left run beside the tops' 4: 8 in all. One top missing and waiting: its 10 are
+    late, the other's bottom 5 hides behind 2 + 6; 10 of copies beside 2 of a top, then 6: 16. Prefetched: 15 of copies,
+    8 hidden, 7 left, then 6: 13.
+    """
     load = LayerLoad(used=2, fetch_ps=10, compute_ps=8, attention_ps=2, accuracy=1.0)
     assert float(load.expected_ps(np.array(2.0), 0.5)) == pytest.approx(8)
     assert float(load.expected_ps(np.array(1.0), 0.5)) == pytest.approx(16)
@@ -27,8 +30,8 @@ def test_a_layer_worked_by_hand():
 
 
 def test_wrong_predictions_make_a_part_late_and_keep_the_link_busy():
-    """As above with half of the predictions right: of the bottoms' 10, 5 are late; 5 right and 5 wrong ones were ordered,
-    of which 6 are carried: 2 of the right ones are left. 7 of copies beside the tops' 4, then 4: 11."""
+    """As above with half of the predictions right: of the bottoms' 10, 5 are late; 5 right and 5 wrong ones were
+    ordered, of which 6 are carried: 2 of the right ones are left. 7 of copies beside the tops' 4, then 4: 11."""
     load = LayerLoad(used=2, fetch_ps=10, compute_ps=8, attention_ps=2, accuracy=0.5)
     assert float(load.expected_ps(np.array(2.0), 0.5)) == pytest.approx(11)
 

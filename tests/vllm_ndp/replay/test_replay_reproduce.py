@@ -122,8 +122,7 @@ def test_moepics_priorities_beat_recency_and_chance():
 
 
 def test_moepics_best_split_is_inside_only_if_misses_wait():
-    """At theta 0 a token waits for 165 ms of loading; the link's own time bounds every split from below: at theta 1 with
-    misses prefetched it loads what is not cached, and waits for what its own 57 ms do not hide."""
+    """At theta 0 a token waits for 165 ms of loading; the link's own time bounds every split from below."""
     result = reproduce_moepic()
     prefetched = {row.name: row.ours for row in result.rows if row.name.startswith(f"misses prefetched, {CACHED}")}
     assert prefetched[f"misses prefetched, {CACHED} of 60, theta 1"] == min(

@@ -86,7 +86,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         touched = (counts > 0).sum(axis=1) - theta * (start & (counts > 0)).sum(axis=1)
-        return np.maximum(touched * fetch, on_gpu_ps(costs, counts, costs.shape.expert_bytes))
+        computed = on_gpu_ps(costs, counts, costs.shape.expert_bytes)
+        times: NDArray[np.float64] = np.maximum(touched * fetch, computed)
+        return times
 
     return without_device(
         "moepic",

@@ -2,10 +2,10 @@
 
     time(theta, budget) of one layer = max(ready compute, copies that nothing hides) + compute that waits for them
 
-    misses wait         bottoms of cached experts are fetched early, a missing expert when its gate has chosen it: theta 0
-                        is "prefetch only", theta 1 is "cache only", as in the published sweep; the optimum may lie inside
-    misses prefetched   missing experts are ordered early like bottoms. Then only bytes count; theta x hit rate(budget /
-                        theta) saves them, which grows with theta for any concave hit rate: theta 1 is never worse
+    misses wait         bottoms of cached experts are fetched early, a missing expert when its gate has chosen it:
+                        theta 0 is "prefetch only", theta 1 "cache only", as in the published sweep; an optimum inside
+    misses prefetched   missing experts are ordered early like bottoms. Then only bytes count, of which theta x hit
+                        rate(budget / theta) are saved: more with theta for any concave hit rate, theta 1 never loses
 
 Budgets: divide and conquer over the range of layers, as published; two halves are merged by trying every division of
 their bytes, which is exact. The published equations are not public. Knows hit rates and times, no trace.
@@ -58,8 +58,8 @@ class LayerLoad:
 def solve(
     rates: NDArray[np.float64], budget: float, load: LayerLoad
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(theta [L], experts' bytes [L]) of least expected time. rates [slots, L]: share of used experts that a cache of so
-    many tops holds; budget: whole experts per layer on average."""
+    """(theta [L], experts' bytes [L]) of least expected time. rates [slots, L]: share of used experts that a cache of
+    so many tops holds; budget: whole experts per layer on average."""
     num_experts, layers = rates.shape[0] - 1, rates.shape[1]
     tops = np.array([[num_tops(size, theta, num_experts) for theta in THETAS] for size in range(num_experts + 1)])
     times = load.expected_ps(rates[tops] * load.used, THETAS[:, None])  # [sizes, thetas, L]
@@ -83,7 +83,7 @@ def divide(times: NDArray[np.float64], total: int) -> NDArray[np.int64]:
 
 def _least(times: NDArray[np.float64]) -> NDArray[np.float64]:
     """[sizes * L], the least sum of times for every total."""
-    sizes, num_layers = times.shape
+    num_layers = times.shape[1]
     if num_layers == 1:
         return times[:, 0]
     left, right = _least(times[:, : num_layers // 2]), _least(times[:, num_layers // 2 :])

@@ -5,8 +5,9 @@ predicted from the same activations; the others are late: known at the layer's o
 Wrong predictions keep the link busy as well; what has not begun when the gate is known is dropped. Compute that needs
 no copy (`ready`) runs while copies arrive, the rest (`waiting`) after the last one.
 
-The first layer of a step has no layer before: all its copies are late. A trace with fewer layers than the model repeats
-each of its layers, and only the first of all is such a one. Knows times. Does not know why anything is copied.
+Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
+late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.
+Knows times. Does not know why anything is copied.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.execution import shared_ps
 from vllm_ndp.simulation.costs import Costs
 
 
@@ -41,7 +43,7 @@ def pipelined_ps(
 
     Raises ValueError for a trace with more layers than the model.
     """
-    attention = steps_attention_ps(batches, costs) + costs.overhead_ps
+    attention = steps_attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
     layers = early_ps.shape[2]
     if layers > costs.shape.num_layers:
         raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
