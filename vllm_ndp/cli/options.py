@@ -135,6 +135,9 @@ class SystemOptions:
     systems: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
     policies: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
     batch: BatchOption = "1"
+    prefetch: Annotated[
+        str, typer.Option(help="How well systems prefetch: measured on the trace, or published by their authors.")
+    ] = "measured"
     regret: Annotated[
         bool, typer.Option(help="Say how much longer each row takes than the least time at its loss, with proof.")
     ] = True

@@ -325,6 +325,7 @@ def _settings(what: SystemOptions, where: HardwareOptions, plans: PlanOptions) -
         systems=names(what.systems, tuple(SYSTEMS)),
         policies=names(what.policies, ALL_POLICIES),
         batches=integers(what.batch, "--batch"),
+        prefetch=what.prefetch,
         regret=what.regret,
         affinity=what.affinity,
         options=what.of_systems(),

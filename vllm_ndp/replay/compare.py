@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,9 @@ from vllm_ndp.replay.capacity import Planned, fitted, with_memory
 from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions, require_options, system_named
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, against, step_times, summarise
+from vllm_ndp.replay.vectorised.prediction import NextLayer
 from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.format import PREFILL, REJECTED
 from vllm_ndp.traces.trace import Trace
 
 ORACLE = "oracle"
@@ -41,6 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
 }
 PRIOR_EVERY = 4
+PREFETCHES = ("measured", "published")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class CompareSettings:
     bits_for: str = ReplayOptions.bits_for
     fit: bool = False
     """Take the most hot experts, at most num_hot, and the widest replicas that the memories hold."""
+    prefetch: str = "measured"
+    """measured: by a predictor learned from the trace; published: as accurately as each system's source says."""
     regret: bool = False
     """Set each row against the least time at its loss, and the least loss at its time."""
     affinity: bool = False
@@ -79,6 +85,8 @@ class CompareSettings:
         require_options(self.options, self.systems)
         if self.num_hot is not None and self.num_hot < 0:
             raise ConfigError(f"hot experts per layer must be at least 0, got {self.num_hot}")
+        if self.prefetch not in PREFETCHES:
+            raise ConfigError(f"prefetch must be one of {', '.join(PREFETCHES)}, got {self.prefetch!r}")
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batch sizes must be at least 1, got {list(self.batches)}")
 
@@ -138,14 +146,23 @@ class Workload:
     """
 
     def __init__(self, trace: Trace, *, prior: ImportanceScore | None = None, affinity: bool = False) -> None:
+        known: Trace | None = None
         if prior is None:
             if len(trace.prompt_len) < 2:
                 raise TraceError("a prior needs requests of its own: record more than one request, or give --prior")
             known, trace = split_requests(trace)
             prior = popularity(known)
         self.trace, self.prior = trace, prior
+        self._known = known
         self._affinity = affinity
         self._batches: dict[int, Batches] = {}
+
+    @cached_property
+    def predictor(self) -> NextLayer:
+        """Learned from the requests that are held out; where none are, from all prompts."""
+        if self._known is not None:
+            return NextLayer.learned(self._known, self._known.phase != REJECTED)
+        return NextLayer.learned(self.trace, self.trace.phase == PREFILL)
 
     def batches(self, batch: int) -> Batches:
         """The trace arranged for one batch size, once."""
@@ -212,6 +229,7 @@ class Replays:
             migration_budget=settings.migration_budget,
             hysteresis=settings.hysteresis,
             bits_for=settings.bits_for,
+            predictor=self._workload.predictor if settings.prefetch == "measured" else None,
             own=combination.own,
         )
         return Planned(system_named(combination.system), self._workload.batches(combination.batch), options)

@@ -46,13 +46,13 @@ def visits(
     last = np.full(start.shape, NEVER)
     out = np.zeros((3, *tokens.shape), np.bool_)
     for step in range(tokens.shape[1]):
-        used = tokens[:, step] > 0
+        used = tokens[:, step] != 0
         guessed = np.zeros(start.shape, np.bool_)
         best = np.argsort(-PRIORITIES[kind](parameters, last, frequency, step), axis=2, kind="stable")[..., :predict]
         np.put_along_axis(guessed, best, True, axis=2)
         out[0][:, step], out[1][:, step] = used & cached, used & ~cached & guessed
-        last[used] = step
-        frequency += tokens[:, step]
+        last[tokens[:, step] > 0] = step
+        frequency += np.maximum(tokens[:, step], 0)
         rank = PRIORITIES[kind](parameters, last, frequency, step) + IN_USE * used
         order = np.argsort(-np.where(cached | used, rank, -np.inf), axis=2, kind="stable")
         stays = np.zeros(start.shape, np.bool_)

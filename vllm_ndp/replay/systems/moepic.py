@@ -47,7 +47,8 @@ def hit_rates(batches: Batches, options: ReplayOptions) -> NDArray[np.float64]:
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     _, b, _, layers, _ = batches.shape
     misses_are = options.word("misses", "wait", MISSES)
-    accuracy = options.number("prefetch_accuracy", PREFETCH_ACCURACY, 0.0, 1.0)
+    expected = PREFETCH_ACCURACY if options.predictor is None else options.predictor.guess(batches).accuracy
+    accuracy = options.number("prefetch_accuracy", expected, 0.0, 1.0)
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
     running = batches.rows > 0
@@ -100,7 +101,12 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=float(((2 - accuracy) * planned + (bottoms + whole - planned)).sum() / fetch),
         hot_pairs=int(rows[cached].sum()),
-        notes={"theta": theta.tolist(), "budget_experts": share.tolist(), "tops": tops.tolist()},
+        notes={
+            "prefetch_accuracy": accuracy,
+            "theta": theta.tolist(),
+            "budget_experts": share.tolist(),
+            "tops": tops.tolist(),
+        },
     )
 
 
@@ -108,7 +114,8 @@ MOEPIC = System(
     "moepic",
     (
         "reconstruction: split on the intermediate dimension, LCP with rho 0.25 and omega 128 tokens as published",
-        "the solver's hit rates come from the first 8 groups of the same trace; prefetch accuracy 0.9 is a guess",
+        "the solver's hit rates come from the first 8 groups of the same trace",
+        "prefetch measured: accuracy of the chances from layer to layer in other requests; published: 0.9, a guess",
         "misses wait for their gate, which alone gives prefetch-only and cache-only as the two ends of theta",
         "a wrong prediction costs the link as much as a right one and is dropped when the gate is known",
         "GPU memory of num_hot whole experts per layer on average",

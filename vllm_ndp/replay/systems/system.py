@@ -17,6 +17,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome
+from vllm_ndp.replay.vectorised.prediction import NextLayer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
 
@@ -48,6 +49,8 @@ class ReplayOptions:
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "request"
     """request: each has its own widths, as published · batch: one width per expert, so that all share its read."""
+    predictor: NextLayer | None = None
+    """What systems prefetch by; None: as accurately as each has published."""
     widest: int = WIDTHS[-1]
     """The widest width that the device's replicas hold; plans that ask for more get it."""
     own: dict[str, float | str] = field(default_factory=dict)
