@@ -37,7 +37,7 @@ ALL_POLICIES = (*POLICIES, ORACLE)
 VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "balanced": ({"spill_bits": 3}, {"spill_bits": 2}),
     "monde": ({"h_rounding": "floor"}, {"h_rounding": "ceil"}, {"h_rounding": "cost"}),
-    "quantized": ({"weight_bits": 8}, {"weight_bits": 4}, {"weight_bits": 3}, {"weight_bits": 2}),
+    "quantized": ({"weight_bits": 16}, {"weight_bits": 8}, {"weight_bits": 4}, {"weight_bits": 3}, {"weight_bits": 2}),
     "vllm_offload": ({"offload_backend": "uva"}, {"offload_backend": "prefetch"}),
     "llama_cpp": ({"gguf_bits": 16}, {"gguf_bits": 4}),
     "ktransformers": ({"cpu_bits": 16}, {"cpu_bits": 4}),

@@ -12,11 +12,12 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.analysis import analyse
-from vllm_ndp.replay.compare import CompareSettings, compare
+from vllm_ndp.replay.compare import CompareSettings, Workload, compare
 from vllm_ndp.replay.exact.live import recorded_rules
 from vllm_ndp.replay.exact.modelled import modelled_host
 from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.replay.exact.timeline import chrome_trace
+from vllm_ndp.replay.frontier import frontier
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -38,7 +39,8 @@ def write_report(
         systems = tuple(name for name in ("context_aware", "balanced", "adaptive") if name in settings.systems)
         rows = compare(trace, dataclasses.replace(at, systems=systems), loss=loss).rows if systems else []
         sweep += [dataclasses.replace(row, policy=f"{row.policy}@{bits}") for row in rows]
-    page = render(trace, analysis, comparison, sweep, settings, costs)
+    cells = frontier(Workload(trace), settings, loss=loss)
+    page = render(trace, analysis, comparison, sweep, settings, costs, cells)
     out.write_text(page, encoding="utf-8")
     return {
         "report": str(out),

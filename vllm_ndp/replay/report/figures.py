@@ -20,6 +20,7 @@ from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.analysis import Analysis, Interval
 from vllm_ndp.replay.compare import Comparison
+from vllm_ndp.replay.frontier import Cell
 from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, step_times
@@ -43,6 +44,16 @@ PARTS = dict(
         strict=True,
     )
 )
+CHOICES = {
+    "vllm_offload": PALETTE[6],
+    "llama_cpp": PALETTE[4],
+    "ktransformers": PALETTE[2],
+    "all experts quantized, fastest": PALETTE[3],
+    "all experts quantized, at its loss": PALETTE[1],
+    "near-data, 3 bits": PALETTE[0],
+}
+"""Lines of where_it_pays; where two are one, the later is seen."""
+
 NEAR = 4
 """Bars up to this many times the shortest share its scale; the others get one of their own."""
 
@@ -184,6 +195,42 @@ def speed_and_loss(sweep: Sequence[Summary]) -> Plot | None:
             dots = plot.scatter("loss", "speed", source=source, size=10, color=color, marker=marker, legend_label=label)
             _hover(plot, [dots], (label, "@policy"), ("tokens/s", "@speed{0.0}"), ("loss", "@loss{0.00000}"))
     return _legend_beside(plot)
+
+
+def where_it_pays(cells: Sequence[Cell]) -> Plot | None:
+    """Decode speed over GPU memory: the device's row that loses least, and what a user would pick instead."""
+    if not any(cell.rows for cell in cells):
+        return None
+    plot = _plot("GPU memory, GB", "decode tokens/s", x_axis_type="log", y_axis_type="log", height=360)
+    plot.xaxis.ticker = FixedTicker(ticks=[cell.memory_gb for cell in cells if cell.memory_gb not in (12, 96)])
+    plot.yaxis.formatter = NumeralTickFormatter(format="0,0[.]0")
+    for label, color in CHOICES.items():
+        found = [(cell.memory_gb, row) for cell in cells if (row := _chosen(cell, label)) is not None]
+        if not found:
+            continue
+        source = {
+            "memory": [memory for memory, _ in found],
+            "speed": [row.decode_tokens_per_s for _, row in found],
+            "policy": [row.policy for _, row in found],
+            "loss": [row.loss for _, row in found],
+        }
+        plot.line("memory", "speed", source=source, color=color, line_width=2, legend_label=label)
+        dots = plot.scatter("memory", "speed", source=source, size=8, color=color, legend_label=label)
+        _hover(
+            plot, [dots], (label, "@policy"), ("GB", "@memory"), ("tokens/s", "@speed{0.0}"), ("loss", "@loss{0.0000}")
+        )
+    return _legend_beside(plot)
+
+
+def _chosen(cell: Cell, label: str) -> Summary | None:
+    """The row of a cell that a line of where_it_pays goes through."""
+    device = cell.device
+    if label == "near-data, 3 bits":
+        return device
+    rows = [row for row in cell.rows if row.system == ("quantized" if label.startswith("all experts") else label)]
+    if label.endswith("at its loss") and device is not None:
+        rows = [row for row in rows if row.loss <= device.loss]
+    return rows[0] if rows else None
 
 
 def latencies(comparison: Comparison, costs: Costs) -> Plot:

@@ -15,6 +15,7 @@ from bokeh.resources import Resources
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.analysis import Analysis
 from vllm_ndp.replay.compare import CompareSettings, Comparison
+from vllm_ndp.replay.frontier import DEVICE, Cell
 from vllm_ndp.replay.report import figures
 from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.replay.vectorised.outcome import Summary
@@ -44,8 +45,9 @@ def render(
     sweep: list[Summary],
     settings: CompareSettings,
     costs: Costs,
+    cells: list[Cell],
 ) -> str:
-    """sweep: rows of other average widths, for the trade-off between speed and precision."""
+    """sweep: rows of other average widths, for speed against precision; cells: GPUs of other sizes."""
     p = trace.provenance
     plots: dict[str, Any] = {
         **figures.routing_heatmaps(trace, Budget(analysis.num_hot, settings.avg_bits)),
@@ -56,6 +58,7 @@ def render(
         **figures.layer_bars(comparison, costs),
         "speed_and_loss": figures.speed_and_loss(sweep),
         "latencies": figures.latencies(comparison, costs),
+        "where_it_pays": figures.where_it_pays(cells),
         **figures.clocks(trace),
     }
     script, divs = components({name: plot for name, plot in plots.items() if plot is not None})
@@ -89,6 +92,10 @@ def render(
         "<p>Up and to the left is better. Loss is router weight times the relative error of the width each choice ran "
         "at. Shapes are average widths of cold experts.</p>",
         row("speed_and_loss", "latencies"),
+        "<h2>Where near-data computing pays, and where it does not</h2>",
+        "<p>What attention and KV cache leave of each GPU holds experts. Quantizing all of them and serving with stock "
+        f"vLLM needs no device; the device pays where that does not fit at its loss. {escape(_verdict(cells))}</p>",
+        row("where_it_pays"),
         "<h2>All systems on this trace</h2>",
         _table(comparison.rows),
         f"<p>Assumptions</p><ul>{_assumptions(settings)}</ul>",
@@ -106,6 +113,23 @@ def render(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Routing of {escape(p.model)}</title>'
         f"<style>{_STYLE}</style>{library}</head><body><main>{''.join(body)}</main>{script}</body></html>\n"
     )
+
+
+def _verdict(cells: list[Cell]) -> str:
+    """Say at which sizes the device is the fastest of what loses no more than it."""
+    wins = [cell.memory_gb for cell in cells if (best := cell.fastest_alike) is not None and best.system == DEVICE]
+    others = {
+        cell.memory_gb: best for cell in cells if (best := cell.fastest_alike) is not None and best.system != DEVICE
+    }
+    listed = (
+        f"The device is the fastest at its own loss with {', '.join(map(str, wins))} GB."
+        if wins
+        else ("The device is nowhere the fastest at its own loss.")
+    )
+    if not others:
+        return listed
+    first, best = next(iter(others.items()))
+    return f"{listed} From {first} GB on it is {best.system} ({best.policy})."
 
 
 def _tiles(analysis: Analysis, rows: list[Summary]) -> str:

@@ -1,0 +1,40 @@
+"""GPUs of other sizes: where all experts fit at 4 bits the device loses, below that it wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paths import DATA
+
+from vllm_ndp.replay.compare import CompareSettings, Workload
+from vllm_ndp.replay.frontier import _as_released, frontier
+from vllm_ndp.replay.report.page import _verdict
+from vllm_ndp.traces.trace import Trace
+
+WORKLOAD = Workload(Trace.load(DATA / "tiny-mixtral-trace"))
+SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"})
+
+
+def test_the_device_wins_until_all_experts_fit_at_the_bits_that_lose_less():
+    """Mixtral-8x7B: 45.1 G weights of experts; 4.25 bits of each are 24 GB and attention is 3.2 GB: 24 no, 32 GB yes."""
+    small, large = frontier(WORKLOAD, SETTINGS, (24, 32))
+    assert (small.fastest_alike.system, large.fastest_alike.system) == ("balanced", "quantized")
+    assert (large.fastest_alike.policy, large.fastest.policy) == ("4 bits", "2 bits")
+    assert large.fastest_alike.decode_tokens_per_s > 2 * large.device.decode_tokens_per_s
+    assert all(row.gpu_gb <= cell.memory_gb for cell in (small, large) for row in cell.rows)
+    assert _verdict([small, large]) == (
+        "The device is the fastest at its own loss with 24 GB. From 32 GB on it is quantized (4 bits)."
+    )
+
+
+def test_a_gpu_too_small_for_attention_has_no_rows():
+    (cell,) = frontier(WORKLOAD, SETTINGS, (1,))
+    assert (cell.rows, cell.device, cell.fastest, cell.fastest_alike) == ((), None, None, None)
+
+
+def test_a_model_released_with_narrow_experts_loses_nothing_at_its_own_width():
+    (cell,) = frontier(WORKLOAD, SETTINGS, (48,))
+    four, three = (next(row for row in cell.rows if row.policy == f"{bits} bits") for bits in (4, 3))
+    assert _as_released(four, "gpt-oss-120b").loss == 0
+    assert _as_released(three, "gpt-oss-120b") == three
+    assert _as_released(replace(four, system="ktransformers"), "gpt-oss-120b").loss == four.loss
