@@ -16,7 +16,7 @@ SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"})
 
 
 def test_the_device_wins_until_all_experts_fit_at_the_bits_that_lose_less():
-    """Mixtral-8x7B: 45.1 G weights of experts; 4.25 bits of each are 24 GB and attention is 3.2 GB: 24 no, 32 GB yes."""
+    """Mixtral-8x7B: 45.1 G weights of experts; 4.5 bits of each are 25.3 GB, attention 3.2: not 24 GB, but 32."""
     small, large = frontier(WORKLOAD, SETTINGS, (24, 32))
     assert (small.fastest_alike.system, large.fastest_alike.system) == ("balanced", "quantized")
     assert (large.fastest_alike.policy, large.fastest.policy) == ("4 bits", "2 bits")
