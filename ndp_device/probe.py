@@ -6,6 +6,7 @@ The serving host uses vllm_ndp/device/client.py instead, which never waits longe
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -19,11 +20,13 @@ from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 class Probe:
     """A connection that says Hello only when asked to."""
 
-    def __init__(self, address: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 5.0, keys: Path | None = None) -> None:
+        """keys: the file that keygen made for this host, where the device wants one."""
+        from ndp_device.transport.keys import HostKeys
         from ndp_device.transport.zmq_client import ZmqTransport  # not above: a serving device needs no libzmq
 
         self._address, self._timeout_s = address, timeout_s
-        self._transport = ZmqTransport(address)
+        self._transport = ZmqTransport(address, keys=None if keys is None else HostKeys.read(keys))
         self._last_id = 0
 
     def __enter__(self) -> Probe:
@@ -72,9 +75,9 @@ class Probe:
         return self._transport.receive(max(timeout_s, 0.0))
 
 
-def verify_device(address: str, *, timeout_s: float = 60.0) -> dict[str, object]:
+def verify_device(address: str, *, timeout_s: float = 60.0, keys: Path | None = None) -> dict[str, object]:
     """Ask every layer of a device for every width it has, twice: answers must be finite and the same both times."""
-    with Probe(address, timeout_s=timeout_s) as probe:
+    with Probe(address, timeout_s=timeout_s, keys=keys) as probe:
         welcome = probe.hello()
         shape = (welcome.num_layers, welcome.num_experts)
         every_width = np.full(shape, ALL_FLAGS, np.uint8)

@@ -75,6 +75,8 @@ class NdpSettings:
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     device: str = EMBEDDED
     """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://)."""
+    device_keys: str | None = None
+    """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys."""
     hardware: str = "h100-ndp512"
     """Timing preset; see docs/timing.md."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -128,6 +130,10 @@ class NdpSettings:
         if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
             raise ConfigError(
                 f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"
+            )
+        if self.device_keys is not None and not self.device.startswith("tcp://"):
+            raise ConfigError(
+                f"ndp setting 'device_keys' has no effect on the device {self.device}: keys are for tcp:// addresses"
             )
         if self.prepare != "idle" and self.device != EMBEDDED:
             raise ConfigError(

@@ -16,15 +16,18 @@ MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing z
 
 @dataclass(frozen=True)
 class Address:
-    """ipc:///absolute/path or tcp://loopback:port."""
+    """ipc:///absolute/path, tcp://loopback:port, or with keys tcp://address:port."""
 
     text: str
     ipc_path: Path | None
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str, *, has_keys: bool = False) -> Address:
+        """has_keys: both sides will show that they have the keys of keys.py, and encrypt."""
         scheme, separator, rest = text.partition("://")
         if separator and scheme == "ipc":
+            if has_keys:
+                raise ConfigError(f"{text}: keys have no effect on an ipc address, which its owner alone can open")
             if rest.startswith("@"):
                 raise ConfigError(f"{text}: abstract sockets have no owner, anybody may connect; give an absolute path")
             if not rest.startswith("/"):
@@ -36,8 +39,13 @@ class Address:
             return cls(text, Path(rest))
         if separator and scheme == "tcp":
             host, _, port = rest.rpartition(":")
-            if not _is_loopback(host):
-                raise ConfigError(f"{text}: tcp is not encrypted, so only loopback is allowed, for example 127.0.0.1")
+            if _is_everywhere(host):
+                raise ConfigError(f"{text}: name the one address that hosts come to, such as 127.0.0.1 on loopback")
+            if not has_keys and not _is_loopback(host):
+                raise ConfigError(
+                    f"{text}: without keys tcp is not encrypted, so only loopback is allowed, such as 127.0.0.1; "
+                    "keys are made by `ndp-device keygen`"
+                )
             if not (port.isdecimal() and int(port) < 65536) and port != "*":
                 raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
             return cls(text, None)
@@ -47,6 +55,15 @@ class Address:
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_everywhere(host: str) -> bool:
+    if host in ("", "*"):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
 

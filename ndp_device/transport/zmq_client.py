@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
@@ -19,6 +20,7 @@ from ndp_device.protocol.messages import MAX_BODY_BYTES, SlotOffer
 from ndp_device.transport import checksum, fragments, shm
 from ndp_device.transport.address import Address
 from ndp_device.transport.base import require_intact
+from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.shm import ShmChannel
 
 _HOST_QUEUE = 16 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
@@ -27,7 +29,21 @@ _HANDSHAKE_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
 _DOORBELL: list[codec.Buffer] = [b""]
 _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_REFUSALS: dict[int, tuple[str, str]] = {  # event -> (without keys, with keys)
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
+        "the device refused this host",
+        "the device does not allow this host's key: put its .pub file into the device's allowed/ directory",
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: (
+        "the device wants keys: give the file that `ndp-device keygen` made for this host (device_keys, --key)",
+        "the device has no keys, and this host was told to use some: start it with --keys, or drop device_keys",
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
+        "the device ended the handshake without a word",
+        "the device ended the handshake: its key is another one than the one in this host's key file",
+    ),
+}
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSALS)
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
@@ -39,8 +55,10 @@ class ZmqTransport:
     the process if that happens between two frames of a message. So `send` itself waits for the handshake.
     """
 
-    def __init__(self, address: str, *, heartbeat_ms: int = 400) -> None:
-        self._is_ipc = Address.parse(address).ipc_path is not None
+    def __init__(self, address: str, *, keys: HostKeys | None = None, heartbeat_ms: int = 400) -> None:
+        self._is_ipc = Address.parse(address, has_keys=keys is not None).ipc_path is not None
+        self._has_keys = keys is not None
+        self._refusal = ""  # why the handshake failed
         self._channel: ShmChannel | None = None
         self._version = 0  # of the device, as far as it has shown
         self._joining: fragments.Joining | None = None
@@ -70,6 +88,10 @@ class ZmqTransport:
             (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
+        if keys is not None:
+            self._socket.curve_publickey = z85.encode(keys.public)
+            self._socket.curve_secretkey = z85.encode(keys.secret)
+            self._socket.curve_serverkey = z85.encode(keys.device)
         self._polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._socket.connect(address)
 
@@ -153,6 +175,8 @@ class ZmqTransport:
                 self._given_up = bool(ready.get(self._channel.doorbell, 0) & zmq.POLLERR)
         if frames is None:
             self._watch()
+        if frames is None and self._refusal and not self._connected:
+            raise DeviceUnavailable(self._refusal)
         if frames is None and self._lost:
             frames = self._receive_now()  # what arrived before the connection broke still counts
             if frames is None:
@@ -188,6 +212,8 @@ class ZmqTransport:
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             self._connected = self._connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._lost = self._lost or event == zmq.EVENT_DISCONNECTED
+            if event in _REFUSALS:
+                self._refusal = _REFUSALS[event][self._has_keys]
 
     def _receive_now(self) -> Frames | None:
         try:

@@ -33,6 +33,8 @@ from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, fragments, shm, zmtp
 from ndp_device.transport.address import Address, make_private, require_private, take
+from ndp_device.transport.curve import CurveSession, Unwelcome
+from ndp_device.transport.keys import AllowList, DeviceKeys
 from ndp_device.transport.shm import ShmChannel
 
 MAX_PEERS = 64
@@ -47,6 +49,9 @@ MAX_HELD_BYTES = 512 << 20
 """Of all peers, before the one that holds most is sent away."""
 
 HANDSHAKE_NS = 500_000_000
+HANDSHAKES_NS = 5_000_000
+"""Of every 50 ms, for the arithmetic of CURVE handshakes: peers that nobody knows yet cannot take the device's time."""
+
 MESSAGE_NS = 10_000_000_000
 """Within which a message that has begun must be here."""
 
@@ -94,9 +99,10 @@ class Received(NamedTuple):
 class _Peer:
     """One connection, what has arrived on it, and what has not left yet."""
 
-    def __init__(self, name: bytes, connection: socket.socket, now_ns: int) -> None:
+    def __init__(self, name: bytes, connection: socket.socket, now_ns: int, curve: CurveSession | None) -> None:
         self.name, self.socket = name, connection
-        self.reader = zmtp.Reader()
+        self.reader = zmtp.Reader(curve)
+        self.is_unwelcome = False  # and has been told so
         self.rank = Rank.STRANGER
         self.opened_ns = self.heard_ns = now_ns
         self.computed_ns = 0
@@ -134,8 +140,12 @@ class _Peer:
 class ZmqServer:
     """The device's end: receives frames from any client, answers one client by its name."""
 
-    def __init__(self, address: str) -> None:
-        self._ipc_path = Address.parse(address).ipc_path
+    def __init__(self, address: str, keys: DeviceKeys | None = None) -> None:
+        """keys: only hosts that have the right ones come in, and everything is encrypted."""
+        self._ipc_path = Address.parse(address, has_keys=keys is not None).ipc_path
+        self._keys = keys
+        self._allowed = None if keys is None else AllowList(keys, _log.warning)
+        self._handshakes_left_ns = HANDSHAKES_NS
         self.on_gone: Callable[[bytes], None] = lambda client: None  # called by `receive`
         self._gone: deque[bytes] = deque()
         self._num_waiting = 0
@@ -429,7 +439,13 @@ class ZmqServer:
     def _check(self, now_ns: int) -> None:
         """End what takes too long; accept again."""
         self._checked_ns = now_ns
+        self._handshakes_left_ns = HANDSHAKES_NS
         for peer in list(self._peers.values()):
+            key = peer.reader.curve.peer_key if peer.reader.curve is not None else None
+            if key is not None and self._allowed is not None and self._allowed.name(key) is None:
+                _log.warning("a host was sent away: its key is no longer allowed")
+                self._drop(peer)
+                continue
             slow_to_come = not peer.reader.is_ready and now_ns - peer.opened_ns > HANDSHAKE_NS
             if slow_to_come or (peer.began_ns and now_ns - peer.began_ns > MESSAGE_NS):
                 self._drop(peer)
@@ -458,12 +474,18 @@ class ZmqServer:
                 connection.close()
             else:
                 self._last_name += 1
-                peer = _Peer(b"%d" % self._last_name, connection, now_ns)
+                peer = _Peer(b"%d" % self._last_name, connection, now_ns, self._new_session())
                 peer.spent_ns = self._spent_ns + _NEWCOMER_NS
                 self._peers[peer.name] = self._by_fd[connection.fileno()] = peer
                 self._poll.register(connection.fileno(), select.EPOLLIN)
                 peer.events = select.EPOLLIN
-                self._to_socket_raw(peer, [zmtp.GREETING])
+                self._to_socket_raw(peer, [peer.reader.greeting])
+
+    def _new_session(self) -> CurveSession | None:
+        keys, allowed = self._keys, self._allowed
+        if keys is None or allowed is None:
+            return None
+        return CurveSession(keys.secret, keys.public, lambda key: allowed.name(key) is not None)
 
     def _may_come(self, connection: socket.socket) -> bool:
         """Over a path, only the user that runs this device and root, whatever the path's mode says."""
@@ -521,6 +543,13 @@ class ZmqServer:
     def _parse(self, peer: _Peer, now_ns: int) -> None:
         """Take the messages that are complete, as many as may wait."""
         peer.has_more = True
+        shakes_hands = peer.reader.curve is not None and not peer.reader.is_ready
+        if peer.is_unwelcome or (shakes_hands and self._handshakes_left_ns <= 0):
+            if not peer.is_unwelcome:  # the arithmetic of handshakes may take a tenth of the time: later
+                self._unparsed.add(peer)
+            self._update(peer)
+            return
+        start_ns = time.monotonic_ns() if shakes_hands else 0
         try:
             while peer.may_wait and peer.has_more:
                 message, peer.has_more = peer.reader.next()
@@ -528,10 +557,19 @@ class ZmqServer:
                     self._arrived(peer, message, now_ns)
                 elif peer.has_more:
                     break  # so many commands and empty frames that others come first
+        except Unwelcome as error:
+            _log.warning("a host was refused: %s", error)
+            peer.is_unwelcome = True  # and is sent away when its time for the handshake is over, having read why
+            self._unparsed.discard(peer)
+            self._to_socket_raw(peer, zmtp.command_frame(error.reply))
+            return
         except RemoteProtocolError as error:
-            _log.info("a connection was ended: %s", error)
+            (_log.warning if shakes_hands else _log.info)("a connection was ended: %s", error)
             self._drop(peer)
             return
+        finally:
+            if shakes_hands:
+                self._handshakes_left_ns -= time.monotonic_ns() - start_ns
         (self._unparsed.add if peer.has_more else self._unparsed.discard)(peer)
         if peer.reader.is_empty and peer.joining is None:
             peer.began_ns = 0
@@ -596,7 +634,7 @@ class ZmqServer:
             self._to_socket(peer, part)
 
     def _to_socket(self, peer: _Peer, frames: Frames) -> None:
-        self._to_socket_raw(peer, zmtp.encoded(frames))
+        self._to_socket_raw(peer, peer.reader.encoded(frames))
 
     def _to_socket_raw(self, peer: _Peer, buffers: Iterable[Buffer]) -> None:
         self._sent_s = time.monotonic()

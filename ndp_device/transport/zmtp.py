@@ -5,7 +5,7 @@
 libzmq is not used here because a peer must not be able to end the device: libzmq's ROUTER gives nameless peers
 predictable names and aborts when another peer has taken the next one, aborts when a descriptor cannot be had, and
 bounds neither the frames of a message nor the bytes that wait. Hosts connect with any ZeroMQ library (DEALER).
-source: rfc.zeromq.org/spec/37 (ZMTP 3.1) with the NULL mechanism.
+source: rfc.zeromq.org/spec/37 (ZMTP 3.1) with the NULL mechanism, or with CURVE (curve.py), which boxes every frame.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES
+from ndp_device.transport.curve import OVERHEAD_BYTES, CurveSession
 
 MAX_FRAMES = 4
 """Of one message: two or three are meant, one more is answered by a sentence, five end the connection."""
@@ -24,7 +25,8 @@ MAX_FRAMES = 4
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE_BYTES = 10
 _GREETING_BYTES = 64
-_MECHANISM = b"NULL".ljust(20, b"\0")
+_NULL, _CURVE = b"NULL".ljust(20, b"\0"), b"CURVE".ljust(20, b"\0")
+_BOXED_MORE, _BOXED_COMMAND = 1, 2
 _MAX_COMMAND_BYTES = 1024
 _COPIED_BYTES = 64 << 10  # a longer frame is read to where it stays
 _SCRATCH_BYTES = 64 << 10
@@ -39,25 +41,38 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1)) + _MECHANISM + bytes(32)
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1))
+GREETING = _SIGNATURE + _NULL + bytes(32)
+CURVE_GREETING = _SIGNATURE + _CURVE + b"\x01" + bytes(31)  # as the side whose key is known
 READY = _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+
+
+def _frame(flags: int, content: Buffer) -> Iterator[Buffer]:
+    size = len(content)
+    yield bytes((flags, size)) if size < 256 else bytes((flags | _LONG,)) + size.to_bytes(8, "big")
+    if size:
+        yield content
+
+
+def command_frame(command: bytes) -> Iterator[Buffer]:
+    """The bytes of a command outside any box, as in a handshake."""
+    return _frame(_COMMAND, command)
 
 
 def encoded(frames: Frames) -> Iterator[Buffer]:
     """The bytes of one message, without copying its frames."""
     last = len(frames) - 1
     for number, frame in enumerate(frames):
-        more = _MORE if number < last else 0
-        size = len(frame)
-        yield bytes((more, size)) if size < 256 else bytes((more | _LONG,)) + size.to_bytes(8, "big")
-        if size:
-            yield frame
+        yield from _frame(_MORE if number < last else 0, frame)
 
 
 class Reader:
     """What one peer has sent so far. Give it bytes by `buffer` and `filled`, take messages by `next`."""
 
-    def __init__(self) -> None:
+    def __init__(self, curve: CurveSession | None = None) -> None:
+        """curve: keys are wanted, and who has the right ones is let in."""
+        self.curve = curve
+        self.greeting = GREETING if curve is None else CURVE_GREETING
         self.replies = bytearray()  # of commands: what the peer must be sent
         self.is_ready = False
         self.max_frame_bytes = MAX_BODY_BYTES
@@ -83,6 +98,15 @@ class Reader:
         """A long frame is arriving: more of it is likely to be there already."""
         return self._long is not None
 
+    def encoded(self, frames: Frames) -> Iterator[Buffer]:
+        """The bytes of one message to this peer."""
+        if self.curve is None:
+            yield from encoded(frames)
+            return
+        last = len(frames) - 1
+        for number, frame in enumerate(frames):
+            yield from _frame(0, self.curve.boxed(_BOXED_MORE if number < last else 0, frame))
+
     def buffer(self) -> memoryview:
         """Where the next bytes belong."""
         return self._scratch if self._long is None else self._long[self._num_filled :]
@@ -103,7 +127,7 @@ class Reader:
             if self._num_filled < len(self._long):
                 return None, False
             frame, self._long, self._num_filled = self._long.toreadonly(), None, 0
-            if completed := self._add(frame, self._long_more):
+            if completed := self._take(frame, self._long_more):
                 return completed, bool(self._held)
         if not self._greeted and not self._greet():
             return None, False
@@ -131,9 +155,9 @@ class Reader:
                 at = len(held)
                 break
             at = end
-            if flags & _COMMAND:
+            if flags & _COMMAND and not (self.curve is not None and self.is_ready):
                 self._obey(held[start:end])
-            elif message := self._add(held[start:end], bool(flags & _MORE)):
+            elif message := self._take(held[start:end], bool(flags & _MORE)):
                 break
         else:
             self._held = held[at:]
@@ -144,7 +168,7 @@ class Reader:
     def _check(self, flags: int, size: int) -> None:
         if flags & ~7 or (flags & _COMMAND and flags & _MORE):
             raise RemoteProtocolError(f"a frame may have flags 0..4 and 6, got {flags}")
-        room = _MAX_COMMAND_BYTES if flags & _COMMAND else self.max_frame_bytes
+        room = _MAX_COMMAND_BYTES if flags & _COMMAND else self.max_frame_bytes + OVERHEAD_BYTES * bool(self.curve)
         if size > room:
             raise RemoteProtocolError(f"a frame may have {room} bytes, got {size}")
         if not flags & _COMMAND and not self.is_ready:
@@ -159,23 +183,43 @@ class Reader:
             raise RemoteProtocolError("ZMTP 3 is spoken here")
         if len(held) < _GREETING_BYTES:
             return False
-        if held[12:32] != _MECHANISM:
-            raise RemoteProtocolError("only the NULL mechanism is spoken here")
+        if held[12:32] != (wanted := self.greeting[12:32]):
+            spoken = "keys are wanted here (CURVE)" if wanted == _CURVE else "only the NULL mechanism is spoken here"
+            raise RemoteProtocolError(f"{spoken}, the peer speaks {held[12:32].rstrip(bytes(1))!r}")
         self._held = self._held[_GREETING_BYTES:]
         self._greeted = True
-        self.replies += READY
+        self.replies += READY if self.curve is None else b""
         return True
 
     def _obey(self, command: bytes) -> None:
+        if self.curve is not None and not self.is_ready:
+            self.replies += b"".join(map(bytes, _frame(_COMMAND, self.curve.obey(command))))
+            self.is_ready = self.curve.peer_key is not None
+            return
         name, rest = command[1 : 1 + command[0]] if command else b"", command[1 + command[0] :] if command else b""
         if name == b"READY":
             if self.is_ready:
                 raise RemoteProtocolError("READY twice")
             self.is_ready = True
         elif name == b"PING" and self.is_ready:
-            self.replies += _command(b"PONG", rest[2:18])  # after the time to live comes a context of 16 bytes at most
+            self._pong(rest[2:18])  # after the time to live comes a context of 16 bytes at most
         elif name == b"ERROR":
             raise RemoteProtocolError("the peer gave up")
+
+    def _pong(self, context: bytes) -> None:
+        pong = _command(b"PONG", context)
+        if self.curve is not None:
+            pong = b"".join(map(bytes, _frame(0, self.curve.boxed(_BOXED_COMMAND, pong[2:]))))
+        self.replies += pong
+
+    def _take(self, frame: Buffer, more: bool) -> Frames | None:
+        if self.curve is not None:
+            flags, frame = self.curve.opened(frame)
+            if flags & _BOXED_COMMAND:
+                self._obey(bytes(frame))
+                return None
+            more = bool(flags & _BOXED_MORE)
+        return self._add(frame, more)
 
     def _add(self, frame: Buffer, more: bool) -> Frames | None:
         self._frames.append(frame)

@@ -22,7 +22,7 @@ def mutated_json(rng: random.Random, value: Any) -> bytes:
     """One to three nodes replaced, left out, doubled or nested; now and then the text itself damaged."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        value = _with_one_change(rng, value)
+        value = with_one_change(rng, value)
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
     return mutated_bytes(rng, text) if rng.random() < 0.2 else text
 
@@ -53,7 +53,7 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-def _with_one_change(rng: random.Random, value: Any) -> Any:
+def with_one_change(rng: random.Random, value: Any) -> Any:
     places = list(_places(value))
     if not places:
         return _hostile(rng, value)

@@ -15,6 +15,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +27,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
 from ndp_device.transport.base import ClientTransport
+from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
 from vllm_ndp.device.connection import Connection, Stage
@@ -52,14 +55,18 @@ class DeviceClient:
         name: str = "vllm-ndp",
         shared_memory: bool = True,
         transport: Callable[[str], ClientTransport] = ZmqTransport,
+        keys: Path | None = None,
         accept: Callable[[msg.Welcome], object] = lambda welcome: None,
     ) -> None:
-        """accept: raises ConfigError for a device that serves something else than its host plans with; asked at every
-        connection, because a device may come back as another one."""
+        """keys: the file of this host, for a device that wants one. accept: raises ConfigError for a device that serves
+        something else than its host plans with; asked at every connection, because a device may come back as another
+        one."""
         self.address, self.expected_digest, self.name = address, expected_digest, name
         self.counters = Counters()
         self.welcome: msg.Welcome | None = None
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
+        if keys is not None:
+            transport = partial(ZmqTransport, keys=HostKeys.read(keys))
         self._make_transport, self._accept_welcome = transport, accept
         self._connection: Connection | None = None
         self._pid = os.getpid()

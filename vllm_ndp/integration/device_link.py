@@ -163,10 +163,11 @@ class DeviceLink:
             address = self.process.address
         self.address = address
         accept = partial(agreement.check, address)
-        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms, accept=accept)
+        keys = None if settings.device_keys is None else Path(settings.device_keys)
+        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms, accept=accept, keys=keys)
         try:
             self.served = accept(self.client.connect())
-            with Probe(address) as probe:
+            with Probe(address, keys=keys) as probe:
                 self.description = probe.describe()
             self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
         except BaseException:

@@ -1,0 +1,304 @@
+"""What a device and a host receive: real messages, ways to damage them, and the code that meets them first.
+
+An input is one string of bytes, so that any fuzzer can make it; it ends well when nothing but what is allowed is raised
+and every answer can be read. Targets that keep something between inputs are made anew for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from paths import DATA, MODEL, ROOT
+from small_checkpoint import write_small_checkpoint
+
+from fuzzing.mutate import mutated_bytes, with_one_change
+from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.handler import Handler
+from ndp_device.kernels import load_kernel
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.protocol.codec import Frames
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.spec import load_hardware
+from ndp_device.transport import checksum, fragments, zmtp
+
+Run = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """`seeds`: real inputs. `run`: raises where an input ends badly."""
+
+    name: str
+    seeds: Callable[[], list[bytes]]
+    mutated: Callable[[random.Random, bytes], bytes]
+    run: Run
+
+
+def joined(header: bytes, body: bytes) -> bytes:
+    """Two frames as one input."""
+    header = bytes(header)[:65535]
+    return len(header).to_bytes(2, "little") + header + bytes(body)
+
+
+def split(data: bytes) -> tuple[bytes, bytes]:
+    end = 2 + int.from_bytes(data[:2], "little")
+    return data[2:end], data[end:]
+
+
+def sealed(header: bytes, body: bytes) -> Frames:
+    """With a checksum that is right, whatever the rest is."""
+    before = header[:-4]
+    return before + zlib.crc32(body, zlib.crc32(before)).to_bytes(4, "little"), body
+
+
+def golden() -> dict[str, tuple[bytes, bytes]]:
+    vectors = json.loads((DATA / "protocol-golden.json").read_text())
+    return {
+        name: (bytes.fromhex(vector["header"]), bytes.fromhex(vector["body"]))
+        for name, vector in vectors.items()
+        if isinstance(vector, dict) and "header" in vector
+    }
+
+
+def mutated_frames(rng: random.Random, data: bytes) -> bytes:
+    """Fields of the header replaced and sealed again, mostly; else any bytes."""
+    if rng.random() < 0.25:
+        return mutated_bytes(rng, data)
+    header, body = split(data)
+    try:
+        fields = msgspec.msgpack.decode(header)
+        header = msgspec.msgpack.encode(with_one_change(rng, fields))
+    except (msgspec.DecodeError, msgspec.EncodeError, OverflowError, TypeError, RecursionError, UnicodeError):
+        header = mutated_bytes(rng, header)
+    if rng.random() < 0.2:
+        body = mutated_bytes(rng, body)
+    return joined(header, body)
+
+
+# -- codec, transport --------------------------------------------------------------------------------------------------
+
+
+def _run_decode(decode: Callable[[bytes, bytes], Any], data: bytes) -> None:
+    header, body = sealed(*split(data))
+    try:
+        _, tensors = decode(bytes(header), bytes(body))
+    except RemoteProtocolError:
+        return
+    for values in tensors.values():
+        assert values.nbytes <= len(body)
+        assert values.size == 0 or values.reshape(-1)[-1] is not None
+
+
+def _zmtp_seeds() -> list[bytes]:
+    frames = [b"".join(bytes(part) for part in zmtp.encoded(vector)) for vector in golden().values()]
+    ping = b"\x04\x07\x04PING\x00\x00"
+    return [zmtp.GREETING + zmtp.READY + frame for frame in (*frames, ping, b"".join(frames) + ping)]
+
+
+def _run_zmtp(data: bytes) -> None:
+    """In pieces whose sizes are taken from the input, as a network would cut it."""
+    reader, at, step = zmtp.Reader(), 0, 1 + data[-1] if data else 1
+    try:
+        while at < len(data):
+            room = reader.buffer()
+            count = min(step, len(room), len(data) - at)
+            room[:count] = data[at : at + count]
+            reader.filled(count)
+            at += count
+            more = True
+            while more:
+                message, more = reader.next()
+                assert message is None or len(message) <= zmtp.MAX_FRAMES
+            assert reader.held_bytes <= len(data)
+            assert len(reader.replies) <= len(data) + len(zmtp.READY)
+    except RemoteProtocolError:
+        return
+
+
+def _fragment_seeds() -> list[bytes]:
+    header, _ = next(iter(golden().values()))
+    parts = fragments.cut(1, header, bytes(3 << 20), writes_checksum=True)
+    return [b"".join(joined(bytes(part[0]), bytes(part[1])[:64]) for part in parts)]
+
+
+def _run_fragments(data: bytes) -> None:
+    joining = None
+    while data:
+        header, rest = split(data)
+        frames, data = [header, rest[:64]], rest[64:]
+        try:
+            if not fragments.is_fragment(frames):
+                continue
+            if joining is None or fragments.begins(frames):
+                joining = fragments.Joining(frames)
+            elif joining.add(frames) is not None:
+                joining = None
+        except RemoteProtocolError:
+            joining = None
+
+
+# -- device ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _store() -> ExpertStore:
+    folder = Path(tempfile.mkdtemp(prefix="ndp-fuzz-"))
+    return ExpertStore(write_small_checkpoint(folder / "model"), None, kernel=load_kernel("reference"))
+
+
+def _handler() -> Handler:
+    return Handler(_store(), load_kernel("reference"), load_hardware("h100-ndp512"))
+
+
+def _conversation() -> list[Frames]:
+    """A host's whole life: hello, a plan, two calls, a question."""
+    flags = np.full((2, 3), 16, np.uint8)
+    pairs = {
+        "x": np.ones((2, 16), np.float32),
+        "pair_rows": np.array([0, 1], np.int32),
+        "pair_experts": np.array([0, 2], np.int32),
+        "pair_bits": np.full(2, 16, np.uint8),
+        "gates": np.array([0.5, 0.25], np.float32),
+    }
+    asked: list[tuple[msg.Message, Any]] = [
+        (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="fuzz"), None),
+        (msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": flags}),
+        (msg.ActivatePlan(3, epoch=1), None),
+        (msg.Execute(4, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=1000), pairs),
+        (msg.Execute(5, epoch=1, layer=1, step=0, submit_ps=10, ttl_us=1000), pairs),
+        (msg.Ping(6), None),
+        (msg.Describe(7), None),
+    ]
+    return [codec.encode(request, tensors) for request, tensors in asked]
+
+
+def _handler_seeds() -> list[bytes]:
+    whole = [joined(*frames) for frames in _conversation()]
+    return [b"".join(len(one).to_bytes(4, "little") + one for one in whole)]
+
+
+def _messages(data: bytes) -> list[bytes]:
+    found = []
+    while len(data) > 4 and len(found) < 16:
+        end = 4 + int.from_bytes(data[:4], "little")
+        found.append(data[4:end])
+        data = data[end:]
+    return found
+
+
+def _mutated_conversation(rng: random.Random, data: bytes) -> bytes:
+    whole = _messages(data)
+    at = rng.randrange(len(whole)) if whole else 0
+    kind = rng.randrange(6)
+    if not whole or kind == 0:
+        return mutated_bytes(rng, data)
+    if kind == 1:
+        del whole[at]
+    elif kind == 2:
+        whole.insert(at, rng.choice(whole))
+    else:
+        whole[at] = mutated_frames(rng, whole[at])
+    return b"".join(len(one).to_bytes(4, "little") + one for one in whole)
+
+
+def _run_handler(data: bytes) -> None:
+    """Exactly one answer to each message, readable and by this device; never an exception."""
+    handler = _handler()
+    for one in _messages(data):
+        frames = sealed(*split(one))
+        answer = handler.reply(b"host", frames, checksum.damage(*frames), 0)
+        reply, _ = codec.decode_reply(*answer)
+        assert reply.incarnation == handler.incarnation
+        assert not (isinstance(reply, msg.Refusal) and reply.code == "internal"), reply.message
+        if handler.stopping:
+            return
+
+
+# -- host --------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _device_cases() -> Any:
+    sys.path.append(str(ROOT / "tests" / "vllm_ndp" / "device"))
+    import device_cases
+
+    return device_cases, device_cases.make_calls(1)[0], device_cases.FaultyDevice(device_cases.make_handler())
+
+
+def _client_seeds() -> list[bytes]:
+    """The honest answers to hello, install, activate and execute."""
+    cases, call, device = _device_cases()
+    told: list[Frames] = []
+    device.fault = lambda reply: (told.append(reply), (reply,))[1]
+    call.begin(_client(cases, device))
+    return [bytes([number]) + joined(bytes(h), bytes(b)) for number, (h, b) in enumerate(told)]
+
+
+def _client(cases: Any, device: Any) -> Any:
+    from ndp_device.checkpoint.files import model_digest
+    from vllm_ndp.device.client import DeviceClient
+
+    client = DeviceClient("in-process", model_digest(MODEL), deadline_ms=20, transport=device.connect)
+    client._control_s = 0.01
+    client.connect()
+    client.install_plan(1, cases.full_plan())
+    client.activate_plan(1)
+    return client
+
+
+def _mutated_answer(rng: random.Random, data: bytes) -> bytes:
+    return data[:1] + mutated_frames(rng, data[1:])
+
+
+def _run_client(data: bytes) -> None:
+    """The device's answer to the call is replaced: what the host uses is right to the bit, or it uses nothing."""
+    cases, call, device = _device_cases()
+    device.fault = lambda reply: (reply,)
+    client = _client(cases, device)
+    lie = sealed(*split(data[1:]))
+    device.fault = lambda reply: (_same_id(reply, lie),)
+    try:
+        result = client.finish_execute(call.begin(client))
+    except DeviceUnavailable:
+        return
+    finally:
+        device.fault = lambda reply: (reply,)
+        client.close()
+    assert result.y.shape == call.y.shape
+    assert np.isfinite(result.y).all()
+
+
+def _same_id(reply: Frames, lie: Frames) -> Frames:
+    """The lie under the id that is waited for, or nothing would look at it."""
+    try:
+        fields = msgspec.msgpack.decode(bytes(lie[0]))
+        fields["id"] = msgspec.msgpack.decode(bytes(reply[0]))["id"]
+        return sealed(msgspec.msgpack.encode(fields), bytes(lie[1]))
+    except (ValueError, TypeError, KeyError):  # msgspec lets a UnicodeDecodeError out
+        return lie
+
+
+def targets() -> list[Target]:
+    def vectors() -> list[bytes]:
+        return [joined(*vector) for vector in golden().values()]
+
+    return [
+        Target("codec-request", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_request)),
+        Target("codec-reply", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_reply)),
+        Target("zmtp", _zmtp_seeds, mutated_bytes, _run_zmtp),
+        Target("fragments", _fragment_seeds, mutated_bytes, _run_fragments),
+        Target("handler", _handler_seeds, _mutated_conversation, _run_handler),
+        Target("client", _client_seeds, _mutated_answer, _run_client),
+    ]
