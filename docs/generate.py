@@ -3,6 +3,7 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
+    docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     README.md               the sentences with measured figures
 
 In a hand-written page, the text from `<!-- generated: NAME -->` to `<!-- end -->` is replaced; the rest is prose.
@@ -191,6 +192,56 @@ def rendered(template: str, root: Path = ROOT) -> str:
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
+# -- published models --------------------------------------------------------------------------------------------------
+
+CONTEXT = 4096
+
+
+def published_models() -> str:
+    """Sizes of every published model, and what its GPU takes for one token beside routed experts."""
+    from ndp_device.timing.public_models import PUBLIC_MODELS
+    from ndp_device.timing.shapes import SHAPES
+    from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.simulation.gpu_timing import GpuModel
+
+    hardware = load_hardware("h100-ndp512")
+    lines = [
+        "| model | config.json of | MoE layers (of all) | E / top-k | H / I | attention | 10^9 parameters: here, card "
+        f"(active) | KV bytes/token | state KB/request | us/token beside experts, {CONTEXT} cached |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, public in PUBLIC_MODELS.items():
+        model = SHAPES[name]
+        gpu = GpuModel(hardware, model)
+        forms = dict.fromkeys(attention_name(layer.attention) for layer in model.decoder)
+        counts = [sum(attention_name(layer.attention) == form for layer in model.decoder) for form in forms]
+        attention = ", ".join(f"{count} {form}" for form, count in zip(forms, counts, strict=True))
+        total, active = public.published
+        beside = sum(gpu.before_experts_ps(1, CONTEXT)) + model.num_layers * gpu.shared_ps(1) + gpu.head_ps(1)
+        cells = (
+            name,
+            public.source,
+            f"{model.num_layers} ({len(model.decoder)})",
+            f"{model.num_experts} / {model.top_k}",
+            f"{model.hidden_size} / {model.intermediate_size}",
+            attention,
+            f"{model.num_parameters / 1e9:.1f}, {total:g} ({model.num_active_parameters / 1e9:.1f}, {active:g})",
+            f"{model.kv_bytes}",
+            f"{model.state_bytes / 1000:.0f}" if model.state_bytes else "-",
+            f"{beside / 1e6:.0f}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def attention_name(attention: Any) -> str:
+    """What the table calls a form of attention."""
+    if attention.window:
+        return f"{'chunks' if attention.is_chunked else 'window'} of {attention.window}"
+    names = {"GroupedQuery": "full", "Latent": "latent", "GatedDelta": "linear", "StateSpace": "Mamba-2"}
+    return names.get(type(attention).__name__, type(attention).__name__)
+
+
 def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
     return {
         "arrows of ndp_device": lambda: room_drawing("ndp_device", root),
@@ -198,6 +249,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "arrows of vllm_ndp/integration": lambda: module_drawing("vllm_ndp/integration", root),
         "files of ndp_device": lambda: file_tables("ndp_device", root),
         "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
+        "published models": published_models,
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
 
@@ -218,7 +270,7 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    for name in ("docs/architecture.md", "README.md"):
+    for name in ("docs/architecture.md", "docs/timing.md", "README.md"):
         path = root / name
         found[path] = filled(path.read_text(), root)
     return found

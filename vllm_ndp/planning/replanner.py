@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
-from vllm_ndp.planning.plan import Budget, Placement, Plan, keep_streamed, limit_moves
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -88,17 +88,12 @@ class Replanner:
         moved = placement.hot & ~self.resident
         self.epoch += 1
         self.placement, self.resident = placement, placement.hot
-        by = scores_for_bits(list(scores.values()), rules.bits_for)
-        plans = {
-            key: Plan(
-                self.epoch,
-                placement,
-                full_precision(placement)
-                if rules.full_precision
-                else rules.policy.assign(score, placement, rules.loss, rules.budget),
-            )
-            for key, score in zip(scores, by, strict=True)
-        }
+        bits: dict[int, BitwidthPlan] = {}  # of each distinct score: with bits_for "batch" there is one
+        plans = {}
+        for key, score in zip(scores, scores_for_bits(list(scores.values()), rules.bits_for), strict=True):
+            if id(score) not in bits:
+                bits[id(score)] = self._bits(score, placement)
+            plans[key] = Plan(self.epoch, placement, bits[id(score)])
         return PlanChange(self.epoch, placement, plans, moved, int((became_hot & ~moved).sum()))
 
     def restore(self) -> NDArray[np.bool_]:
@@ -137,6 +132,12 @@ class Replanner:
         passing[0, list(streamed)] = True
         resident: NDArray[np.bool_] = keep_streamed(hot, wanted, passing, self.rules.budget.num_hot)[0]
         return resident
+
+    def _bits(self, score: ImportanceScore, placement: Placement) -> BitwidthPlan:
+        rules = self.rules
+        if rules.full_precision:
+            return full_precision(placement)
+        return rules.policy.assign(score, placement, rules.loss, rules.budget)
 
     def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
         return self.rules.policy.place(scores, self.placement, self.rules.budget)
