@@ -30,6 +30,7 @@ class PrefetchOrder:
         self._asked = np.zeros(shape, np.int64)
         self._hopeless = np.zeros(shape, np.bool_)
         self._changed = bool(self._widths)
+        self._queue: list[tuple[int, int, int]] = []  # the next one last; may name what is there by now
 
     @property
     def is_done(self) -> bool:
@@ -41,13 +42,15 @@ class PrefetchOrder:
         if bits in self._widths:
             self._asked[self._widths.index(bits)] += experts
             self._changed = True
+            self._queue.clear()
 
     def give_up(self, layer: int, expert: int, bits: int) -> None:
         """It cannot be prepared."""
         self._hopeless[self._widths.index(bits), layer, expert] = True
 
     def next(self) -> tuple[int, int, int] | None:
-        """(layer, expert, bits), or None when all is there or the next one would not fit."""
+        """(layer, expert, bits), or None when all is there or the next one would not fit. Each is named once, and
+        again when a plan was noted or all others are there."""
         while self._changed and (key := self._first_missing()) is not None:
             try:
                 if self._store.has_room(*key):
@@ -60,18 +63,29 @@ class PrefetchOrder:
         return None
 
     def _first_missing(self) -> tuple[int, int, int] | None:
+        while True:
+            if not self._queue:
+                self._queue = self._in_order()
+                if not self._queue:
+                    return None
+            width, layer, expert = self._queue.pop()
+            bits = self._widths[width]
+            if not (self._store.prepared(bits)[layer, expert] or self._hopeless[width, layer, expert]):
+                return layer, expert, bits
+
+    def _in_order(self) -> list[tuple[int, int, int]]:
+        """(width, layer, expert) of all that is missing, the first to prepare last: ordered once for thousands."""
         missing = ~np.stack([self._store.prepared(bits) for bits in self._widths]) & ~self._hopeless
         asked = self._asked.any(0)
         best = np.where(asked, self._asked.argmax(0), self._usual())
-        is_best = np.arange(len(self._widths))[:, None, None] == best
-        for wanted, count in (
-            (missing & is_best, self._asked.sum(0)[None]),
-            (missing & (self._asked > 0), self._asked),
-        ):
-            if wanted.any():
-                width, layer, expert = np.unravel_index(np.where(wanted, count, -1).argmax(), wanted.shape)
-                return int(layer), int(expert), self._widths[int(width)]
-        return None
+        is_best = missing & (np.arange(len(self._widths))[:, None, None] == best)
+        rest = missing & (self._asked > 0) & ~is_best
+        order: list[int] = []
+        for wanted, count in ((is_best, np.broadcast_to(self._asked.sum(0), missing.shape)), (rest, self._asked)):
+            places = np.flatnonzero(wanted)
+            order += places[np.argsort(-count[wanted], kind="stable")].tolist()
+        cells = np.stack(np.unravel_index(order[::-1], missing.shape), axis=1).tolist() if order else []
+        return [(width, layer, expert) for width, layer, expert in cells]
 
     def _usual(self) -> int:
         """Index of the width that is asked for most anywhere."""

@@ -24,6 +24,7 @@ from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.replica import Expert
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import FULL_PRECISION_BITS
 
 EVERYWHERE = np.ones((LAYERS, EXPERTS), np.bool_)
 HERE = {bits: 1 << flag for flag, bits in enumerate((1, 2, 3, 4, 16))}  # a plan's flags
@@ -320,3 +321,46 @@ def test_cores_of_which_nothing_is_known_count_as_busy(monkeypatch: pytest.Monke
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 7})
     looks = look_at_cores(), look_at_cores()
     assert looks[1].busy - looks[0].busy == pytest.approx(2 * (looks[1].at - looks[0].at))
+
+
+class Shelf:
+    """What PrefetchOrder asks of a store; everything fits."""
+
+    widths = frozenset((2, 3, 4, FULL_PRECISION_BITS))
+    shape = SimpleNamespace(num_layers=3, num_experts=5)
+
+    def __init__(self) -> None:
+        self.ready = {bits: np.zeros((3, 5), np.bool_) for bits in self.widths}
+
+    def prepared(self, bits: int) -> NDArray[np.bool_]:
+        return self.ready[bits]
+
+    def has_room(self, layer: int, expert: int, bits: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_thousands_are_ordered_at_once_as_one_at_a_time(seed: int) -> None:
+    """Each expert's favourite width first, the one asked for most, ties to the narrower width and the lower expert;
+    then the other widths that were asked for at all."""
+    random = np.random.default_rng(seed)
+    shelf = Shelf()
+    order = PrefetchOrder(shelf)  # type: ignore[arg-type]
+    asked = np.zeros((3, 3, 5), np.int64)
+    for _ in range(4):
+        for index, bits in enumerate((2, 3, 4)):
+            wants = random.random((3, 5)) < 0.4
+            order.note(bits, wants)
+            asked[index] += wants
+    usual = int(asked.sum((1, 2)).argmax())
+    found = []
+    while (key := order.next()) is not None:
+        found.append(key)
+        shelf.ready[key[2]][key[0], key[1]] = True
+    cells = [(layer, expert) for layer in range(3) for expert in range(5)]
+    best = {at: int(asked[:, *at].argmax()) if asked[:, *at].any() else usual for at in cells}
+    first = sorted(((best[at], *at) for at in cells), key=lambda cell: (-asked[:, cell[1], cell[2]].sum(), cell))
+    rest = [(w, *at) for w in range(3) for at in cells if w != best[at] and asked[w][at]]
+    rest.sort(key=lambda cell: (-asked[cell], cell))
+    assert found == [(layer, expert, (2, 3, 4)[width]) for width, layer, expert in (*first, *rest)]
+    assert order.is_done

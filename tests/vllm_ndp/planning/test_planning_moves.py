@@ -91,3 +91,13 @@ def test_what_a_prefill_left_in_the_slots_is_not_counted_as_a_move() -> None:
     change = bound.replan({"a": score(1)})
     assert change.num_moved == 0
     assert (change.placement.hot == planner(None).replan({"a": score(1)}).placement.hot).all()
+
+
+def test_bits_for_the_whole_batch_are_assigned_once() -> None:
+    loss = LossTable.nominal(3, 16)
+    rules = PlannerRules(load_policy("prefill"), Budget(8, 3.0), loss, bits_for="batch")
+    plans = Replanner(rules, 3, 16).replan({"a": score(1), "b": score(2)}).plans
+    assert plans["a"].bits is plans["b"].bits
+    each = Replanner(PlannerRules(load_policy("prefill"), Budget(8, 3.0), loss), 3, 16)
+    plans = each.replan({"a": score(1), "b": score(2)}).plans
+    assert (plans["a"].bits.bits != plans["b"].bits.bits).any()
