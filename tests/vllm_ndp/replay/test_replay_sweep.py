@@ -183,6 +183,22 @@ def test_a_worker_that_dies_ends_the_work_in_one_sentence():
         list(run_each(lambda piece: os._exit(9), range(4), 2))
 
 
+def test_what_one_system_refuses_does_not_keep_the_others_from_a_point(tmp_path):
+    """24 GB hold no four experts of 8x7B per layer, which Fiddler keeps, but MoNDE, which keeps none."""
+    tasks = grid(
+        Axes(("mixtral-8x7b",), ("h100-ndp512",), (24, 80)), systems=("fiddler", "monde"), batches=(1,), fit=False
+    )
+    result = run_sweep(tasks, tmp_path)
+    assert [(point.memory_gb, row.system) for point, row in result.rows] == [
+        *[(24, "monde")] * 3,
+        (80, "fiddler"),
+        *[(80, "monde")] * 3,
+    ]
+    ((point, why),) = result.refused
+    assert point.memory_gb == 24
+    assert "gpu memory lacks" in why
+
+
 def test_a_point_that_refuses_is_one_of_the_results(tmp_path, monkeypatch):
     """What a budget that fits nothing will say is not this file's business: here one hardware's rows refuse."""
     tasks = grid(systems=("fiddler",))

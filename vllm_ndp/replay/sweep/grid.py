@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ndp_device.errors import ConfigError, NdpError
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.replay.compare import CompareSettings, Comparison, Replayed, Replays, Workload, side_by_side
 from vllm_ndp.replay.sweep.digests import array_digest, plain, program_digest, trace_digest
+from vllm_ndp.replay.systems import OPTIONS
 from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import model_named
 from vllm_ndp.traces.trace import Trace
@@ -62,18 +63,29 @@ class Point:
         return {"model": self.model, "hardware": self.hardware, "memory_gb": memory}
 
 
+class Part(NamedTuple):
+    """Systems at one point that are refused together: one each in a sweep, all of them in a `compare`."""
+
+    point: Point
+    systems: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Task:
     """One row of one point."""
 
-    point: Point
+    part: Part
     combination: int
+
+    @property
+    def point(self) -> Point:
+        return self.part.point
 
     @property
     def key(self) -> str:
         """Its name in a file of results; the traces' order is part of what the file is about."""
-        p = self.point
-        return f"{p.trace}/{p.model}/{p.hardware}/{p.memory_gb or '-'}/{self.combination}"
+        p, systems = self.part
+        return f"{p.trace}/{p.model}/{p.hardware}/{p.memory_gb or '-'}/{'+'.join(systems)}/{self.combination}"
 
 
 Result = Replayed | str
@@ -91,7 +103,9 @@ class Grid:
         *,
         prior: ImportanceScore | None = None,
         loss: LossTable | None = None,
+        apart: bool = True,
     ) -> None:
+        """apart: what one system refuses does not keep the others from a point."""
         self._settings, self._loss = settings, loss
         self.about = {
             "program": program_digest(),
@@ -116,27 +130,40 @@ class Grid:
                 f"no model of the sweep has {p.num_experts} experts top-{p.top_k} as trace {min(unused) + 1} "
                 f"(of {p.model}): leave it out or name a model of its routing shape"
             )
-        self._replays: dict[Point, Replays] = {}
-        self.refused: dict[Point, str] = {}
-        """Points of which nothing can be replayed, and why."""
-        for point in self.points:
+        groups = [(name,) for name in settings.systems] if apart else [settings.systems]
+        self._replays: dict[Part, Replays] = {}
+        self.refused: dict[Part, str] = {}
+        """Parts of which nothing can be replayed, and why."""
+        for part in (Part(point, group) for point in self.points for group in groups):
             try:
-                self._replays[point] = self._replays_of(point)
+                self._replays[part] = self._replays_of(part)
             except NdpError as error:
-                self.refused[point] = str(error)
+                self.refused[part] = str(error)
         if not self._replays:
             raise ConfigError(next(iter(self.refused.values())))
 
     @cached_property
     def tasks(self) -> list[Task]:
-        return [
-            Task(point, number) for point in self._replays for number in range(len(self._replays[point].combinations))
+        """In the order of a table: by point, then by batch size, then by system."""
+        tasks = [
+            (self.points.index(part.point), self._settings.batches.index(combination.batch), Task(part, number))
+            for part, replays in self._replays.items()
+            for number, combination in enumerate(replays.combinations)
         ]
+        return [task for _, _, task in sorted(tasks, key=lambda placed: placed[:2])]
 
     @property
     def skipped(self) -> list[str]:
-        """Batch sizes for which a trace has too few requests, each said once."""
-        return list(dict.fromkeys(note for replays in self._replays.values() for note in replays.skipped))
+        """Rows that are missing and why; with their point where not every part lacks them."""
+        notes = {part: list(dict.fromkeys(replays.skipped)) for part, replays in self._replays.items()}
+        everywhere = set.intersection(*(set(said) for said in notes.values()))
+        common = [note for note in next(iter(notes.values())) if note in everywhere]
+        return common + [
+            f"{', '.join(map(str, part.point.columns().values()))}: {note}"
+            for part, said in notes.items()
+            for note in said
+            if note not in everywhere
+        ]
 
     def arrange(self) -> None:
         """Do now what every task needs, so that processes forked from this one share it."""
@@ -146,7 +173,7 @@ class Grid:
     def run(self, number: int) -> Result:
         """Do one of the tasks. Pure: the same wherever and whenever it runs."""
         task = self.tasks[number]
-        replays = self._replays[task.point]
+        replays = self._replays[task.part]
         try:
             return replays.replay(replays.combinations[task.combination])[0]
         except NdpError as error:
@@ -154,25 +181,33 @@ class Grid:
 
     def rows(self, results: Sequence[Result]) -> list[tuple[Point, Summary]]:
         """The table, from the results of all tasks in order: rows of a point set against the paper's system there."""
-        by_point: dict[Point, list[Replayed]] = {point: [] for point in self._replays}
+        by_point: dict[Point, list[Replayed]] = {part.point: [] for part in self._replays}
         for task, result in zip(self.tasks, results, strict=True):
             if not isinstance(result, str):
                 by_point[task.point].append(result)
         return [(point, row) for point, done in by_point.items() for row in side_by_side(done)]
 
     def comparison(self, results: Sequence[Result]) -> Comparison:
-        """What `compare` would have given, of a grid of one point. Raises ConfigError with what a task refused."""
-        (point,) = self.points
+        """What `compare` would have given, of a grid of one part. Raises ConfigError with what a task refused."""
+        (replays,) = self._replays.values()
         refused = [result for result in results if isinstance(result, str)]
         if refused:
             raise ConfigError(refused[0])
-        return self._replays[point].compared([result for result in results if not isinstance(result, str)])
+        return replays.compared([result for result in results if not isinstance(result, str)])
 
-    def _replays_of(self, point: Point) -> Replays:
+    def _replays_of(self, part: Part) -> Replays:
+        point, own = part.point, {option for name in part.systems for option in OPTIONS.get(name, ())}
         overrides = dict(self._settings.overrides)
         if point.memory_gb is not None:
             overrides[CAPACITY] = point.memory_gb * GB
-        settings = dataclasses.replace(self._settings, model=point.model, hardware=point.hardware, overrides=overrides)
+        settings = dataclasses.replace(
+            self._settings,
+            model=point.model,
+            hardware=point.hardware,
+            overrides=overrides,
+            systems=part.systems,
+            options={name: value for name, value in self._settings.options.items() if name in own},
+        )
         return Replays(self._workloads[point.trace], settings, self._loss)
 
 

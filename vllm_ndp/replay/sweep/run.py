@@ -54,7 +54,7 @@ def run_sweep(
     sentences = [
         (task.point, result) for task, result in zip(grid.tasks, ordered, strict=True) if isinstance(result, str)
     ]
-    refused = [*grid.refused.items(), *dict.fromkeys(sentences)]
+    refused = [*((part.point, why) for part, why in grid.refused.items()), *dict.fromkeys(sentences)]
     return SweepResult(grid.rows(ordered), before, refused, grid.skipped)
 
 
@@ -69,7 +69,7 @@ def compare_by(
     """`compare` shared out over processes; its outcomes stay there."""
     if jobs == 1:
         return compare(trace, settings, prior=prior, loss=loss)
-    grid = Grid([trace], Axes((settings.model,), (settings.hardware,)), settings, prior=prior, loss=loss)
+    grid = Grid([trace], Axes((settings.model,), (settings.hardware,)), settings, prior=prior, loss=loss, apart=False)
     results = dict(_run(grid, list(range(len(grid.tasks))), jobs))
     return grid.comparison([results[number] for number in range(len(grid.tasks))])
 
