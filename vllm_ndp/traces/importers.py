@@ -3,7 +3,7 @@
 | format   | source                                                        | requests | weights |
 |----------|---------------------------------------------------------------|----------|---------|
 | vllm     | responses of a server with --enable-return-routed-experts, one JSON object per line | yes | no |
-| sglang   | the expert distribution recorder's per_token dump, converted to .npz | yes, if `rid` was kept | no |
+| sglang   | the expert distribution recorder's per_token dump, converted to .npz | found again | no |
 | megatron | directory of router_trace_rank*.jsonl                          | no       | no      |
 | flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
 | npz      | ids [R, T, L, k], weights, prompt_len: models/tiny-mixtral/traces | yes   | yes     |
@@ -92,45 +92,110 @@ def from_npz(source: Path, settings: ImportSettings) -> Trace:
 
 
 def from_vllm(source: Path, settings: ImportSettings) -> Trace:
-    """prompt_routed_experts [P, L, k] on the response, routed_experts [G, L, k] on each choice; lists or base64 .npy.
+    """routed_experts on each choice, [P + G - 1, L, k] of prompt and output together; lists or base64 .npy.
 
-    The last generated token has no forward pass, so G may be one less than the tokens generated.
+    The last generated token has no forward pass. Older servers gave the prompt's part apart, as prompt_routed_experts
+    [P, L, k] on the response.
     """
     sequences = []
     for number, line in enumerate(read_lines(source), 1):
         if not line.strip():
             continue
-        response = strict_json.decode(line, max_values=_MAX_LINE_VALUES)
+        response, where = strict_json.decode(line, max_values=_MAX_LINE_VALUES), f"{source} line {number}"
         prompt = _routed(response.get("prompt_routed_experts"))
-        if prompt is None:
-            raise TraceError(
-                f"{source} line {number} has no prompt_routed_experts: serve with --enable-return-routed-experts"
-            )
-        for choice in response["choices"]:
-            decoded = _routed(choice.get("routed_experts"))
-            ids = prompt if decoded is None else np.concatenate([prompt, decoded])
-            sequences.append(_sequence(ids, None, len(prompt), str(response.get("id", number))))
+        routed = [_routed(choice.get("routed_experts")) for choice in response["choices"]]
+        if prompt is not None:
+            whole = [prompt if own is None else np.concatenate([prompt, own]) for own in routed]
+            lengths = [len(prompt)] * len(whole)
+        else:
+            whole = [own for own in routed if own is not None]
+            if not whole or len(whole) < len(routed):
+                raise TraceError(f"{where} has no routed_experts: serve with --enable-return-routed-experts")
+            lengths = _prompt_lens(where, response, [len(ids) for ids in whole])
+        label = str(response.get("id", number))
+        sequences += [_sequence(ids, None, length, label) for ids, length in zip(whole, lengths, strict=True)]
     return _trace(sequences, settings, "vllm", "uniform")
 
 
-def from_sglang(source: Path, settings: ImportSettings) -> Trace:
-    """topk_ids_of_layer [L, T, k] with forward_mode [T] (1 extend, 2 decode) and, best, rid [T] and positions [T].
+def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
+    """Of the choices of one response, whose routing has so many rows: as the response says, if all of it adds up."""
+    told = [choice.get("prompt_token_ids") or response.get("prompt_token_ids") or () for choice in response["choices"]]
+    if all(told):
+        return [len(tokens) for tokens in told]
+    usage = response.get("usage") or {}
+    if "prompt_tokens" not in usage or "completion_tokens" not in usage:
+        raise TraceError(f"{where} has neither usage nor prompt_token_ids: nothing says where its prompt ends")
+    prompt_len = int(usage["prompt_tokens"])
+    tokens = prompt_len * len(rows) + int(usage["completion_tokens"]) - len(rows)  # the last one of each has no row
+    if sum(rows) != tokens:
+        raise TraceError(
+            f"{where} has routing of {sum(rows)} tokens where usage says {tokens}: ask for one prompt per request and "
+            "leave routed_experts_prompt_start at 0"
+        )
+    return [prompt_len] * len(rows)
 
-    The recorder's own .pt file is a pickle, which this program does not open; docs/trace-format.md has the five lines
-    that turn it into this .npz.
+
+def from_sglang(source: Path, settings: ImportSettings) -> Trace:
+    """topk_ids_of_layer [L, T, k] with forward_mode [T] (1 extend, 2 decode); best, also positions and forward_pass
+    [T], from which the requests are found again (the recorder keeps no names of them), or rid and positions [T].
+
+    Columns that are -1 throughout fill k up to the recorder's eight. The recorder's own .pt file is a pickle, which
+    this program does not open; docs/trace-format.md has the lines that turn it into this .npz.
     """
     arrays = read_arrays(source)
     ids = np.moveaxis(arrays["topk_ids_of_layer"], 0, 1)
-    if "rid" not in arrays:
+    ids = ids[:, :, ~(ids < 0).all(axis=(0, 1))]
+    if "rid" in arrays:
+        names = arrays["rid"]
+    elif "forward_pass" in arrays:
+        names = _found_again(arrays["positions"], arrays["forward_mode"], arrays["forward_pass"])
+    else:
         return _trace(list(_cut(ids, None, settings)), settings, "sglang", "uniform")
     positions = arrays["positions"]
-    rids, first, request = np.unique(arrays["rid"], return_index=True, return_inverse=True)
+    rids, first, request = np.unique(names, return_index=True, return_inverse=True)
     order = np.lexsort((positions, first[request]))  # requests as they first appear, each by position
     sequences = []
     for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
         prompt = int((arrays["forward_mode"][rows] == 1).sum())
         sequences.append(_sequence(ids[rows], None, prompt, str(rids[request[rows[0]]])))
     return _trace(sequences, settings, "sglang", "uniform")
+
+
+def _found_again(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[Any]) -> NDArray[np.int64]:
+    """Number the request of each row [T]: the one whose next position it is, of several the one that came first.
+
+    That is the order of SGLang's batch. A request that a decode pass leaves out after one that had it has ended.
+    """
+    if not positions.shape == modes.shape == passes.shape or positions.ndim != 1:
+        raise TraceError(
+            f"positions, forward_mode and forward_pass must have a value per row, got {list(positions.shape)}, "
+            f"{list(modes.shape)} and {list(passes.shape)}"
+        )
+    owner = np.zeros(len(positions), np.int64)
+    running: dict[int, int] = {}  # request -> position of its next row, in order of arrival
+    decoding: set[int] = set()
+    count = 0
+    for rows in np.split(np.arange(len(passes)), np.flatnonzero(np.diff(passes)) + 1):
+        here: set[int] = set()
+        request = -1
+        for row in rows.tolist():
+            position, extends = int(positions[row]), int(modes[row]) == 1
+            if not (extends and running.get(request) == position):  # else the prompt of the row before goes on
+                waiting = (r for r, wanted in running.items() if wanted == position and r not in here)
+                request = count if position == 0 else next(waiting, -1)
+            if request < 0:
+                raise TraceError(
+                    f"row {row} is token {position} of a request whose earlier tokens were not recorded: record from "
+                    "the start, with --disable-radix-cache"
+                )
+            count += request == count
+            here.add(request)
+            owner[row], running[request] = request, position + 1
+        if len(rows) and int(modes[rows[0]]) == 2:
+            for ended in decoding - here:
+                del running[ended]
+            decoding = here
+    return owner
 
 
 def from_megatron(source: Path, settings: ImportSettings) -> Trace:

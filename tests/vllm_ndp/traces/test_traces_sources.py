@@ -112,6 +112,45 @@ def test_vllm_responses_become_one_sequence_per_choice(tmp_path, encode):
     assert (trace.weights == 0.5).all()
 
 
+@pytest.mark.parametrize(("usage", "ids"), [(True, False), (False, True), (True, True)])
+def test_vllm_responses_of_today_hold_prompt_and_output_in_one_array(tmp_path, usage, ids):
+    """Two choices of a prompt of 5: 5 + 4 - 1 and 5 + 3 - 1 rows."""
+    first, second = routed(8), routed(7, 1)
+    choices: list[dict] = [{"routed_experts": as_npy(first)}, {"routed_experts": as_npy(second)}]
+    response: dict = {"id": "cmpl-1", "choices": choices}
+    if usage:
+        response["usage"] = {"prompt_tokens": 5, "completion_tokens": 7}
+    if ids:
+        for choice in choices:
+            choice["prompt_token_ids"] = [1, 2, 3, 4, 5]
+    (tmp_path / "r.jsonl").write_text(json.dumps(response))
+    trace = import_trace(tmp_path / "r.jsonl", "vllm", ImportSettings(num_experts=E))
+    assert trace.prompt_len.tolist() == [5, 5]
+    assert (trace.sequences[0].prompt_ids == first[:5]).all()
+    assert (trace.sequences[1].decode_ids == second[5:]).all()
+
+
+@pytest.mark.parametrize(
+    ("response", "says"),
+    [
+        ({"choices": [{"routed_experts": as_npy(routed(8))}]}, "nothing says where its prompt ends"),
+        (
+            {
+                "choices": [{"routed_experts": as_npy(routed(8))}, {"routed_experts": as_npy(routed(3))}],
+                "usage": {"prompt_tokens": 5 + 2, "completion_tokens": 4 + 2},
+            },
+            "routing of 11 tokens where usage says 18: ask for one prompt per request",
+        ),
+        ({"choices": [{"routed_experts": None}], "usage": {}}, "--enable-return-routed-experts"),
+        ({"choices": []}, "--enable-return-routed-experts"),
+    ],
+)
+def test_vllm_responses_whose_prompts_cannot_be_told_are_refused(tmp_path, response, says):
+    (tmp_path / "r.jsonl").write_text(json.dumps(response))
+    with pytest.raises(TraceError, match=says):
+        import_trace(tmp_path / "r.jsonl", "vllm")
+
+
 def test_vllm_responses_without_routing_say_which_flag_is_missing(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt_routed_experts": None, "choices": []}))
     with pytest.raises(TraceError, match="--enable-return-routed-experts"):
@@ -131,6 +170,49 @@ def test_sglang_rows_are_gathered_by_request_and_ordered_by_position(tmp_path):
     trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
     assert (trace.sequences[0].prompt_ids == a[:3]).all()
     assert (trace.sequences[1].decode_ids == b[2:]).all()
+
+
+def sglang_dump(tmp_path, passes: list[tuple[int, list[int]]], seed: int = 0, **changes):
+    """What docs/trace-format.md makes of the dump of SGLang 0.5.23: of each pass its mode and positions; k is padded to
+    eight. Laid out as _DetailAccumulator.dump there does (read, not run: its packages want a GPU). Returns the ids."""
+    rows = sum(len(positions) for _, positions in passes)
+    ids = routed(rows, seed)
+    padded = np.full((L, rows, 8), -1)
+    padded[:, :, :K] = np.moveaxis(ids, 1, 0)
+    arrays = {
+        "topk_ids_of_layer": padded,
+        "forward_mode": np.concatenate([np.full(len(positions), mode) for mode, positions in passes]),
+        "positions": np.concatenate([positions for _, positions in passes]),
+        "forward_pass": np.concatenate([np.full(len(p), number) for number, (_, p) in enumerate(passes)]),
+    }
+    np.savez(tmp_path / "dump.npz", **arrays | changes)
+    return ids
+
+
+def test_sglang_requests_are_found_again_by_their_positions(tmp_path):
+    """Prompts of 3 and 2 in one pass, a prompt of 4 in two chunks; the second request ends after one decoded token, so
+    row 3 of the last pass is the third's and not its fourth."""
+    ids = sglang_dump(
+        tmp_path,
+        [(1, [0, 1, 2, 0, 1]), (2, [3, 2]), (1, [0, 1]), (1, [2, 3]), (2, [4, 4]), (2, [5, 5])],
+    )
+    trace = import_trace(tmp_path / "dump.npz", "sglang", ImportSettings(num_experts=E))
+    assert trace.prompt_len.tolist() == [3, 2, 4]
+    first, second, third = trace.sequences
+    assert (first.decode_ids == ids[[5, 11, 13]]).all()
+    assert (second.prompt_ids == ids[3:5]).all()
+    assert (second.decode_ids == ids[[6]]).all()
+    assert (third.prompt_ids == ids[7:11]).all()
+    assert (third.decode_ids == ids[[12, 14]]).all()
+
+
+def test_sglang_prompts_that_the_radix_cache_held_are_refused_with_the_flag_that_turns_it_off(tmp_path):
+    sglang_dump(tmp_path, [(1, [0, 1, 2]), (1, [7, 8])])
+    with pytest.raises(TraceError, match=r"row 3 is token 7 of a request .* --disable-radix-cache"):
+        import_trace(tmp_path / "dump.npz", "sglang")
+    sglang_dump(tmp_path, [(1, [0, 1, 2])], forward_pass=np.zeros(2, int))
+    with pytest.raises(TraceError, match="a value per row"):
+        import_trace(tmp_path / "dump.npz", "sglang")
 
 
 def test_megatron_records_are_stacked_by_layer_and_cut_into_sequences(tmp_path):
