@@ -161,7 +161,14 @@ def _inside_atheris(target: Kind | Target, corpus: str, seconds: float) -> int:
             if getattr(value, "__module__", "") == module.__name__ and callable(value) and hasattr(value, "__code__"):
                 setattr(module, name, atheris.instrument_func(value))
     options = [f"-max_total_time={max(int(seconds), 1)}", "-print_final_stats=1", f"-timeout={SLOW_S}", "-verbosity=0"]
-    atheris.Setup([sys.argv[0], *options, corpus], target.run)
+
+    def mutator(data: bytes, max_size: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        changed = target.mutated(rng, data) if rng.random() < 0.5 else atheris.Mutate(data, len(data) or 1)
+        return bytes(changed[:max_size])
+
+    options.append("-max_len=20000")
+    atheris.Setup([sys.argv[0], *options, corpus], target.run, custom_mutator=mutator)
     atheris.Fuzz()
     return 0
 
