@@ -70,6 +70,7 @@ class Case:
     entries: list[int]  # [T]
     balancer: Balancer | None
     model: GpuModel
+    weighs_input: bool
     device_ps: list[int | None]  # [L], None: no answer
 
 
@@ -110,6 +111,7 @@ def cases(draw: st.DrawFn) -> Case:
         random.permutation(ENTRIES)[:num_rows].tolist(),
         draw(st.sampled_from([balancer, balancer, None])),
         model,
+        draw(st.booleans()),
         draw(st.lists(st.none() | st.integers(1, 10**12), min_size=LAYERS, max_size=LAYERS)),
     )
 
@@ -142,6 +144,7 @@ class Buffers:
             self.pair_bits,
             self.pair_weights,
             self.activations.view(np.uint8),
+            case.weighs_input,
         )
         if case.balancer is not None:
             native.price(case.balancer.offload_bits, *price_tables(case.balancer), case.balancer.device_ps)
@@ -172,7 +175,8 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
             load = LayerLoad.of_lists([s >= 0 for s in expert_map], ids.tolist(), weights.tolist(), planned)
             offloaded = case.balancer.offloaded(load)
             expert_map = [-1 if expert in offloaded else slot for expert, slot in enumerate(expert_map)]
-        split = split_lists(expert_map, ids.tolist(), weights.tolist(), torch.from_numpy(weights))
+        applied = np.ones_like(weights) if case.weighs_input else weights
+        split = split_lists(expert_map, ids.tolist(), applied.tolist(), torch.from_numpy(applied))
         submit_ps = clock.begin_layer()
 
         count = native.split(layer, ids.ctypes.data, weights.ctypes.data, case.balancer is not None)
@@ -254,6 +258,7 @@ def small_case(balancer: Balancer | None = None) -> Case:
         entries=[4, 5],
         balancer=balancer,
         model=PLAIN,
+        weighs_input=False,
         device_ps=[1] * LAYERS,
     )
 

@@ -23,6 +23,7 @@ class DecodeLayers:
         pair_bits: NDArray[np.uint8],
         pair_weights: NDArray[np.float32],
         activations: NDArray[np.uint8],  # [pairs, bytes of a row]
+        weighs_input: bool = False,
     ) -> None: ...
     def price(
         self,

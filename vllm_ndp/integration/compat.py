@@ -164,6 +164,18 @@ def layers_of_stage(vllm_config: VllmConfig, layout: ExpertLayout, stage: Stage)
     return range(start, end), range(min(held), max(held) + 1)
 
 
+def shared_experts(model: Any) -> dict[str, Any]:
+    """The shared experts of each MoE layer that has some and whose runner computes them, by the layer's name."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+    return {
+        runner.routed_experts.layer_name: runner.shared_experts._layer
+        for runner in runners
+        if runner.shared_experts is not None
+    }
+
+
 def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
     """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two. share: what it holds."""
     from vllm.model_executor.models.utils import extract_layer_index

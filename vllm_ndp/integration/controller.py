@@ -154,6 +154,7 @@ class NdpController:
         self.planner.start()
         costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
         self._balancer = Balancer(costs, offload_bits) if offload_bits else None
+        shared = compat.shared_experts(runner.model)
         for index, name in self._operators.items():
             layer = MoELayer(
                 index,
@@ -165,6 +166,7 @@ class NdpController:
                 self.running,
                 self._balancer,
                 weighs_input=self._weighs_input,
+                shared=shared.get(name.partition(":")[2]),
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -216,9 +218,10 @@ class NdpController:
         self.sidecar.allocate(kv_cache_config.num_blocks, group.block_size)
         self.requests.kv_group = group.index
         self.locator.group = group
-        # the native layers remember the weights that they compute with, which are not the router's where x is weighed
-        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self._weighs_input:
-            self._few = FewRows(self.hot.layers, self.sidecar, self.clock, self._balancer)
+        if FewRows.fits(self.hot.layers, self.sizes.top_k):
+            self._few = FewRows(
+                self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
+            )
         if self.settings.record is not None and self.ranks.leads:
             scheduling = Scheduling(
                 max_num_batched_tokens=self._scheduler_config.max_num_batched_tokens,

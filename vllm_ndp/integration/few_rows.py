@@ -39,9 +39,16 @@ class FewRows:
     """One per worker. `take` says whether a step is its own; then each layer calls `split` and perhaps `end_layer`."""
 
     def __init__(
-        self, layers: dict[int, HotSlots], sidecar: RoutingSidecar, clock: StepClock, balancer: Balancer | None
+        self,
+        layers: dict[int, HotSlots],
+        sidecar: RoutingSidecar,
+        clock: StepClock,
+        balancer: Balancer | None,
+        *,
+        weighs_input: bool = False,
     ) -> None:
-        """balancer: None where hot experts never leave the GPU. The sidecar has its size."""
+        """balancer: None where hot experts never leave the GPU. The sidecar has its size. weighs_input: the rows that
+        are given are weighed already, so that outputs are not."""
         slots = layers[0]
         hidden, dtype = slots.held.w13.shape[2], _ON_HOST[slots.held.w13.dtype]
         self._clock = clock
@@ -74,6 +81,7 @@ class FewRows:
             self.pair_bits,
             self.pair_weights,
             self.activations.view(np.uint8),
+            weighs_input,
         )
         if balancer is not None:
             self.native.price(balancer.offload_bits, *price_tables(balancer), balancer.device_ps)

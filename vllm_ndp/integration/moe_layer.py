@@ -3,13 +3,14 @@
     decode rows   hot pairs -> hot slots (vLLM's fused kernel)     cold and offloaded pairs -> one message to the device
     prefill rows  hot pairs -> hot slots                           cold pairs -> streamed from the pool, full precision
 
-The message leaves before the hot experts are computed and its answer is collected after; what the device returns is a
-weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
+The message leaves before shared and hot experts are computed and its answer is collected after; what the device returns
+is a weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
 computed here. Knows tensors of one layer; does not know how a plan was made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +26,9 @@ from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
+
+Shared = Callable[[torch.Tensor], torch.Tensor]
+"""Shared experts: [T, H] -> [T, H], a fresh tensor."""
 
 LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
 """An operator takes strings, not objects: layers by name, the engine's number in front."""
@@ -43,42 +47,66 @@ class MoELayer:
         balancer: Balancer | None,
         *,
         weighs_input: bool = False,
+        shared: Shared | None = None,
     ) -> None:
-        """balancer: None where hot experts never leave the GPU. weighs_input: the router's one weight is for x."""
+        """balancer: None where hot experts never leave the GPU. weighs_input: the router's one weight is for x. shared:
+        the shared experts, where they are ours to run."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
         self._weighs_input = weighs_input
+        self._shared = shared
 
-    def forward(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """x [T, H], topk_weights f32 [T, k], topk_ids [T, k] global expert ids -> a fresh tensor [T, H]."""
+    def forward(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object
+    ) -> torch.Tensor:
+        """x [T, H], topk_weights f32 [T, k], topk_ids [T, k] global expert ids -> a fresh tensor [T, H].
+
+        beside: is called once, when the message has left, and may take as long as the device does.
+        """
         step = self._running.step
         if step is None:
-            return self._slots.run_anything(*self._weighed(x, topk_weights), topk_ids)
+            beside()
+            return self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
         try:
-            return self._forward(step, x, topk_weights, topk_ids)
+            return self._forward(step, x, topk_weights, topk_ids, beside)
         except BaseException:
             step.abandon()  # whoever asks for the step's report now must not hide the cause
             raise
 
-    def _forward(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def forward_with_shared(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, shared_input: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and what the layer's shared experts make of shared_input [T, H]."""
+        shared, outputs = self._shared, list[torch.Tensor]()
+        assert shared is not None
+        routed = self.forward(x, topk_weights, topk_ids, lambda: outputs.append(shared(shared_input)))
+        return routed, outputs[0]
+
+    def _forward(
+        self,
+        step: Step,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        beside: Callable[[], object],
+    ) -> torch.Tensor:
         num_rows = self._begin(step, topk_weights, topk_ids)
-        x, topk_weights = self._weighed(x, topk_weights)
+        x = self._weighed(x, topk_weights)
         if num_rows == x.shape[0]:
-            return self._run(step, x, topk_weights, topk_ids)
+            return self._run(step, x, topk_weights, topk_ids, beside)
         out = torch.zeros_like(x)  # rows past the scheduled ones are padding of a captured graph
-        out[:num_rows] = self._run(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows])
+        out[:num_rows] = self._run(step, x[:num_rows], topk_weights[:num_rows], topk_ids[:num_rows], beside)
         return out
 
-    def _weighed(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weigh the input where that is how the model does it; the output is then not weighed again.
+    def _weighed(self, x: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """The input of the experts, weighed where that is how the model does it."""
+        return x * topk_weights.to(x.dtype) if self._weighs_input else x
 
-        What the sidecar remembers for planning are the router's weights all the same.
-        """
-        return (
-            (x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)) if self._weighs_input else (x, topk_weights)
-        )
+    def _applied(self, topk_weights: torch.Tensor) -> torch.Tensor:
+        """What outputs are weighed with: 1 where the input was. Planning and balancing see the router's weights."""
+        return torch.ones_like(topk_weights) if self._weighs_input else topk_weights
 
     def _begin(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> int:
         """Wait for the hot slots, write the router's choices beside the KV cache; returns the number of real rows."""
@@ -91,12 +119,20 @@ class MoELayer:
             step.begin_layer()
         return num_rows
 
-    def _run(self, step: Step, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self,
+        step: Step,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        beside: Callable[[], object],
+    ) -> torch.Tensor:
         if step.few is not None:
-            return self._run_few(step.few, step.number, x, topk_weights, topk_ids)
+            return self._run_few(step.few, step.number, x, topk_weights, topk_ids, beside)
         split = self._split(step, topk_weights, topk_ids)
         call = self._device.submit(step, self.index, x, split)
         try:
+            beside()
             out = self._slots.run(x, split.hot)
             self._stream(out, x, split.stream, self._planner.slots_to_keep(step, self.index, split.stream))
             device_ps = self._collect(call, out, x, split.device)
@@ -108,14 +144,22 @@ class MoELayer:
         return out
 
     def _run_few(
-        self, few: FewRows, number: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        self,
+        few: FewRows,
+        number: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        beside: Callable[[], object],
     ) -> torch.Tensor:
         """The same for few decode rows, whose split, counts and clock are one native call."""
         count = few.split(self.index, topk_weights, topk_ids, offload=self._balancer is not None and self._device.is_up)
         if not count:
-            return self._slots.run_aliased(x, topk_weights, few.slots)
+            beside()
+            return self._slots.run_aliased(x, few.topk_weights, few.slots)
         call = self._device.submit_few(number, self.index, x, few, count)  # None: another rank sends
         try:
+            beside()
             if few.native.num_hot:
                 out = self._slots.run_aliased(x, few.topk_weights, few.slots)
                 if idle := few.native.idle_rows:
@@ -149,7 +193,8 @@ class MoELayer:
             if offloaded := balancer.offloaded(load):
                 gone = torch.tensor(sorted(offloaded), device=expert_map.device)
                 expert_map = expert_map.index_fill(0, gone, -1)
-        return split_arrays(expert_map, topk_ids, topk_weights, step.rows.decode)._replace(offloaded=offloaded)
+        applied = self._applied(topk_weights)
+        return split_arrays(expert_map, topk_ids, applied, step.rows.decode)._replace(offloaded=offloaded)
 
     def _split_few(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
         ids, weights = topk_ids.tolist(), topk_weights.tolist()
@@ -158,7 +203,9 @@ class MoELayer:
             load = LayerLoad.of_lists([slot >= 0 for slot in expert_map], ids, weights, step.bits_by_row(self.index))
             if offloaded := balancer.offloaded(load):
                 expert_map = [-1 if expert in offloaded else slot for expert, slot in enumerate(expert_map)]
-        return split_lists(expert_map, ids, weights, topk_weights)._replace(offloaded=offloaded)
+        if self._weighs_input:
+            weights = [[1.0] * len(row) for row in weights]
+        return split_lists(expert_map, ids, weights, self._applied(topk_weights))._replace(offloaded=offloaded)
 
     def _balancer_now(self, step: Step) -> Balancer | None:
         """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""

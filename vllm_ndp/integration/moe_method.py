@@ -10,6 +10,7 @@ from torch.library import Library
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -22,6 +23,7 @@ from vllm_ndp.integration.moe_layer import LAYERS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_OURS = SharedExpertsOrder.MK_INTERNAL_OVERLAPPED
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
 
@@ -33,8 +35,29 @@ def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tenso
     return torch.empty_like(x)
 
 
+def _moe_shared(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    shared_input: torch.Tensor,
+    layer_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return LAYERS[layer_name].forward_with_shared(x, topk_weights, topk_ids, shared_input)
+
+
+def _moe_shared_fake(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    shared_input: torch.Tensor,
+    layer_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(shared_input)
+
+
 # On CPU torch.compile traces into apply(), which depends on data and on another process: it must be opaque.
 direct_register_custom_op("moe", _moe, fake_impl=_moe_fake, target_lib=_LIBRARY)
+direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake, target_lib=_LIBRARY)
 
 
 class NdpMoEMethod(FusedMoEMethodBase):
@@ -45,6 +68,12 @@ class NdpMoEMethod(FusedMoEMethodBase):
         settings = compat.settings_of(vllm_config)
         self._controller = current_controller()  # this engine's: another one in the process may come later
         self.num_slots = settings.resolve_hot_experts(moe.num_experts)
+
+    @property
+    def mk_can_overlap_shared_experts(self) -> bool:
+        """On a CPU shared experts are ours to run, once the message to the device has left; vLLM would run them before
+        it routes. On a GPU vLLM overlaps them itself, on another stream."""
+        return bool(current_platform.is_cpu())
 
     @property
     def supports_internal_mk(self) -> bool:
@@ -103,8 +132,19 @@ class NdpMoEMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, self._name)
-        return LAYERS[self._name].forward(x, topk_weights, topk_ids)  # an operator's dispatch costs 10 us
+            if not self._runs_shared(shared_experts, x):
+                return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, self._name)
+            routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, self._name)
+            shared_experts._output[shared_experts._output_idx] = shared  # as its own forward leaves it
+            return routed
+        layer = LAYERS[self._name]  # an operator's dispatch costs 10 us
+        if not self._runs_shared(shared_experts, x):
+            return layer.forward(x, topk_weights, topk_ids)
+        return layer.forward(x, topk_weights, topk_ids, partial(shared_experts, shared_experts_input, _OURS))
+
+    def _runs_shared(self, shared_experts: Any, x: torch.Tensor) -> bool:
+        """Whether vLLM leaves the layer's shared experts to us."""
+        return shared_experts is not None and shared_experts._determine_shared_experts_order(x) == _OURS
 
 
 def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:

@@ -74,7 +74,7 @@ class DecodeLayers {
     DecodeLayers(Out<int16_t, 3> routing_ids, Out<float, 3> routing_weights, std::vector<In<int32_t, 1>> expert_maps,
                  In<int64_t, 2> hot_ps, int64_t overhead_ps, Out<int32_t, 1> slots, Out<float, 1> topk_weights,
                  Out<int64_t, 1> sent_rows, Out<int32_t, 1> pair_rows, Out<int32_t, 1> pair_experts,
-                 Out<uint8_t, 1> pair_bits, Out<float, 1> pair_weights, Out<uint8_t, 2> activations)
+                 Out<uint8_t, 1> pair_bits, Out<float, 1> pair_weights, Out<uint8_t, 2> activations, bool weighs_input)
         : routing_ids_(std::move(routing_ids)),
           routing_weights_(std::move(routing_weights)),
           maps_(std::move(expert_maps)),
@@ -86,7 +86,8 @@ class DecodeLayers {
           pair_experts_(std::move(pair_experts)),
           pair_bits_(std::move(pair_bits)),
           pair_weights_(std::move(pair_weights)),
-          activations_(std::move(activations)) {
+          activations_(std::move(activations)),
+          weighs_input_(weighs_input) {
         num_layers_ = routing_ids_.shape(0);
         num_entries_ = routing_ids_.shape(1);
         top_k_ = routing_ids_.shape(2);
@@ -317,7 +318,7 @@ class DecodeLayers {
             if (own < 0) idle_rows_.push_back(row);
             bool sent = false;
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
-                weights_.data()[i] = weights[i];
+                weights_.data()[i] = weighs_input_ ? 1.0f : weights[i];
                 if (slots[i] >= 0) {
                     want(slots[i] < num_experts_, "a hot slot lies outside the layer");
                     if (another < 0) another = slots[i];
@@ -333,7 +334,7 @@ class DecodeLayers {
                 pair_rows_.data()[num_cold_] = static_cast<int32_t>(num_sent_ - 1);
                 pair_experts_.data()[num_cold_] = ids[i];
                 pair_bits_.data()[num_cold_] = bits;
-                pair_weights_.data()[num_cold_] = weights[i];
+                pair_weights_.data()[num_cold_] = weights_.data()[i];
                 pair_offloaded_[num_cold_++] = offloaded_[ids[i]];
                 weights_.data()[i] = 0.0f;
                 slots[i] = own;
@@ -355,6 +356,7 @@ class DecodeLayers {
     Out<uint8_t, 1> pair_bits_;
     Out<float, 1> pair_weights_;
     Out<uint8_t, 2> activations_;
+    bool weighs_input_;  // the rows come weighed: what they give is added as it is
     int64_t num_layers_ = 0, num_entries_ = 0, top_k_ = 0, num_experts_ = 0;
     Prices prices_;
 
@@ -388,11 +390,11 @@ NB_MODULE(_decode_layers, m) {
     nb::class_<DecodeLayers>(m, "DecodeLayers")
         .def(nb::init<Out<int16_t, 3>, Out<float, 3>, std::vector<In<int32_t, 1>>, In<int64_t, 2>, int64_t,
                       Out<int32_t, 1>, Out<float, 1>, Out<int64_t, 1>, Out<int32_t, 1>, Out<int32_t, 1>,
-                      Out<uint8_t, 1>, Out<float, 1>, Out<uint8_t, 2>>(),
+                      Out<uint8_t, 1>, Out<float, 1>, Out<uint8_t, 2>, bool>(),
              nb::arg("routing_ids"), nb::arg("routing_weights"), nb::arg("expert_maps"), nb::arg("hot_ps"),
              nb::arg("overhead_ps"), nb::arg("slots"), nb::arg("topk_weights"), nb::arg("sent_rows"),
              nb::arg("pair_rows"), nb::arg("pair_experts"), nb::arg("pair_bits"), nb::arg("pair_weights"),
-             nb::arg("activations"))
+             nb::arg("activations"), nb::arg("weighs_input") = false)
         .def("price", &DecodeLayers::price, nb::arg("offload_bits"), nb::arg("gpu_ps"), nb::arg("message_ps"),
              nb::arg("device_ps"))
         .def("begin_step", &DecodeLayers::begin_step, nb::arg("entries"), nb::arg("owners"), nb::arg("bits"),

@@ -1,0 +1,111 @@
+"""Shared experts run while the device works: after a layer's message has left, before its answer is waited for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import PROMPTS, ROOT, engine, greedy, token_ids
+
+from ndp_device.checkpoint.files import model_digest
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+FAMILIES = ("deepseek_v3", "qwen2_moe", "llama4")
+"""Latent attention, a dense layer and an unweighted shared expert; one behind a gate of its own; one whose input is not
+weighed as that of the routed ones is."""
+WINDOWS = "gpt_oss"
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("families")
+    maker = ROOT / "benchmarks" / "make_family_models.py"
+    subprocess.run([sys.executable, maker, out, *FAMILIES, WINDOWS], check=True, capture_output=True, timeout=600)
+    return out
+
+
+def watched(llm: Any) -> list[tuple[str, int]]:
+    """(what, MoE layer) in the order in which it happens from now on: send, shared, answer."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    events: list[tuple[str, int]] = []
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    runners = [module for module in worker.model_runner.model.modules() if isinstance(module, MoERunner)]
+    for layer, runner in enumerate(runners):
+        runner.shared_experts._layer.register_forward_hook(lambda *_, layer=layer: events.append(("shared", layer)))
+    client = worker.ndp.device.client
+    begin, finish = client.begin_execute, client.finish_execute
+    sent: dict[int, int] = {}
+
+    def begin_and_note(layer: int, *message: Any) -> Any:
+        events.append(("send", layer))
+        handle = begin(layer, *message)
+        sent[handle.id] = layer
+        return handle
+
+    def finish_and_note(handle: Any) -> Any:
+        events.append(("answer", sent[handle.id]))
+        return finish(handle)
+
+    client.begin_execute, client.finish_execute = begin_and_note, finish_and_note
+    return events
+
+
+@pytest.mark.parametrize(
+    ("family", "eager"),
+    [*((family, True) for family in FAMILIES), (FAMILIES[0], False)],
+    ids=[*FAMILIES, f"{FAMILIES[0]}-compiled"],
+)
+def test_the_message_leaves_before_the_shared_expert_runs_and_tokens_are_stocks(
+    models: Path, family: str, eager: bool
+) -> None:
+    options = {"enforce_eager": eager}
+    with engine(models / family, **options) as llm:
+        wanted = token_ids(greedy(llm, PROMPTS[:2], TOKENS))
+    with engine(models / family, settings={"cold_precision": "full"}, **options) as llm:
+        events = watched(llm)
+        tokens = token_ids(greedy(llm, PROMPTS[:2], TOKENS))
+        totals = llm.collective_rpc("ndp_totals")[0]
+        controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
+        num_layers, is_native = len(controller.hot.layers), controller.status()["decode_layers"]
+    assert tokens == wanted
+    assert totals["fallback_pairs"] == 0
+    assert "native" in is_native, "few decode rows take the native layer in every family"
+    calls = [i for i, (what, _) in enumerate(events) if what == "send"]
+    assert len(calls) > num_layers, "too few layers asked the device to show anything"
+    for i in calls:
+        layer = events[i][1]
+        assert events[i : i + 3] == [("send", layer), ("shared", layer), ("answer", layer)]
+    shared = [layer for what, layer in events if what == "shared"]
+    assert shared == list(range(num_layers)) * totals["steps"], "each layer's shared expert runs once a step, in order"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4", WINDOWS])
+def test_a_family_s_live_run_takes_its_simulated_time_again_when_replayed(
+    models: Path, tmp_path: Path, family: str
+) -> None:
+    """Attention layers of several kinds, dense layers and shared experts, through the trace, to the picosecond."""
+    from vllm import SamplingParams
+
+    settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
+    with engine(models / family, settings=settings, max_num_batched_tokens=128, max_model_len=512) as llm:
+        lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)]
+        llm.generate([PROMPTS[0] * 4, PROMPTS[1], PROMPTS[2] * 3], lengths)
+        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.shape
+    assert len(shape.kinds) >= 2, "decoder layers of several kinds"
+    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(models / family))
+    assert trace.provenance.live is not None
+    loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
+    replayed = replay_live(trace, loss)
+    assert len(replayed.steps) > 8
+    assert np.array_equal(replayed.step_ps, replayed.recorded_step_ps)
+    assert replayed.identical
