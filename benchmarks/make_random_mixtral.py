@@ -1,6 +1,7 @@
 """Write a Mixtral of any size with random weights: for memory and speed measurements, where its text does not matter.
 
     python benchmarks/make_random_mixtral.py OUT --hidden 4096 --intermediate 14336 --layers 2 --experts 8
+    python benchmarks/make_random_mixtral.py OUT --shape qwen3-30b-a3b --layers 2      # the experts of that model
 
 The weights are bfloat16 draws of N(0, 0.02) cut from one table of 16 M values, each matrix from a place of its own, so
 that writing is as fast as the disk; two experts are never equal, but the values repeat. One file is written in pieces
@@ -21,6 +22,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ndp_device.timing.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny-mixtral"
@@ -132,7 +135,12 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", choices=SHAPES, metavar="NAME", help="experts as in this published model")
     arguments = parser.parse_args()
+    if arguments.shape:
+        shape = SHAPES[arguments.shape]
+        arguments.hidden, arguments.intermediate = shape.hidden_size, shape.intermediate_size
+        arguments.experts, arguments.top_k = shape.num_experts, shape.top_k
     if arguments.hidden % HEAD_SIZE or min(arguments.intermediate, arguments.layers, arguments.experts) < 1:
         print(f"--hidden must be a multiple of {HEAD_SIZE} and the other sizes at least 1", file=sys.stderr)
         sys.exit(2)

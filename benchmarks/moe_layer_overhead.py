@@ -8,7 +8,11 @@ in the same process by sending the run's last message again, as seldom as the ru
 its layers is the step less the sum of its MoE layers: vLLM's attention, sampling and scheduling, and what the plugin
 adds to them.
 
+The floor of a layer with a call is what it reads over this machine's bandwidth, the host's share and the device's at
+the same time on a core each, plus a message without experts there and back, measured in the same rounds.
+
     python benchmarks/moe_layer_overhead.py --model models/tiny-mixtral --batch 1 --rounds 20 --json out.json
+    python benchmarks/moe_layer_overhead.py --shape qwen3-30b-a3b --layers 2      # random weights, written aside
 """
 
 from __future__ import annotations
@@ -25,9 +29,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from make_random_mixtral import config_of, write
 from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
+
+from ndp_device.kernels.native import NativeKernel
+from ndp_device.timing.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -36,6 +45,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "half-hot-3-bit": {"hot_experts": -2, "avg_bits": 3.0},
     "all-cold-3-bit": {"hot_experts": 0, "avg_bits": 3.0},
 }
+STREAM_BYTES = 1 << 28
 ROUND_TRIPS = 50
 """Per round."""
 MARK = "MEASURED "
@@ -108,6 +118,46 @@ def round_trips(client: Any, message: tuple[Any, ...], pause_s: float) -> list[f
     return seconds
 
 
+class Floor:
+    """Bytes that each layer with a call reads, on either side, from its messages; and what limits reading them."""
+
+    def __init__(self, controller: Any, batch: int) -> None:
+        self._replica_bytes = controller.device.served.expert_bytes
+        self._shape, self._pairs = controller.shape, batch * controller.shape.top_k
+        self._stream = NativeKernel(threads=1)
+        self._data = np.ones(STREAM_BYTES, np.uint8)
+        self.seconds_per_byte = float("inf")
+        self.device_bytes: list[int] = []
+        self.host_bytes: list[int] = []
+
+    def note(self, experts: Any, bits: Any) -> None:
+        read = set(zip(experts.tolist(), bits.tolist(), strict=True))
+        self.device_bytes.append(sum(self._replica_bytes[width] for _, width in read))
+        hot = self._pairs - len(experts)  # at batch 1 each is an expert of its own
+        router = self._shape.router_weights * self._shape.dtype_bytes
+        self.host_bytes.append(router + hot * self._shape.expert_bytes)
+
+    def measure_bandwidth(self) -> None:
+        for streams, prefetch in ((1, 2048), (2, 1024), (4, 512), (4, 1024)):
+            start = time.thread_time()
+            self._stream.read_stream(self._data, streams=streams, prefetch_bytes=prefetch)
+            self.seconds_per_byte = min(self.seconds_per_byte, (time.thread_time() - start) / STREAM_BYTES)
+
+    def us(self, bare_us: float) -> float:
+        """Mean over the layers with a call since the last clear."""
+        slower = [max(pair) for pair in zip(self.device_bytes, self.host_bytes, strict=True)]
+        return 1e6 * statistics.mean(slower) * self.seconds_per_byte + bare_us
+
+    def clear(self) -> None:
+        self.device_bytes.clear()
+        self.host_bytes.clear()
+
+
+def without_experts(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same rows there and back, nothing computed."""
+    return (*message[:4], *(part[:0] for part in message[4:]))
+
+
 def run_arm(arguments: argparse.Namespace) -> None:
     """Measure once for each line that comes in."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -132,6 +182,7 @@ def run_arm(arguments: argparse.Namespace) -> None:
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker
     client = worker.ndp.device.client if settings is not None else None
+    floor = None if client is None or arguments.batch != 1 else Floor(worker.ndp, arguments.batch)
     last: list[tuple[Any, ...]] = []
     calls: list[float] = []  # when they were made
     if client is not None:
@@ -139,6 +190,8 @@ def run_arm(arguments: argparse.Namespace) -> None:
 
         def begin_and_note(*message: Any) -> Any:
             calls.append(time.perf_counter())
+            if floor is not None:
+                floor.note(message[5], message[6])
             last[:] = [tuple(part.copy() if hasattr(part, "copy") else part for part in message)]
             return begin(*message)
 
@@ -151,6 +204,9 @@ def run_arm(arguments: argparse.Namespace) -> None:
     for _ in sys.stdin:
         watch.clear()
         calls.clear()
+        if floor is not None:
+            floor.clear()
+            floor.measure_bandwidth()
         if client is not None:
             client.begin_execute = begin_and_note
         start = time.perf_counter()
@@ -163,6 +219,12 @@ def run_arm(arguments: argparse.Namespace) -> None:
             pause_s = statistics.median(b - a for a, b in itertools.pairwise(calls))
             found |= percentiles("round_trip", round_trips(client, last[0], pause_s))
             found |= percentiles("back_to_back", round_trips(client, last[0], 0.0))
+            found |= percentiles("bare", round_trips(client, without_experts(last[0]), pause_s))
+            if floor is not None:
+                for share in ("min", "p50"):
+                    floor_us = floor.us(found["measured_bare_min_us"])
+                    found[f"measured_over_floor_{share}"] = found[f"measured_called_layer_{share}_us"] / floor_us
+                found["measured_floor_us"] = floor_us
         found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
         print(MARK + json.dumps(found), flush=True)
 
@@ -220,6 +282,8 @@ def verdicts(arms: dict[str, dict[str, float]], share: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "models" / "tiny-mixtral"))
+    parser.add_argument("--shape", choices=SHAPES, metavar="NAME", help="instead: random experts of a published model")
+    parser.add_argument("--layers", type=int, default=2, help="of --shape")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=20)
@@ -232,6 +296,12 @@ def main() -> None:
         run_arm(arguments)
         return
     measurement = Measurement(__doc__ or "")
+    if arguments.shape:
+        aside = tempfile.TemporaryDirectory(prefix=f"{arguments.shape}-")
+        arguments.model = aside.name
+        shape = SHAPES[arguments.shape]
+        sizes = shape.hidden_size, shape.intermediate_size, arguments.layers, shape.num_experts, shape.top_k
+        write(Path(aside.name), config_of(*sizes), 0)
     arms = arguments.arms.split(",")
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads = []
@@ -277,7 +347,19 @@ def main() -> None:
     for name in over["p50"]:
         table.add_row(name, *(f"{over[share][name]:.0f}" for share in over), f"{TARGETS[name]:.0f}")
     console.print(table)
-    figures = {"batch": arguments.batch, "rounds": arguments.rounds, "arms": summary, "measured_over_stock_us": over}
+    for arm, found in summary.items():
+        if "measured_floor_us" in found:
+            console.print(
+                f"{arm}: a layer with a call takes {found['measured_over_floor_min']:.2f} times (fastest) and "
+                f"{found['measured_over_floor_p50']:.2f} times (median) its floor, {found['measured_floor_us']:.0f} us"
+            )
+    figures = {
+        "batch": arguments.batch,
+        "shape": arguments.shape,
+        "rounds": arguments.rounds,
+        "arms": summary,
+        "measured_over_stock_us": over,
+    }
     measurement.end(figures, arguments.json)
 
 
