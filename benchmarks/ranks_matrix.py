@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2": {"tensor_parallel_size": 2},
     "EP2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "TP2 on Ray": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
     "PP2": {"pipeline_parallel_size": 2},
     "TP2 x PP2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "ngram": {"speculative_config": NGRAM},
@@ -57,6 +58,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
@@ -116,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modes", nargs="*", help=f"of {', '.join(MODES)}, each perhaps with ' compiled'; all if none")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--precision", choices=("identity", "quantized"), help="only one of the two")
     parser.add_argument("--fork", action="store_true", help="fork workers instead of spawning them: faster")
     parser.add_argument("--verbose", action="store_true", help="print the log of a case that failed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -128,12 +131,14 @@ def main() -> None:
     wanted = arguments.modes or [*MODES, *(f"{mode} compiled" for mode in MODES)]
     tokens, fork = arguments.tokens, arguments.fork
     stock = case("stock", {}, None, tokens, fork)
-    quantized = case("quantized TP1", {}, QUANTIZED, tokens, fork)
+    quantized = case("quantized TP1", {}, QUANTIZED, tokens, fork) if arguments.precision != "identity" else stock
     print(f"{'mode':24} {'precision':10} {'identical':>12}  fallback pairs, row checks (mismatches) by rank")
     rows = []
     for mode in wanted:
         options = MODES[mode.removesuffix(" compiled")] | (COMPILED if mode.endswith(" compiled") else {})
         for precision, settings, against in (("identity", IDENTITY, stock), ("quantized", QUANTIZED, quantized)):
+            if arguments.precision not in (None, precision):
+                continue
             result = case(mode, options, settings, tokens, fork)
             if "failed" in result:
                 print(f"{mode:24} {precision:10} {'failed':>12}  {result['failed']}", flush=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import one_engine
 import pytest
 from engines import MODEL, PATIENCE_S, PROMPTS, REPLICAS, device_processes, engine, greedy, run_program, token_ids
 
@@ -142,6 +143,14 @@ def test_a_lost_device_changes_no_token_in_full_precision(stock_tokens: list[lis
     assert other["fallback_pairs"] == 0
 
 
+def test_ray_starts_the_same_two_ranks(stock_tokens: list[list[int]]):
+    pytest.importorskip("ray", reason="the extra vllm-ndp[ray] is not installed")
+    options = TWO_RANKS | {"distributed_executor_backend": "ray", "max_num_batched_tokens": 64}
+    said = one_engine.run(IDENTITY, LONG_PROMPTS, TOKENS, environment={"RAY_USAGE_STATS_ENABLED": "0"}, **options)
+    assert said["tokens"] == [stock_tokens]
+    assert [totals["fallback_pairs"] for totals in said["totals"]] == [0, 0]
+
+
 def test_a_leader_that_finds_no_device_ends_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     settings = {"cold_precision": "full", "device": f"ipc://{tmp_path / 'nobody'}"}
     with pytest.raises(Exception, match="initialization failed"), engine(settings=settings, **TWO_RANKS):
@@ -162,7 +171,7 @@ def config_of_two_ranks(**settings: Any) -> Any:
 
 
 def test_a_packed_pool_of_whole_experts_is_refused_on_two_ranks():
-    with pytest.raises(ConfigError, match="'pool' is 'packed', which holds whole experts"):
+    with pytest.raises(ConfigError, match="'pool' is 'packed', which holds all experts of a layer for one rank"):
         config_of_two_ranks(pool="packed")
 
 
@@ -175,6 +184,24 @@ def test_parts_that_the_kernel_cannot_take_are_refused_before_loading():
         ConfigError, match="cuts experts of intermediate size 256 into parts that are no multiple of 32"
     ):
         compat.check(config)
+
+
+def test_ranks_without_numa_nodes_of_their_own_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """And stock vLLM still ends there: when the second half fails, `compat.bind_ranks` has nothing left to do."""
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    if len(get_visible_memory_node()) > 1:
+        pytest.skip("this machine has a NUMA node for each of two ranks")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    config = config_of_two_ranks()
+    lists = os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")
+    cores = [int(core) for part in lists for core in part.split(",")] if lists != ["nobind"] else []
+    assert sorted(cores) == (sorted(os.sched_getaffinity(0)) if cores else [])
+    assert len(lists) == (2 if cores else 1)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    with pytest.raises(AssertionError, match="Not enough allowed NUMA nodes to bind threads"):
+        OMPProcessManager(config)
 
 
 # -- what ranks tell each other, between two real processes of vLLM's own group ------------------------------------

@@ -92,8 +92,7 @@ def test_settings_of_other_plugins_are_left_alone():
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
-        ({"enable_expert_parallel": True}, "drop --enable-expert-parallel"),
+        ({"enable_expert_parallel": True, "data_parallel_size": 2}, "drop --enable-expert-parallel"),
         ({"enable_dbo": True}, "drop --enable-dbo"),
         ({"enable_lora": True}, "drop --enable-lora"),
         ({"load_format": "dummy"}, "drop --load-format dummy"),

@@ -29,7 +29,6 @@ from engines import (
     user_environment,
 )
 
-from ndp_device.errors import ConfigError
 from vllm_ndp.device.process import DeviceProcess
 
 pytestmark = pytest.mark.vllm
@@ -91,14 +90,6 @@ def test_a_replica_counts_its_own_requests_only(offline: list[dict[str, Any]]):
             assert decode == (TOKENS - 1) * 4 * 2
             assert report["simulated_tpot_us"] > 0
             assert report["measured_tpot_ms"] > 0
-
-
-def test_expert_parallelism_over_replicas_is_refused_by_name():
-    from vllm.engine.arg_utils import EngineArgs
-
-    options = {"data_parallel_size": 2, "enable_expert_parallel": True}
-    with pytest.raises(ConfigError, match="expert parallelism over data-parallel ranks, which would bring rows"):
-        EngineArgs(str(MODEL), quantization="ndp", **options).create_engine_config()
 
 
 def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(

@@ -94,7 +94,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
          "'prior' from 'policy_options'"),
-        (parallel.enable_expert_parallel, "expert parallelism: drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
@@ -115,7 +114,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_broken_on_cpu(vllm_config)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
-    _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings)
+    _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     settings.resolve_offload_bits(shape.num_experts)
     hardware_of(settings)
@@ -127,19 +126,20 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     return settings
 
 
-def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings) -> None:
+def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings, *, whole: bool) -> None:
+    """whole: each rank holds whole experts."""
     if num_ranks == 1:
         return
     unit = 32 if _on_cpu() else 1  # what the CPU kernel computes at a time
-    if shape.intermediate_size % (unit * num_ranks):
+    if shape.intermediate_size % (unit * num_ranks) and not whole:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "
             f"parts that are no multiple of {unit}: choose a size that divides it"
         )
     if settings.pool == "packed":
         raise ConfigError(
-            f"ndp setting 'pool' is 'packed', which holds whole experts, but --tensor-parallel-size {num_ranks} gives "
-            "each rank a part of them: use 'checkpoint'"
+            f"ndp setting 'pool' is 'packed', which holds all experts of a layer for one rank; with "
+            f"--tensor-parallel-size {num_ranks} use 'checkpoint'"
         )
 
 
@@ -252,6 +252,12 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
     ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
     if _on_cpu() and settings.device == EMBEDDED and ours_to_set:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+
+
+def let_ray_run_on_cpu(vllm_config: VllmConfig) -> None:
+    """vLLM's own Ray executor needs accelerators that Ray counts: patches/cpu-ray/README.md."""
+    if _on_cpu() and vllm_config.parallel_config.distributed_executor_backend == "ray":
+        vllm_config.parallel_config.distributed_executor_backend = "vllm_ndp.integration.ray_executor.CpuRayExecutor"
 
 
 def bind_ranks(vllm_config: VllmConfig) -> None:

@@ -41,6 +41,7 @@ from vllm_ndp.integration.report import PAIR_KINDS, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
 from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
@@ -71,7 +72,8 @@ class NdpController:
     def __init__(self, settings: NdpSettings, model_dir: Path, vllm_config: VllmConfig) -> None:
         self.settings, self.model_dir = settings, model_dir
         self.number = next(_numbers)
-        self.ranks = Ranks.of_this_worker()
+        parallel = vllm_config.parallel_config
+        self.ranks = Ranks.of_this_worker(holds_whole_experts=parallel.enable_expert_parallel)
         self.pool = ExpertsPool(model_dir, self.ranks.share)
         decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, self.ranks.stage)
         self.pool.restrict(self.layers)
@@ -83,7 +85,10 @@ class NdpController:
         self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size, stage.index, stage.count))
         self.requests = RequestTracker()
         self.running = RunningStep()
-        self.hot = HotExperts(self.pool, compat.engine_cores())
+        owners = None
+        if self.ranks.holds_whole_experts:
+            owners = Owners(self.ranks.size, shape.num_layers, shape.num_experts)
+        self.hot = HotExperts(self.pool, compat.engine_cores(), owners, self.ranks.rank)
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
         self.device: Device
@@ -130,7 +135,10 @@ class NdpController:
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
         self._digest = model_digest(self.model_dir)
-        replicas = self._find_replicas() if self._is_quantized() else None
+        replicas = None
+        if self._is_quantized():  # the first rank may have to build them
+            find = partial(device_link.find_replicas, self.settings, self.model_dir, self._digest)
+            replicas = self.ranks.after_the_first(find)
         planned = None if replicas is None else PlannedReplicas.of(replicas)
         self.ranks.require_equal(
             {
@@ -171,16 +179,6 @@ class NdpController:
             self._layers.append(layer)
             LAYERS[name] = layer
 
-    def _find_replicas(self) -> Path | None:
-        """The replica directory to plan from. Where it is missing the leader builds it, and the others wait."""
-        find = partial(device_link.find_replicas, self.settings, self.model_dir, self._digest)
-        if not self.ranks.leads:
-            self.ranks.from_leader()
-            return find()
-        found = find()
-        self.ranks.from_leader(True)
-        return found
-
     def _open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
         settings, shape = self.settings, self.pool.model
@@ -218,7 +216,7 @@ class NdpController:
         self.sidecar.allocate(kv_cache_config.num_blocks, group.block_size)
         self.requests.kv_group = group.index
         self.locator.group = group
-        if FewRows.fits(self.hot.layers, self.sizes.top_k):
+        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self.ranks.holds_whole_experts:
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
             )
@@ -363,6 +361,7 @@ class NdpController:
             model=self.shape,
             device=self.device,
             num_gpus=self.ranks.size,
+            whole_experts=self.ranks.holds_whole_experts,
             stage=self.ranks.stage,
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,

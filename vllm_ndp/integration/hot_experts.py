@@ -20,12 +20,14 @@ from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kern
 from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.planning.owners import Owners
 
 
 class HotExperts:
-    def __init__(self, pool: ExpertsPool, cores: Collection[int]) -> None:
-        """cores: where the copying thread may run."""
+    def __init__(self, pool: ExpertsPool, cores: Collection[int], owners: Owners | None = None, rank: int = 0) -> None:
+        """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts."""
         self.pool = pool
+        self._owners, self.rank = owners, rank
         self.layers: dict[int, HotSlots] = {}
         self.streamer: Streamer
         self._migrator = Migrator(cores)
@@ -52,10 +54,18 @@ class HotExperts:
         self._migrator.wait_for_all()
         for layer, row in enumerate(hot):
             slots, fill = self.layers[layer], self.streamer.fill
-            moves = slots.exchange(row)
+            moves = slots.exchange(self._own(layer, row))
             self._migrator.begin(
                 layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]
             )
+
+    def _own(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which of the experts [E] that are hot from now on this rank holds."""
+        return hot if self._owners is None else self._owners.place(layer, hot) == self.rank
+
+    def owners(self, layer: int) -> NDArray[np.int64] | None:
+        """[E], the rank of each hot expert, -1 where it is cold; None where this rank has its part of every hot one."""
+        return None if self._owners is None else self._owners.of(layer)
 
     def wait(self, layer: int) -> None:
         """Return when the slots of a layer hold what they are to hold. Raises what went wrong on the way."""
@@ -66,13 +76,17 @@ class HotExperts:
 
     def slots_to_keep(self, layer: int, hot: NDArray[np.bool_], resident: NDArray[np.bool_]) -> dict[int, int]:
         """Expert -> slot for those that are about to pass through and shall stay: resident [E] and not hot [E]."""
-        return self.layers[layer].slots_to_keep(resident & ~hot, resident)
+        own = self._own(layer, resident)
+        return self.layers[layer].slots_to_keep(own & ~hot, own)
 
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
         """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot.
 
-        Of this worker's share of each expert: the sum of all ranks is the whole.
+        Of this worker's share of each expert, or of its share of the experts: the sum of all ranks is the whole.
         """
+        if self._owners is not None:
+            mine = self._owners.streaming(layer)[pairs.experts] == self.rank
+            pairs = Pairs(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
         return self.streamer.run(layer, x, pairs, self.layers[layer], keep, [self.pool.share])
 
     def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RowLocator
 from vllm_ndp.integration.device_link import DeviceCall
@@ -21,7 +23,7 @@ from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.pairs import Pairs, Split, split_arrays, split_lists
+from vllm_ndp.integration.pairs import Pairs, Split, split_among_ranks, split_arrays, split_lists
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
@@ -182,6 +184,8 @@ class MoELayer:
         return out
 
     def _split(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
+        if (owners := self._hot.owners(self.index)) is not None:
+            return self._split_among_ranks(step, topk_weights, topk_ids, owners)
         if self._slots.takes_few_rows and topk_ids.numel() <= ALIAS_PAIRS and step.rows.all_decode:
             return self._split_few(step, topk_weights, topk_ids)
         expert_map, offloaded = self._slots.expert_map, frozenset[int]()
@@ -195,6 +199,22 @@ class MoELayer:
                 expert_map = expert_map.index_fill(0, gone, -1)
         applied = self._applied(topk_weights)
         return split_arrays(expert_map, topk_ids, applied, step.rows.decode)._replace(offloaded=offloaded)
+
+    def _split_among_ranks(
+        self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor, owners: NDArray[np.int64]
+    ) -> Split:
+        """owners [E]: the rank that holds each hot expert; what is offloaded is so on every rank."""
+        offloaded = frozenset[int]()
+        if (balancer := self._balancer_now(step)) is not None:
+            ids, weights = topk_ids.cpu().numpy().astype("int64"), topk_weights.float().cpu().numpy()
+            load = LayerLoad.of_arrays(owners >= 0, ids, weights, step.bits_by_row(self.index))
+            if offloaded := balancer.offloaded(load):
+                owners = owners.copy()
+                owners[sorted(offloaded)] = -1
+        rank, decode = self._hot.rank, step.rows.decode
+        applied = self._applied(topk_weights)
+        split = split_among_ranks(self._slots.expert_map, owners, rank, topk_ids, applied, decode)
+        return split._replace(offloaded=offloaded)
 
     def _split_few(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
         ids, weights = topk_ids.tolist(), topk_weights.tolist()

@@ -19,6 +19,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.moe_layer import LAYERS
+from vllm_ndp.planning.owners import slots_per_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +68,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         settings = compat.settings_of(vllm_config)
         self._controller = current_controller()  # this engine's: another one in the process may come later
-        self.num_slots = settings.resolve_hot_experts(moe.num_experts)
+        num_hot = settings.resolve_hot_experts(moe.num_experts)
+        self.num_slots = slots_per_gpu(num_hot, moe.moe_parallel_config.ep_size)
 
     @property
     def mk_can_overlap_shared_experts(self) -> bool:

@@ -41,6 +41,8 @@ class Split(NamedTuple):
     device: Pairs  # decode rows
     stream: Pairs  # prefill rows
     offloaded: frozenset[int] = frozenset()  # hot experts that run on the device this time
+    loads: tuple[list[int], list[int]] | None = None
+    """Where several ranks hold whole hot experts: pairs of each, and its rank. None: `hot` has all hot pairs."""
 
 
 def split_lists(
@@ -100,6 +102,33 @@ def split_arrays(
     experts = topk_ids.cpu().numpy()[rows, columns].astype(np.int64)
     cold = Pairs(rows, experts, topk_weights.float().cpu().numpy()[rows, columns])
     return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode))
+
+
+def split_among_ranks(
+    expert_map: torch.Tensor,
+    owners: NDArray[np.int64],
+    rank: int,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    is_decode: NDArray[np.bool_],
+) -> Split:
+    """The same where several ranks hold whole hot experts. owners [E]: the rank of each, -1 where it is not on a GPU.
+
+    Pairs of another rank's hot experts are nobody's here. A slot that is not needed keeps the expert it had, so the map
+    may name one that is this rank's no longer.
+    """
+    ids = topk_ids.cpu().numpy().astype(np.int64)
+    on_gpu = owners[ids] >= 0
+    rows, columns = np.nonzero(~on_gpu)
+    counts = np.bincount(ids[on_gpu], minlength=len(owners))
+    used = np.flatnonzero(counts)
+    own = torch.from_numpy(owners == rank).to(expert_map.device)
+    slots = torch.where(own, expert_map, -1)[topk_ids]
+    num_own = int(counts[owners == rank].sum())
+    hot = SlotPairs(slots, topk_weights, [num_own] if num_own else [])
+    cold = Pairs(rows, ids[rows, columns], topk_weights.float().cpu().numpy()[rows, columns])
+    loads = counts[used].tolist(), owners[used].tolist()
+    return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode), loads=loads)
 
 
 def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:

@@ -1,19 +1,23 @@
 """This worker among the others that run the same model: its part of it, and the little that ranks must tell each other.
 
-Tensor parallelism splits each layer over the ranks of a group. Rank 0, the leader, speaks to the device: it sends rows
-for whole experts and adds what comes back to its own partial sum, before vLLM's all-reduce adds up the ranks. Every
-rank makes the same plans by itself. Knows vLLM's groups. Does not know experts, plans or the device.
+Tensor parallelism splits each layer over the ranks of a group; with expert parallelism each of them holds some of the
+hot experts whole. Rank 0, the leader, speaks to the device: it sends rows for whole experts and adds what comes back to
+its own partial sum, before vLLM's all-reduce adds up the ranks. Every rank makes the same plans by itself. Knows vLLM's
+groups. Does not know experts, plans or the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ndp_device.errors import ConfigError
+
+T = TypeVar("T")
 
 _MOST_CORES = 8192  # of one host
 
@@ -44,18 +48,22 @@ class Stage:
 class Ranks:
     """The group of ranks that split each layer, seen from one of them."""
 
-    def __init__(self, group: Any, stages: Any) -> None:
-        """group: vLLM's tensor-parallel group; stages: its pipeline-parallel group, of the same part of each stage."""
+    def __init__(self, group: Any, stages: Any, *, holds_whole_experts: bool = False) -> None:
+        """group: vLLM's tensor-parallel group; stages: its pipeline-parallel group, of the same part of each stage.
+
+        holds_whole_experts: each rank has some of the hot experts, and not a part of each (expert parallelism).
+        """
         self._group, self._stages = group, stages
+        self.holds_whole_experts = holds_whole_experts and group.world_size > 1
         self.rank: int = group.rank_in_group
         self.size: int = group.world_size
         self.stage = Stage(stages.rank_in_group, stages.world_size)
 
     @classmethod
-    def of_this_worker(cls) -> Ranks:
+    def of_this_worker(cls, *, holds_whole_experts: bool) -> Ranks:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        return cls(get_tp_group(), get_pp_group())
+        return cls(get_tp_group(), get_pp_group(), holds_whole_experts=holds_whole_experts)
 
     @property
     def leads(self) -> bool:
@@ -63,21 +71,27 @@ class Ranks:
 
     @property
     def share(self) -> Share:
-        return Share(self.rank, self.size)
+        return WHOLE if self.holds_whole_experts else Share(self.rank, self.size)
 
     @property
     def description(self) -> str:
         stage = f"stage {self.stage.index} of {self.stage.count}: " if self.stage.count > 1 else ""
         if self.size == 1:
             return stage + ("a device, plan and clock of its own" if stage else "one: the whole model")
-        return (
-            f"{stage}{self.size}, each 1/{self.size} of every hot expert; rank 0 sends whole cold experts' rows to the "
-            "device"
-        )
+        each = f"1/{self.size} of the hot experts" if self.holds_whole_experts else f"1/{self.size} of every hot expert"
+        return f"{stage}{self.size}, each {each}; rank 0 sends whole cold experts' rows to the device"
 
     def from_leader(self, value: Any = None) -> Any:
         """What the leader gives here; every rank of the group must ask."""
         return value if self.size == 1 else self._group.broadcast_object(value if self.leads else None)
+
+    def after_the_first(self, act: Callable[[], T]) -> T:
+        """Have the first rank of all act, and then the others, so that nothing is made twice at once."""
+        is_first = self.leads and self.stage.index == 0
+        made = [act()] if is_first else []
+        for group in self._groups:
+            group.broadcast_object(True if group.rank_in_group == 0 else None)
+        return made[0] if made else act()
 
     def merge(self, cores: set[int]) -> set[int]:
         """The cores that any of the ranks names; every rank must ask."""

@@ -101,8 +101,10 @@ class Step:
                 self._count("fallback", split.device.rows)
             else:
                 self._count_device_pairs(split)
+        hot_pairs, hot_owners = split.loads or (split.hot.counts, ())
         self.clock.end_layer(
-            split.hot.counts,
+            hot_pairs,
+            hot_owners=hot_owners,
             device_ps=device_ps or 0,
             streamed_experts=len(set().union(*(pairs.experts.tolist() for pairs in streamed))),
             streamed_pairs=sum(len(pairs.rows) for pairs in streamed),

@@ -20,7 +20,7 @@ picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ndp_device.decoder_layers import DecoderLayer
@@ -138,8 +138,14 @@ class GpuModel:
         """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
         return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
 
-    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
-        """Experts in GPU memory: each one with at least a row is read once."""
+    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int], owners: Sequence[int] = ()) -> int:
+        """Experts in GPU memory: each one with at least a row is read once.
+
+        owners: the GPU of each where GPUs hold whole experts, of which the busiest counts; else each has a part of all.
+        """
+        if owners:
+            one, pairs = replace(self, num_gpus=1), list(zip(pairs_per_hot_expert, owners, strict=True))
+            return max(one.hot_experts_ps([count for count, of in pairs if of == gpu]) for gpu in set(owners))
         touched = sum(1 for pairs in pairs_per_hot_expert if pairs)
         return self.roofline_ps(
             touched * self.shape.expert_bytes, 2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert)
@@ -268,13 +274,15 @@ class StepClock:
         self,
         hot_pairs: Sequence[int] = (),
         *,
+        hot_owners: Sequence[int] = (),
         device_ps: int = 0,
         streamed_experts: int = 0,
         streamed_pairs: int = 0,
     ) -> LayerTime:
-        """hot_pairs: rows of each hot expert. device_ps: Timing.total_ps of the layer's message, 0 without one.
+        """hot_pairs: rows of each hot expert. hot_owners: as for GpuModel.hot_experts_ps.
 
-        streamed_experts: cold experts that came over PCIe, in prefill or because the device did not answer.
+        device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
+        PCIe, in prefill or because the device did not answer.
         """
         if self._layer_start_ps is None:
             raise RuntimeError("end_layer: begin_layer must come first")
@@ -282,7 +290,7 @@ class StepClock:
             start_ps=self._layer_start_ps,
             attention_ps=self._attention_ps,
             shared_ps=self._shared_ps,
-            hot_ps=self.model.hot_experts_ps(hot_pairs),
+            hot_ps=self.model.hot_experts_ps(hot_pairs, hot_owners),
             stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs),
             device_ps=device_ps,
             overhead_ps=self.model.hardware.gpu.layer_overhead_ps,

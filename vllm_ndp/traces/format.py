@@ -81,6 +81,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """None: recorded before it was kept."""
     num_gpus: int = 1
     """That split each layer (tensor parallelism); host_dims are the whole model's."""
+    whole_experts: bool = False
+    """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
     stage: int = 0
     num_stages: int = 1
     """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""

@@ -23,6 +23,7 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
@@ -90,6 +91,8 @@ class Engine:
         self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
         self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
+        self._owners = Owners(setup.num_gpus, *self.hot.shape) if setup.whole_experts else None
+        self._own(self.hot)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
         self._timings: list[Timing | None] = []
@@ -108,6 +111,7 @@ class Engine:
         """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch."""
         epoch, self._timings = self.epoch, []
         moved, before = self._replan(), self.clock.now_ps
+        self._own(self.hot)
         if moved:
             arrived = yield Migration(moved * self.clock.model.shape.expert_bytes, before)
             self.clock.wait_until(arrived)
@@ -120,6 +124,12 @@ class Engine:
     def finish(self, request: int) -> None:
         """A request has had its last step: from the next one on it is gone."""
         self.requests[request].finished = True
+
+    def _own(self, hot: NDArray[np.bool_]) -> None:
+        """These experts [L, E] are in GPU memory from now on: each has one GPU, where GPUs hold whole experts."""
+        if self._owners is not None:
+            for layer, row in enumerate(hot):
+                self._owners.place(layer, row)
 
     def _replan(self) -> int:
         """For the prefills that ended in the step before, if their requests are still there; experts that move."""
@@ -143,6 +153,7 @@ class Engine:
             self.requests[r].score = self.planner.score(stats)
         if self._ended:
             self.planner.keep(list(self._scores().values()), self._streamed)
+            self._own(self.planner.resident)
 
     def _run_rows(self, rows: NDArray[np.int64]) -> Asks[tuple[StepTime, StepTime | None]]:
         """The step's time, and what it would have been for its decode rows alone."""
@@ -205,8 +216,10 @@ class Engine:
         self._timings.append(timing)
         streamed = experts[~to_device]
         self._streamed[layer, streamed] = True
+        used = np.flatnonzero(hot_pairs)
         self.clock.end_layer(
-            hot_pairs[hot_pairs > 0].tolist(),
+            hot_pairs[used].tolist(),
+            hot_owners=() if self._owners is None else self._owners.of(layer)[used].tolist(),
             device_ps=device_ps,
             streamed_experts=len(np.unique(streamed)),
             streamed_pairs=len(streamed),
