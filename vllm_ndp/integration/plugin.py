@@ -60,6 +60,7 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.keep_moe_out_of_graphs(vllm_config)
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
+    compat.let_ray_run_on_cpu(vllm_config)
     if settings.report and vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = _report_connector()
 
