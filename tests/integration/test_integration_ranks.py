@@ -217,7 +217,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 with set_current_vllm_config(VllmConfig()):
     init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
     ensure_model_parallel_initialized(2, 1)
-ranks = Ranks.of_this_worker()
+ranks = Ranks.of_this_worker(holds_whole_experts=False)
 print("cores", sorted(ranks.merge({rank, 5})))
 print("told", ranks.from_leader(f"by {rank}"))
 ranks.require_equal({"settings": "A", "replicas with digest": "B"})
