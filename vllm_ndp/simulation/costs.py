@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,14 @@ class Costs:
 
         table: NDArray[np.float64] = self._once(("links", max_rows), measure)
         return table
+
+    def messages_ps(self, rows: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """link_ps of many messages; each distinct one is asked for once."""
+        most = int(pairs.max(initial=0)) + 1
+        distinct, inverse = np.unique(rows * most + pairs, return_inverse=True)
+        cases = [divmod(case, most) for case in distinct.tolist()]
+        times = [self._once(("message", *case), partial(self.link_ps, *case)) for case in cases]
+        return np.array(times, np.int64)[inverse].reshape(rows.shape)
 
     def gpu_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[tokens]: an expert in GPU memory; experts of one layer run one after the other."""

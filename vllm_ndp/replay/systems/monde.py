@@ -78,8 +78,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         ranked = -np.sort(-counts, axis=1)
         rest = sums_after(each_ps(ranked, lambda rows: costs.device_expert_ps(FULL_PRECISION_BITS, rows)))
         left, rows = sums_after(ranked), counts.sum(axis=1, keepdims=True) // costs.shape.top_k
-        messages = zip(np.minimum(left, rows).ravel().tolist(), left.ravel().tolist(), strict=True)
-        message = np.reshape([costs.link_ps(sent, pairs) for sent, pairs in messages], rest.shape)
+        message = costs.messages_ps(np.minimum(left, rows), left)
         beside = np.where(rest > 0, rest + costs.device_fill_ps + message, 0.0)
         here = copied_in_order(
             each_ps(ranked, lambda rows: costs.resident_ps(1, rows)), np.zeros((len(counts), 1)), costs
