@@ -82,8 +82,11 @@ class TraceWriter:
                 f"ids and weights of a step must be [rows, {p.num_layers}, {p.top_k}], got {list(ids.shape)} "
                 f"and {list(weights.shape)}"
             )
-        if rows and not 0 <= int(ids.min()) <= int(ids.max()) < p.num_experts:
-            raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {int(ids.min())}..{int(ids.max())}")
+        if rows:
+            # the ufuncs themselves: ids.min() takes three times as long for the few ids of a small step
+            low, high = np.minimum.reduce(ids, axis=None), np.maximum.reduce(ids, axis=None)
+            if not 0 <= low <= high < p.num_experts:
+                raise TraceError(f"expert ids must lie in 0..{p.num_experts - 1}, got {low}..{high}")
         for name, values in (("request_index", request_index), ("positions", positions), ("phases", phases)):
             if np.shape(values) != (rows,):
                 raise TraceError(

@@ -1,6 +1,7 @@
 // What replay does step by step because each step depends on the one before: expert caches, and a hot set that follows
-// decode; and the search for what balances a layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py,
-// adaptive.py and balanced.py are the users, tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
+// decode; and the search for what balances a layer. A lane is one layer of one group of requests. Exact doubles, no
+// randomness but a hash, one thread; cache.py, adaptive.py and balanced.py are the users,
+// tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -30,6 +31,20 @@ struct Lane {
     std::vector<double> last_used, frequency;
     std::vector<uint8_t> cached;
     std::vector<int64_t> held;  // the experts marked in cached, in any order
+    std::vector<size_t> place;  // of each of them in held
+
+    void hold(int64_t expert) {
+        cached[expert] = 1;
+        place[expert] = held.size();
+        held.push_back(expert);
+    }
+
+    void drop(int64_t expert) {
+        cached[expert] = 0;
+        held[place[expert]] = held.back();
+        place[held.back()] = place[expert];
+        held.pop_back();
+    }
 };
 
 void want(bool holds, const char* sentence) {
@@ -58,40 +73,37 @@ uint64_t scrambled(uint64_t x) {  // splitmix64
 }
 
 // Whether an expert is among the `most` of highest key; of equal keys the lower id is higher.
-template <class Key>
-bool among_highest(int64_t expert, int64_t num_experts, int64_t most, const Key& key) {
-    const double own = key(expert);
+bool among_highest(int64_t expert, int64_t most, const std::vector<double>& keys) {
+    const double own = keys[expert];
     int64_t above = 0;
-    for (int64_t other = 0; other < num_experts && above < most; ++other) {
-        const double theirs = key(other);
-        above += theirs > own || (theirs == own && other < expert);
-    }
+    for (double key : keys) above += key > own;
+    for (int64_t other = 0; other < expert; ++other) above += keys[other] == own;
     return above < most;
 }
 
-// Holds the experts in use and those of highest key, as far as the places go.
+// Holds the experts in use in step `now` and those of highest key, as far as the places go. Of equal ones the higher id
+// leaves.
 template <class Key>
-void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key,
-              std::vector<std::pair<double, int64_t>>& ranked, std::vector<uint8_t>& in_use) {
-    for (size_t s = 0; s < slots; ++s) {
-        if (!rows[s]) continue;
-        in_use[experts[s]] = 1;
-        if (!lane.cached[experts[s]]) {
-            lane.cached[experts[s]] = 1;
-            lane.held.push_back(experts[s]);
-        }
-    }
-    if (lane.held.size() > places) {
-        ranked.clear();  // lowest first; of equal ones the higher id leaves
-        for (int64_t e : lane.held) ranked.emplace_back(key(e) + (in_use[e] ? kInUse : 0.0), -e);
-        const auto stay = ranked.begin() + (ranked.size() - places);
-        std::partial_sort(ranked.begin(), stay, ranked.end());
-        for (auto leaving = ranked.begin(); leaving != stay; ++leaving) lane.cached[-leaving->second] = 0;
-        const auto gone = [&](int64_t e) { return !lane.cached[e]; };
-        lane.held.erase(std::remove_if(lane.held.begin(), lane.held.end(), gone), lane.held.end());
-    }
+void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, double now,
+              const Key& key, std::vector<std::pair<double, int64_t>>& lowest) {
     for (size_t s = 0; s < slots; ++s)
-        if (rows[s]) in_use[experts[s]] = 0;
+        if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
+    if (lane.held.size() <= places) return;
+    const size_t leaving = lane.held.size() - places;
+    lowest.clear();  // a heap of those, the highest on top: most experts are above it and cost one comparison
+    for (int64_t e : lane.held) {
+        const std::pair<double, int64_t> own{key(e) + (lane.last_used[e] == now ? kInUse : 0.0), -e};
+        if (lowest.size() < leaving) {
+            lowest.push_back(own);
+        } else if (own < lowest.front()) {
+            std::pop_heap(lowest.begin(), lowest.end());
+            lowest.back() = own;
+        } else {
+            continue;
+        }
+        std::push_heap(lowest.begin(), lowest.end());
+    }
+    for (const auto& [value, id] : lowest) lane.drop(-id);
 }
 
 struct Visit {
@@ -107,34 +119,36 @@ struct Visit {
     void run(const KeyOf& key_of) const {
         const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
         const size_t slots = experts.shape(3), num_experts = start.shape(2);
-        std::vector<Lane> lanes(layers);
-        std::vector<std::pair<double, int64_t>> ranked;
-        std::vector<uint8_t> in_use(num_experts, 0);
+        Lane lane;
+        std::vector<std::pair<double, int64_t>> lowest;
+        std::vector<double> keys(predict ? num_experts : 0);
         for (size_t g = 0; g < groups; ++g) {
-            for (size_t l = 0; l < layers; ++l) begin(lanes[l], (g * layers + l) * num_experts, num_experts);
-            for (size_t d = 0; d < steps; ++d) {
-                for (size_t l = 0; l < layers; ++l) {
+            for (size_t l = 0; l < layers; ++l) {  // a lane to its end: what it remembers stays in the processor's cache
+                begin(lane, (g * layers + l) * num_experts, num_experts);
+                for (size_t d = 0; d < steps; ++d) {
                     const size_t cell = ((g * steps + d) * layers + l) * slots;
                     const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
                     uint8_t* flag = flags.data() + cell;
-                    Lane& lane = lanes[l];
+                    const double now = static_cast<double>(d);
                     const auto key = key_of(lane, g * layers + l, l, d);
                     bool missing = false;
                     for (size_t s = 0; s < slots; ++s) {
-                        flag[s] = 0;
-                        if (!count[s]) continue;
-                        if (lane.cached[ids[s]]) flag[s] |= kHit;
-                        missing |= !lane.cached[ids[s]];
-                        if (predict && !lane.cached[ids[s]] && among_highest(ids[s], num_experts, predict, key))
-                            flag[s] |= kPredicted;
+                        flag[s] = count[s] && lane.cached[ids[s]] ? kHit : 0;
+                        missing |= count[s] && !lane.cached[ids[s]];
+                    }
+                    if (missing && predict) {
+                        for (size_t e = 0; e < num_experts; ++e) keys[e] = key(static_cast<int64_t>(e));
+                        for (size_t s = 0; s < slots; ++s)
+                            if (count[s] && !lane.cached[ids[s]] && among_highest(ids[s], predict, keys))
+                                flag[s] |= kPredicted;
                     }
                     for (size_t s = 0; s < slots; ++s) {
                         if (count[s] <= 0) continue;
-                        lane.last_used[ids[s]] = static_cast<double>(d);
+                        lane.last_used[ids[s]] = now;
                         lane.frequency[ids[s]] += static_cast<double>(count[s]);
                     }
                     if (missing && places.data()[l])
-                        bring_in(lane, ids, count, slots, places.data()[l], key, ranked, in_use);
+                        bring_in(lane, ids, count, slots, places.data()[l], now, key, lowest);
                     for (size_t s = 0; s < slots; ++s)
                         if (lane.cached[ids[s]]) flag[s] |= kKept;
                 }
@@ -147,8 +161,9 @@ struct Visit {
         lane.frequency.assign(frequency.data() + at, frequency.data() + at + num_experts);
         lane.cached.assign(start.data() + at, start.data() + at + num_experts);
         lane.held.clear();
+        lane.place.assign(num_experts, 0);
         for (size_t e = 0; e < num_experts; ++e)
-            if (lane.cached[e]) lane.held.push_back(static_cast<int64_t>(e));
+            if (lane.cached[e]) lane.hold(static_cast<int64_t>(e));
     }
 };
 
