@@ -29,6 +29,7 @@ constexpr double kInUse = 1e9;  // above any priority: experts in use come befor
 
 struct Lane {
     std::vector<double> last_used, frequency;
+    std::vector<double> last_wanted;  // used, or brought in ahead of the next step: rows below 0
     std::vector<uint8_t> cached;
     std::vector<int64_t> held;  // the experts marked in cached, in any order
     std::vector<size_t> place;  // of each of them in held
@@ -92,7 +93,7 @@ void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t sl
     const size_t leaving = lane.held.size() - places;
     lowest.clear();  // a heap of those, the highest on top: most experts are above it and cost one comparison
     for (int64_t e : lane.held) {
-        const std::pair<double, int64_t> own{key(e) + (lane.last_used[e] == now ? kInUse : 0.0), -e};
+        const std::pair<double, int64_t> own{key(e) + (lane.last_wanted[e] == now ? kInUse : 0.0), -e};
         if (lowest.size() < leaving) {
             lowest.push_back(own);
         } else if (own < lowest.front()) {
@@ -143,7 +144,9 @@ struct Visit {
                                 flag[s] |= kPredicted;
                     }
                     for (size_t s = 0; s < slots; ++s) {
-                        if (count[s] <= 0) continue;
+                        if (!count[s]) continue;
+                        lane.last_wanted[ids[s]] = now;
+                        if (count[s] < 0) continue;
                         lane.last_used[ids[s]] = now;
                         lane.frequency[ids[s]] += static_cast<double>(count[s]);
                     }
@@ -158,6 +161,7 @@ struct Visit {
 
     void begin(Lane& lane, size_t at, size_t num_experts) const {
         lane.last_used.assign(num_experts, kNever);
+        lane.last_wanted.assign(num_experts, kNever);
         lane.frequency.assign(frequency.data() + at, frequency.data() + at + num_experts);
         lane.cached.assign(start.data() + at, start.data() + at + num_experts);
         lane.held.clear();
