@@ -30,9 +30,9 @@ LATENCIES = ("TTFT", "TPOT")
     app,
     "arrivals",
     examples=(
-        f"vllm-ndp arrivals {BUNDLED} --rate 0.5",
-        f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 20 --max-num-seqs 4 --csv tokens.csv",
-        f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --execution paper",
+        f"vllm-ndp arrivals {BUNDLED} --rate 0.5 --requests 3",
+        f"vllm-ndp arrivals {BUNDLED} --process bursty --rate 2 --requests 4 --max-num-seqs 2 --csv tokens.csv",
+        f"vllm-ndp arrivals {BUNDLED} {BUNDLED} --process together --requests 1 --execution paper",
     ),
 )
 def arrivals(

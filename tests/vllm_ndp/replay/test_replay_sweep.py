@@ -107,11 +107,19 @@ def test_a_directory_of_another_sweep_is_refused_and_left_alone(tmp_path, change
     assert (tmp_path / NAME).read_bytes() == before
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_damaged_file_is_refused_with_its_line(tmp_path, place):
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        (0, b'{"key": 1}\n'),
+        (1, b'{"key": 1}\n'),
+        (1, b'{"key": "a", "row": {"batch": "x"}}\n'),
+        (1, b"[" * 9999 + b"\n"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_line(tmp_path, place, line):
     run_sweep(grid(systems=("fiddler",)), tmp_path)
     lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
-    lines[place] = b'{"key": 1}\n'
+    lines[place] = line
     (tmp_path / NAME).write_bytes(b"".join(lines))
     with pytest.raises(ConfigError, match="is not a file of a sweep" if place == 0 else "line 2 is damaged"):
         run_sweep(grid(systems=("fiddler",)), tmp_path)

@@ -56,7 +56,7 @@ class Line(msgspec.Struct, frozen=True):
         if self.refused:
             return self.refused
         values: dict[str, Any] = {name: math.nan if value is None else value for name, value in self.row.items()}
-        row = Summary(**values)
+        row = msgspec.convert(values, Summary)
         return Replayed(row, np.array(self.decode_ps, np.float64), self.num_decisions, self.measured_seconds)
 
 
@@ -93,7 +93,7 @@ class SweepFile:
         try:
             found = msgspec.json.decode(line, type=Line)
             self.known[found.key] = found.result
-        except (msgspec.DecodeError, TypeError) as error:
+        except msgspec.DecodeError as error:
             raise ConfigError(f"{path} line {number} is damaged ({error}): delete that line or the file") from None
 
     def _write(self, line: bytes) -> None:
