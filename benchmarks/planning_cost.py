@@ -119,7 +119,12 @@ def main() -> None:
         table.add_row(name, count, *cells, f"{total:.2f}", f"{row['moved_experts']:.0f}")
     Console(width=140).print(table)
     figures = {
-        name: {f"measured_{part}_ms": round(row[part], 3) for part in PARTS} | {"moved": int(row["moved_experts"])}
+        name: {f"measured_{part}_ms": round(row[part], 3) for part in PARTS}
+        | {
+            "measured_all_ms": round(sum(row[part] for part in PARTS), 3),
+            "experts": SHAPES[name].num_layers * SHAPES[name].num_experts,
+            "moved": int(row["moved_experts"]),
+        }
         for name, row in rows.items()
     }
     measurement.end({"tokens": arguments.tokens, "requests": arguments.requests, "models": figures}, arguments.json)

@@ -42,6 +42,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     [
         ({"hot_experts": 4, "avg_bits": 2.0}, {}),
         ({"hot_experts": 4, "avg_bits": 2.0, "migration": "difference"}, {}),
+        ({"hot_experts": 4, "avg_bits": 2.0, "max_moves": 2}, {}),
         ({"hot_experts": 3, "avg_bits": 2.5, "bits_for": "batch"}, {}),
         ({"hot_experts": 2, "avg_bits": 1.5, "bit_rule": "mse"}, {"max_num_batched_tokens": 32, "max_num_seqs": 3}),
         ({"hot_experts": 3, "cold_precision": "full"}, {"enable_prefix_caching": True}),
@@ -54,6 +55,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     ids=[
         "plain",
         "difference",
+        "bounded",
         "batch",
         "chunked",
         "identity",
