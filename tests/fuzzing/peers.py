@@ -286,7 +286,7 @@ def _same_id(reply: Frames, lie: Frames) -> Frames:
         fields = msgspec.msgpack.decode(bytes(lie[0]))
         fields["id"] = msgspec.msgpack.decode(bytes(reply[0]))["id"]
         return sealed(msgspec.msgpack.encode(fields), bytes(lie[1]))
-    except (ValueError, TypeError, KeyError):  # msgspec lets a UnicodeDecodeError out
+    except (ValueError, TypeError, KeyError, RecursionError):  # msgspec lets a UnicodeDecodeError out
         return lie
 
 
