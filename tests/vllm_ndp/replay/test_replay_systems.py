@@ -85,8 +85,9 @@ def test_replaying_twice_gives_the_same_to_the_bit_and_nothing_negative(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("hot", [0, 8])
 def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
-    if system == "quantized" and not hot:
-        with pytest.raises(TooFewPlaces, match=r"at 2 bits take 0.396 GB, 0 hot ones leave room for 0.000 GB"):
+    if system in ("quantized", "dynaexq") and not hot:
+        says = "take 0.396 GB, 0 hot ones leave room for 0.000 GB" if system == "quantized" else "bytes are missing"
+        with pytest.raises(TooFewPlaces, match=rf"at 2 bits .*{says}"):
             run(system, budget=Budget(hot, 2.0))
         return
     outcome = run(system, budget=Budget(hot, 2.0))
@@ -101,8 +102,12 @@ def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused()
     settings = CompareSettings(systems=("quantized", "fiddler"), num_hot=2)
     result = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings)
     assert [row.policy for row in result.rows] == ["3 bits", "2 bits", "static"]
-    assert [note.partition(" take")[0].rpartition("at ")[2] for note in result.skipped] == ["8 bits", "4 bits"]
-    with pytest.raises(TooFewPlaces, match="8 bits take"):
+    assert [note.partition(" take")[0].rpartition("at ")[2] for note in result.skipped] == [
+        "16 bits",
+        "8 bits",
+        "4 bits",
+    ]
+    with pytest.raises(TooFewPlaces, match="16 bits take"):
         compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("quantized",), num_hot=1))
 
 
@@ -241,6 +246,8 @@ def test_a_summary_adds_layers_attention_and_head():
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
+        ("dynaexq", {"high_bits": 2, "low_bits": 4}, "high_bits must be above low_bits"),
+        ("daop", {"predicted": 2}, "predicted must lie in 0..1"),
         ("quantized", {"weight_bits": 5}, "weight_bits must be widest or one of 16, 8, 4, 3, 2, got 5"),
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
         ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),

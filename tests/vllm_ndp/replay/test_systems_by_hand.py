@@ -193,3 +193,63 @@ def test_moepics_missing_expert_waits_for_its_gate_or_is_ordered_ahead():
     ahead = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0, misses="prefetched")
     assert wait.moe_ps.ravel() == near([2 * C, F + C])
     assert ahead.moe_ps.ravel() == near([2 * C, F - 2 * C + C])
+
+
+def test_pregated_copies_are_always_right_and_wait_only_for_what_the_layer_before_does_not_hide():
+    """Two layers, no places. Layer 0 has no gate before it: 2 F + 2 C. Layer 1: 2 F less layer 0's 2 C of compute."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    outcome = run("pregated", batches, machine(2), 0)
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, 2 * F])
+
+
+def test_klotski_orders_the_popular_ahead_and_pays_for_the_wrong_ones():
+    """No places; 0 and 1 are ordered ahead. Layer 0 [0, 1] has nothing before it: 2 F + 2 C. Layer 1 [0, 2]: of the two
+    ordered copies the layer before hides 2 C, half of it of expert 0: F - C is left of that one, and F of expert 2."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("klotski", batches, machine(2), 0)
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, (F - C) + F + 2 * C])
+    assert outcome.migrated_bytes == 6e6 * (2 + 3)
+
+
+def test_dynaexq_keeps_all_experts_and_as_many_wide_ones_as_memory_leaves():
+    """Three places are 18 MB; four experts at 4 bits take 6.768 MB; one wide one adds 4.308 MB: two are wide, 0 and 1
+    (prompt and prior). [0, 2]: 1 us, and 1.692 MB at 6 TB/s = 0.282 us. One place holds all at 2 bits (3.768 MB), and
+    two of them at 4 bits."""
+    outcome = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 3)
+    assert outcome.policy == "16 over 4 bits, 2 high"
+    assert outcome.moe_ps.ravel() == near([C + 0.282 * US])
+    assert outcome.loss == pytest.approx(4.4**-3 / 2)
+    narrow = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
+    assert narrow.policy == "4 over 2 bits, 2 high"
+    assert narrow.loss == pytest.approx((4.4**-3 + 4.4**-1) / 2)
+
+
+def test_hybrimoe_divides_its_misses_among_cpu_and_link():
+    """0 and 1 are cached. [0, 2]: a copy takes F + C, the CPU 20 us: copied. [2, 3]: two copies take 2 F + C,
+    one of each the CPU's 20 us and a hop, which is shorter."""
+    outcome = run("hybrimoe", trace(PROMPT, chosen([[0, 2]])), machine(), 2)
+    assert outcome.moe_ps.ravel() == near([F + C])
+    both = run("hybrimoe", trace(PROMPT, chosen([[2, 3]])), machine(), 2)
+    assert both.moe_ps.ravel() == near([CPU + HOP])
+    assert (both.cold_pairs, both.migrated_bytes) == (1, 6e6)
+
+
+def test_daop_computes_predicted_cold_experts_a_layer_ahead():
+    """The prompt made 0 and 1 hot in both layers. Layer 1 [0, 2]: C beside one cold expert on the CPU, 20 us and a hop,
+    which began with layer 0 and its 2 C. Half predicted: half of that work, and half of the cold choice's gate lost."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("daop", batches, machine(2), 2, predicted=1.0)
+    assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP - 2 * C])
+    assert outcome.loss == 0
+    half = run("daop", batches, machine(2), 2, predicted=0.5)
+    assert half.moe_ps.ravel()[1] == near((CPU + HOP) / 2 - 2 * C)
+    assert half.loss == pytest.approx(0.5 * 0.5 / (1 - 2 / np.pi) / 2)  # half of one of two gates, over two layers
+
+
+def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_layer():
+    """0 and 1 on both sides. [0, 1]: on this machine both move, 2 C. [0, 2]: C beside 2 on the device."""
+    costs = machine()
+    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    outcome = run("pimoe", trace(PROMPT, chosen([[0, 1]], [[0, 2]])), costs, 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, device])
+    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 1)

@@ -10,14 +10,20 @@ from vllm_ndp.replay.systems.adaptive import ADAPTIVE
 from vllm_ndp.replay.systems.balanced import BALANCED
 from vllm_ndp.replay.systems.context_aware import CONTEXT_AWARE
 from vllm_ndp.replay.systems.cxl_expert import CXL_EXPERT
+from vllm_ndp.replay.systems.daop import DAOP
+from vllm_ndp.replay.systems.dynaexq import DYNAEXQ
 from vllm_ndp.replay.systems.fiddler import FIDDLER
 from vllm_ndp.replay.systems.gpu_on_demand import GPU_ON_DEMAND
 from vllm_ndp.replay.systems.hobbit import HOBBIT
+from vllm_ndp.replay.systems.hybrimoe import HYBRIMOE
+from vllm_ndp.replay.systems.klotski import KLOTSKI
 from vllm_ndp.replay.systems.ktransformers import KTRANSFORMERS
 from vllm_ndp.replay.systems.llama_cpp import LLAMA_CPP
 from vllm_ndp.replay.systems.moe_infinity import MOE_INFINITY
 from vllm_ndp.replay.systems.moepic import MOEPIC
 from vllm_ndp.replay.systems.monde import MONDE
+from vllm_ndp.replay.systems.pimoe import PIMOE
+from vllm_ndp.replay.systems.pregated import PREGATED
 from vllm_ndp.replay.systems.quantized import QUANTIZED
 from vllm_ndp.replay.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.replay.systems.vllm_offload import VLLM_OFFLOAD
@@ -39,6 +45,12 @@ SYSTEMS: dict[str, System] = {
         VLLM_OFFLOAD,
         LLAMA_CPP,
         KTRANSFORMERS,
+        DAOP,
+        DYNAEXQ,
+        HYBRIMOE,
+        KLOTSKI,
+        PIMOE,
+        PREGATED,
     )
 }
 
@@ -53,6 +65,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "vllm_offload": ("offload_backend",),
     "llama_cpp": ("gguf_bits",),
     "ktransformers": ("cpu_bits",),
+    "daop": ("predicted",),
+    "dynaexq": ("high_bits", "low_bits"),
 }
 """What `ReplayOptions.own` may name, by system."""
 
