@@ -1,11 +1,13 @@
 """How much memory and time does calibration take on a model that is larger than memory?
 
-    python benchmarks/calibration_memory.py --hidden 4096 --intermediate 14336 --layers 1 --experts 8 --only 1
+    python benchmarks/calibration_memory.py --hidden 4096 --intermediate 14336 --only 1 --rows 1024
 
 Writes a random Mixtral of the given size (make_random_mixtral.py), calibrates it with the bundled text, and
 watches the process: its private memory (anonymous pages; the mapped checkpoint is the system's to take back) every
 20 ms, and when each stage of an expert ends. With --only N it stops after N experts of layer 0 and extrapolates: the
-stages before the experts are those of a whole layer, and every expert takes what the mean one did.
+stages before the experts are those of a whole layer, and every expert takes what the mean one did. With --rows R each
+matrix is solved for its first R rows only: rows do not depend on each other, so the time without the Hessian's factors,
+which are made in full, is multiplied by N / R. What such a run writes is of no use.
 
 Random weights with random routing: every expert gets its share of the tokens, and what a replica loses says nothing.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import tempfile
 import threading
 import time
@@ -22,6 +25,7 @@ from typing import Any
 
 import make_random_mixtral
 import measured
+import numpy as np
 
 TEXT = make_random_mixtral.TOKENIZER / "calibration.txt"
 MIXTRAL_LAYERS = 32
@@ -46,6 +50,13 @@ class Watch:
         return now
 
 
+def _tiled(matrix: Any, num_rows: int) -> Any:
+    """The same rows again and again: of the right size for what comes behind the solver."""
+    rows = np.arange(num_rows) % matrix.shape[0]
+    parts = {"planes": matrix.planes[:, rows], "scale": matrix.scale[rows], "offset": matrix.offset[rows]}
+    return dataclasses.replace(matrix, **parts)
+
+
 class EnoughError(Exception):
     """As many experts as were asked for."""
 
@@ -59,6 +70,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--only", type=int, help="stop after this many experts of the first layer")
+    parser.add_argument("--rows", type=int, help="solve for this many rows of each matrix only, 1024 or more")
     parser.add_argument("--keep-in", type=Path, help="where the model and its replicas are made; default: a temporary")
     measured.add_json_option(parser)
     arguments = parser.parse_args()
@@ -78,7 +90,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     import torch
     import transformers  # noqa: F401  # its memory belongs to the programs'
 
-    from ndp_device.calibration import build, calibrated, memory, streamed
+    from ndp_device.calibration import build, calibrated, gptq, memory, streamed
     from ndp_device.kernels import reference  # noqa: F401
 
     said: list[memory.PeakMemory] = []
@@ -100,6 +112,20 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
         setattr(owner, name, run_and_note)
 
+    timed(gptq, "inverse_factor", "factor")
+    unsolved = 0.0
+    if arguments.rows is not None:
+        whole = gptq.quantize
+
+        def first_rows(weights: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
+            nonlocal unsolved
+            before, already = time.monotonic(), sum(taken for stage, taken in stages if stage == "factor")
+            solved = whole(weights[: arguments.rows], *args, **kwargs)
+            factors = sum(taken for stage, taken in stages if stage == "factor") - already
+            unsolved += (time.monotonic() - before - factors) * (len(weights) / arguments.rows - 1)
+            return {bits: _tiled(matrix, len(weights)) for bits, matrix in solved.items()}
+
+        gptq.quantize = first_rows
     timed(streamed.StreamedForward, "_to_the_experts", "up to the experts")
     timed(streamed.RoutedBatch, "answer", "answer")
     timed(calibrated, "second_moment", "moments")
@@ -121,7 +147,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for stage, taken in stages:
         seconds.setdefault(stage, []).append(taken)
     mean = {stage: sum(taken) / len(taken) for stage, taken in seconds.items()}
-    per_expert = mean["quantize"] + mean["answer"]
+    per_expert = mean["quantize"] + mean["answer"] + unsolved / len(seconds["quantize"])
     per_layer = 2 * mean["up to the experts"] + arguments.experts * per_expert
     return {
         "hidden": arguments.hidden,
@@ -137,6 +163,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "peak_private_gb": round(watch.peak / 1e9, 2),
         "seconds": round(time.monotonic() - started, 1),
         "seconds_mean": {stage: round(value, 2) for stage, value in mean.items()},
+        "rows_solved": arguments.rows,
+        "seconds_per_expert": round(per_expert, 1),
         "seconds_per_layer": round(per_layer, 1),
         "hours_for_32_layers": round(MIXTRAL_LAYERS * per_layer / 3600, 2),
     }
