@@ -25,6 +25,7 @@ from rich.progress import (
 
 from ndp_device.calibration import data_free
 from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.names import DTYPES
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -136,6 +137,7 @@ def build_calibrated(
     group_size = _checked_group_size(group_size, shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
     solve = calibrated.load_solver(solver, group_size, track_weights)
+    _refuse_quantized_beside(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     text = CalibrationText.draw(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
@@ -206,6 +208,15 @@ def build_calibrated(
         return calibrated.layer_of(done)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def _refuse_quantized_beside(checkpoint: CheckpointExperts) -> None:
+    for name, info in checkpoint.tensors.items():
+        if info.dtype not in DTYPES and not info.dtype.startswith(("I64", "BOOL")):
+            raise ConfigError(
+                f"calibration runs in torch what stands beside the experts, and {name} of {checkpoint.shape.name} is "
+                f"stored as {info.dtype}: leave out --calibration, or give the linear layers in bfloat16"
+            )
 
 
 def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelShape) -> None:

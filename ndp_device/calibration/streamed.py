@@ -185,6 +185,8 @@ def load_without_experts(model_dir: Path, device: torch.device) -> Any:
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # it would list every tensor of an expert as unexpected
     config = transformers.AutoConfig.from_pretrained(model_dir)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the experts, which are not loaded
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     classes = {type(module) for module in expert_modules(skeleton)}

@@ -463,7 +463,7 @@ def _dtype(tensors: Mapping[str, TensorInfo], layers: list[MoELayer], num_expert
     dtypes = {
         tensors[tensor].dtype: tensor
         for layer in layers
-        for source in (*layer.weights.values(), *layer.biases.values())
+        for source in layer.weights.values()
         for tensor in {source.place(expert).tensor for expert in range(num_experts)}
     }
     if len(dtypes) > 1:
@@ -474,4 +474,9 @@ def _dtype(tensors: Mapping[str, TensorInfo], layers: list[MoELayer], num_expert
             f"{name}: its experts are stored as {dtype} ({example}), which is not read yet: "
             "give the checkpoint in bfloat16, float16 or float32"
         )
+    for source in (source for layer in layers for source in layer.biases.values()):
+        if tensors[source.place(0).tensor].dtype not in DTYPES:
+            raise ConfigError(
+                f"{name}: {source.name.format(0)} is {tensors[source.place(0).tensor].dtype}, not a float"
+            )
     return DTYPES[dtype]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
-from ndp_device.checkpoint.names import ExpertLayout, counts_experts, resolve
+from ndp_device.checkpoint.names import ExpertLayout, counts_experts, resolve, text_config
+from ndp_device.checkpoint.quantized import Packed, unpacked
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape
 
@@ -20,6 +22,9 @@ class Checkpoint:
     shape: ModelShape
     layout: ExpertLayout
     tensors: Mapping[str, TensorInfo]
+    """Those of quantized experts in the shapes of what they stand for."""
+    packed: Mapping[str, Packed]
+    """How each of these is read."""
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
@@ -29,7 +34,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         raise ConfigError(
             f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
         )
-    tensors = read_headers(model_dir)
+    tensors, packed = unpacked(read_headers(model_dir), _with_outer_settings(config), name=name)
     layout = resolve(tensors, config, name=name)
     shape = ModelShape(
         name=name,
@@ -40,4 +45,10 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         intermediate_size=layout.intermediate_size,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
-    return Checkpoint(shape, layout, tensors)
+    return Checkpoint(shape, layout, tensors, packed)
+
+
+def _with_outer_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Multimodal models say how they are quantized beside their language model's part, or in it."""
+    inner = text_config(config)
+    return config if "quantization_config" in config else inner

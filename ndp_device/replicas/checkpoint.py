@@ -2,11 +2,12 @@
 
 Nothing is read until an expert is used, and the page cache decides what stays: this is the pool. Where an expert lies
 is what `checkpoint/` found; an expert that does not lie row by row (transposed, interleaved) is a strided view, which
-who computes with it copies.
+who computes with it copies. An expert that is stored quantized is dequantized each time it is asked for.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class CheckpointExperts:
     def __init__(self, model_dir: Path) -> None:
         opened: Checkpoint = open_checkpoint(model_dir)
         self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
+        self._packed = opened.packed
         # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
         files = {path: MappedFile(path.resolve()) for path in sorted({t.file for t in opened.tensors.values()})}
         self._files = files
@@ -43,11 +45,22 @@ class CheckpointExperts:
                 f"not an expert {expert} of layer {layer}"
             )
         found = self.layout.layers[layer]
-        w1, w3, w2 = (self._values(found.weights[part].place(expert)) for part in ("gate", "up", "down"))
+        places = [found.weights[part].place(expert) for part in ("gate", "up", "down")]
+        dequantized = {
+            (place.tensor, place.index): self._packed[place.tensor].values(self._stored, place.index)
+            for place in places
+            if place.tensor in self._packed
+        }
+        w1, w3, w2 = (
+            replace(place, index=None).of(dequantized[place.tensor, place.index])
+            if place.tensor in self._packed
+            else self._values(place)
+            for place in places
+        )
         biases = None
         if found.biases:
-            values = (self._values(found.biases[part].place(expert)) for part in ("gate", "up", "down"))
-            biases = Biases(*(to_float32(value, self.layout.dtype) for value in values))
+            of_biases = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
+            biases = Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in of_biases))
         return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=self.layout.activation)
 
     def check(self, layer: int) -> None:
@@ -80,3 +93,9 @@ class CheckpointExperts:
     def _values(self, place: Place) -> NDArray[Any]:
         values: NDArray[Any] = place.of(self._files[self.tensors[place.tensor].file].tensor(place.tensor))
         return values
+
+    def _stored(self, name: str) -> NDArray[Any]:
+        for file in self._files.values():
+            if name in file:
+                return file.tensor(name)
+        raise ReplicaError(f"{self.shape.name} holds no tensor {name}: it is incomplete")

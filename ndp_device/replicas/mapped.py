@@ -26,6 +26,7 @@ _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
     "I64": ("int64", np.dtype("<i8")),
     "I32": ("int32", np.dtype("<i4")),
     "U8": ("uint8", np.dtype("u1")),
+    "F8_E4M3": ("float8_e4m3fn", np.dtype("u1")),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,10 @@ direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake,
 class NdpMoEMethod(FusedMoEMethodBase):
     """One per layer. `moe_kernel` stays None, so vLLM routes first and hands us (x, weights, ids)."""
 
-    def __init__(self, moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
+    def __init__(self, moe: FusedMoEConfig, vllm_config: VllmConfig, stored_beside: Sequence[str] = ()) -> None:
+        """`stored_beside`: what a quantized checkpoint holds of a matrix beside its weight, by vLLM's names."""
         super().__init__(moe)
+        self._stored_beside = [f"{matrix}_{part}" for matrix in ("w13", "w2") for part in stored_beside]
         settings = compat.settings_of(vllm_config)
         self._controller = current_controller()  # this engine's: another one in the process may come later
         num_hot = settings.resolve_hot_experts(moe.num_experts)
@@ -115,10 +118,16 @@ class NdpMoEMethod(FusedMoEMethodBase):
             # gpt-oss's loader does not call the loader: it copies all experts at once
             parameter.copy_ = partial(_leave_in_pool, return_success=True)
         self._parameters = tuple(shapes)
+        for name in self._stored_beside:
+            parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {"weight_loader": _leave_in_pool})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for name in self._parameters:
             del getattr(layer, name).copy_
+        for name in self._stored_beside:
+            delattr(layer, name)
         self._name = self._controller.attach_layer(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:

@@ -1,26 +1,48 @@
-"""`--quantization ndp`: linear layers as they are, Mixture-of-Experts layers through NdpMoEMethod."""
+"""`--quantization ndp`: Mixture-of-Experts layers through NdpMoEMethod, everything else as the checkpoint has it.
+
+A checkpoint that is quantized already keeps its own method for linear layers, where vLLM has a kernel for it on this
+machine; its experts are dequantized when they leave the pool, so that slots hold plain weights.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ndp_device.errors import ConfigError
 
+STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "mxfp4": ("weight_scale",),
+    "gpt_oss_mxfp4": ("weight_scale",),
+    "fp8": ("weight_scale_inv", "weight_scale", "input_scale"),
+    "compressed-tensors": (
+        "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+    ),
+    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
+    "awq": ("qweight", "scales", "qzeros"),
+}  # fmt: skip
+"""quant_method of a checkpoint that we serve -> what its experts have besides a weight, by vLLM's names."""
+
 
 class NdpConfig(QuantizationConfig):
-    """Carries no state: the settings live in `additional_config["ndp"]`."""
+    """Carries the checkpoint's own method, if it has one; the settings live in `additional_config["ndp"]`."""
+
+    def __init__(self, method: str | None = None, inner: QuantizationConfig | None = None) -> None:
+        super().__init__()
+        self._method, self._inner = method, inner
 
     def get_name(self) -> str:
         return "ndp"
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
+        return [torch.bfloat16, torch.float16, torch.float32]  # of the experts; _inner is asked about linear layers
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -32,10 +54,13 @@ class NdpConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> NdpConfig:
-        raise ConfigError(
-            f"the checkpoint is already quantized ({config.get('quant_method', 'unknown method')}); "
-            "vllm-ndp needs a full-precision checkpoint, from which it makes its own replicas"
-        )
+        method = str(config.get("quant_method", "unknown method"))
+        if method not in STORED_BESIDE:
+            raise ConfigError(
+                f"the checkpoint is quantized by {method}, which vllm-ndp does not read: give it in bfloat16, or in "
+                f"one of {', '.join(name for name in STORED_BESIDE if name != 'gpt_oss_mxfp4')}"
+            )
+        return cls(method, get_quantization_config(method).from_config(config))
 
     @classmethod
     def override_quantization_method(
@@ -43,11 +68,41 @@ class NdpConfig(QuantizationConfig):
     ) -> str | None:
         return "ndp" if user_quant == "ndp" and hf_quant_cfg is not None else None
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        if self._inner is not None:
+            self._inner.apply_vllm_mapper(hf_to_vllm_mapper)
+
+    def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
+        if self._inner is not None:
+            self._inner.maybe_update_config(*args, **kwargs)
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             from vllm_ndp.integration.moe_method import NdpMoEMethod
 
-            return NdpMoEMethod(layer.moe_config, get_current_vllm_config())
-        if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod()
-        return None
+            stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
+            return NdpMoEMethod(layer.moe_config, get_current_vllm_config(), stored_beside)
+        if self._inner is None:
+            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+        self._inner.packed_modules_mapping = self.packed_modules_mapping
+        try:
+            method = self._inner.get_quant_method(layer, prefix)
+        except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()
+            raise ConfigError(
+                f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
+                f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
+            ) from None
+        computes_in = self._inner.get_supported_act_dtypes()
+        dtype = get_current_vllm_config().model_config.dtype
+        if (
+            isinstance(layer, LinearBase)
+            and not isinstance(method, UnquantizedLinearMethod)
+            and dtype not in computes_in
+        ):
+            raise ConfigError(
+                f"the checkpoint stores {prefix} as {self._method}, whose linear layers compute in "
+                f"{' or '.join(str(one).removeprefix('torch.') for one in computes_in)}, not in "
+                f"{str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
+            )
+        return method

@@ -1,0 +1,205 @@
+"""Write quantized twins of the tiny family models: experts in each format that is read, and what they stand for.
+
+    python benchmarks/make_quantized_models.py OUT                    # all of them
+    python benchmarks/make_quantized_models.py OUT gpt_oss-mxfp4
+
+Per twin two directories: NAME, whose experts are stored in the format, and NAME-dequantized, a plain checkpoint with
+the values that the format's own library makes of them: transformers for MXFP4, torch for FP8, auto-gptq's packer and
+reader and compressed-tensors' packer for theirs. For AWQ, which none of these packs, it is written out.
+Stock vLLM runs the second one, which is the reference for the first. Nothing but experts is quantized, unless the name
+ends in -all. Prints one JSON object: name -> directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import make_family_models
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 32
+Tensors = dict[str, Tensor]
+
+
+def mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """gpt-oss's own layout: [E, C, N] of the plain checkpoint becomes blocks [E, N, C / 32, 16]."""
+    from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+
+    groups = weight.transpose(1, 2).float().unflatten(-1, (-1, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1).clamp_min(2**-120))) - 2
+    table = torch.tensor(FP4_VALUES)
+    codes = (groups * 2.0 ** -exponent[..., None])[..., None].sub(table).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales = (exponent + 127).to(torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+
+
+def fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """DeepSeek's: one float32 scale for each block of 32 x 32."""
+    rows, columns = weight.shape
+    blocks = weight.float().reshape(rows // GROUP, GROUP, columns // GROUP, GROUP)
+    scale = blocks.abs().amax((1, 3)) / 448
+    stored = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    values = (stored.float() * scale[:, None, :, None]).reshape(weight.shape).to(torch.bfloat16)
+    return {name: stored.reshape(weight.shape), f"{name}_scale_inv": scale}, values
+
+
+def compressed(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """compressed-tensors: 4 bits, symmetric, groups of 32."""
+    from compressed_tensors.compressors import pack_to_int32
+
+    codes, scale = _symmetric(weight)
+    values = (codes * scale.repeat_interleave(GROUP, 1).float()).half()
+    stored = {"packed": pack_to_int32(codes.to(torch.int8), 4), "scale": scale, "shape": torch.tensor(weight.shape)}
+    return {f"{name}_{part}": value for part, value in stored.items()}, values
+
+
+def gptq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Rounded, and packed by auto-gptq's own QuantLinear. Without act-order, which vLLM refuses for experts."""
+    rows, columns = weight.shape
+    group_of = torch.arange(columns) // GROUP
+    low, high = weight.new_zeros(rows, columns // GROUP), weight.new_zeros(rows, columns // GROUP)
+    for group in range(columns // GROUP):
+        low[:, group], high[:, group] = weight[:, group_of == group].aminmax(dim=1)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(1, 15)
+    codes = (weight / scale[:, group_of] + zero[:, group_of]).round().clamp(0, 15)
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = (codes - zero[:, group_of]) * scale[:, group_of]
+    packer = auto_gptq_linear()(4, GROUP, columns, rows, False, weight_dtype=torch.float32)
+    packer.pack(linear, scale.clone(), zero.clone(), group_of.to(torch.int32))
+    base = name.removesuffix("weight")
+    stored = {f"{base}{part}": getattr(packer, part).contiguous() for part in ("qweight", "qzeros", "g_idx")}
+    return stored | {f"{base}scales": packer.scales.half()}, packer(torch.eye(columns)).T.half()
+
+
+def awq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
+    """AWQ's gemm layout: [C, N / 8], nibbles in the order 0 2 4 6 1 3 5 7."""
+    grouped = weight.float().unflatten(1, (-1, GROUP))
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scale = ((high - low) / 15).half()
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    spread, shift = (value.float().repeat_interleave(GROUP, 1) for value in (scale, zero))
+    codes = (weight / spread + shift).round().clamp(0, 15)
+    base = name.removesuffix("weight")
+
+    def words(values: Tensor) -> Tensor:  # [C, N] -> [C, N / 8]
+        eight = values.to(torch.int64).unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        packed = (eight << torch.arange(0, 32, 4)).sum(-1)
+        return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+    stored = {"qweight": words(codes.T), "qzeros": words(zero.T), "scales": scale.T.contiguous()}
+    return {f"{base}{part}": value for part, value in stored.items()}, ((codes - shift) * spread).half()
+
+
+def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (weight.float().unflatten(1, (-1, GROUP)).abs().amax(-1) / 7).half()
+    return (weight / scale.float().repeat_interleave(GROUP, 1)).round().clamp(-8, 7), scale
+
+
+def auto_gptq_linear() -> Any:
+    """auto-gptq's QuantLinear on a machine without CUDA; its package file cannot be run beside today's transformers."""
+    import sys
+    import types
+
+    spec = importlib.util.find_spec("auto_gptq")
+    assert spec is not None
+    parents = {"auto_gptq": types.ModuleType("auto_gptq")}
+    parents["auto_gptq"].__path__ = list(spec.submodule_search_locations or ())
+    for name in ("auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear"):
+        parents[name] = types.ModuleType(name)
+        parents[name].__path__ = [str(Path(parents["auto_gptq"].__path__[0]).joinpath(*name.split(".")[1:]))]
+    sys.modules.update(parents)
+    try:
+        return importlib.import_module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
+    finally:
+        for name in parents:
+            del sys.modules[name]
+
+
+_NOT_EXPERTS = ["re:.*self_attn.*", "re:.*gate$", "lm_head"]
+_CT = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": GROUP,
+                "dynamic": False,
+            },
+        }
+    },
+    "ignore": _NOT_EXPERTS,
+}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "lm_head": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+_PLAIN = ["self_attn", "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "block_sparse_moe.gate", "lm_head"]
+
+Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
+FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
+    {
+        "gpt_oss-mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN}),
+        "qwen3_moe-fp8": ("qwen3_moe", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
+        "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
+        "mixtral-compressed": ("mixtral", compressed, _CT),
+        "mixtral-gptq": (
+            "mixtral",
+            gptq,
+            _GPTQ | {"dynamic": {r"-:.*self_attn.*": {}, r"-:.*gate$": {}, "-:lm_head": {}}},
+        ),
+        "mixtral-awq": ("mixtral", awq, _AWQ | {"modules_to_not_convert": _PLAIN}),
+    }
+)
+
+
+def make(name: str, out: Path) -> Path:
+    """Write the twin to out/NAME and the values it stands for to out/NAME-dequantized; returns the first."""
+    directory, plain = out / name, out / f"{name}-dequantized"
+    if (directory / "tokenizer_config.json").is_file():
+        return directory
+    family, quantize, settings = FORMATS[name]
+    source = make_family_models.make(family, out)
+    tensors = load_file(source / "model.safetensors")
+    stored, dequantized = dict(tensors), dict(tensors)
+    for tensor, weight in tensors.items():
+        of_expert = ".experts." in tensor and not tensor.endswith("bias") and weight.ndim > 1
+        of_linear = name.endswith("-all") and "_proj.weight" in tensor
+        if of_expert or of_linear:
+            parts, values = quantize(tensor, weight)
+            del stored[tensor]
+            stored |= parts
+            dequantized[tensor] = values.to(weight.dtype)
+    for to, contents in ((plain, dequantized), (directory, stored)):
+        shutil.copytree(source, to, dirs_exist_ok=True)
+        save_file({key: value.contiguous() for key, value in contents.items()}, to / "model.safetensors")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return directory
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", choices=[*FORMATS, []], metavar="NAME", help=", ".join(FORMATS))
+    options = parser.parse_args(arguments)
+    print(json.dumps({name: str(make(name, options.out)) for name in options.names or FORMATS}))
+
+
+if __name__ == "__main__":
+    main()

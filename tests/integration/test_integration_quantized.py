@@ -1,0 +1,66 @@
+"""Quantized checkpoints give the tokens that stock vLLM gives on what they stand for, half of their experts cold.
+
+The tiny models are benchmarks/make_quantized_models.py's: each format's own library has made the values of the plain
+twin. gpt-oss in MXFP4 by default; `make test-families` runs all and notes them in docs/measured/families.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_tokens import PROMPT_COUNT, TOKENS
+from paths import ROOT
+from test_integration_families import models, note, program
+
+__all__ = ["models"]
+pytestmark = pytest.mark.vllm
+MAKER = ROOT / "benchmarks" / "make_quantized_models.py"
+SERVED = ("gpt_oss-mxfp4",)
+
+
+def _marked(name: str) -> Any:
+    return pytest.param(name, marks=() if name == SERVED[0] else pytest.mark.families)
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
+def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path, name: str) -> None:
+    directory = Path(program(MAKER, models, name)[name])
+    ours = program("family_tokens.py", directory, "ndp")["ndp"]
+    stock = program("family_tokens.py", directory.with_name(f"{name}-dequantized"), "stock")["stock"]
+    assert "error" not in ours, ours
+    assert "error" not in stock, stock
+    pairs = [
+        (mine, theirs)
+        for my_pass, their_pass in zip(ours["passes"], stock["passes"], strict=True)
+        for mine_of, theirs_of in zip(my_pass, their_pass, strict=True)
+        for mine, theirs in zip(mine_of, theirs_of, strict=True)
+    ]
+    identical, totals = sum(mine == theirs for mine, theirs in pairs), ours["totals"]
+    note(
+        name,
+        {
+            "tokens_identical": identical,
+            "tokens_total": len(pairs),
+            "chunked_prefill": stock["chunked_prefill"],
+            "prefix_cache": stock["prefix_cache"],
+            "stock_passes_equal": stock["passes"][0] == stock["passes"][1],
+            "dtype": "float32",
+            "cold_pairs": totals["cold_pairs"],
+        },
+    )
+    assert identical == len(pairs) == 2 * PROMPT_COUNT * TOKENS
+    assert totals["cold_pairs"] > 50
+    assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
+
+
+@pytest.mark.families
+def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
+    """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
+    name = "qwen3_moe-fp8-all"
+    error = program("family_tokens.py", Path(program(MAKER, models, name)[name]), "ndp")["ndp"]["error"]
+    note(name, {"refused": error})
+    assert "vLLM has no kernel on this machine for" in error
+    assert "stores as fp8" in error
+    assert "\n" not in error

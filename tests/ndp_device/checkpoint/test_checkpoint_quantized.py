@@ -1,0 +1,179 @@
+"""Quantized experts are read as their formats' own libraries read them; what is not read is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+pytestmark = pytest.mark.slow
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
+from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
+from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
+from ndp_device.checkpoint.quantized import Packed, unpacked  # noqa: E402
+from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
+from ndp_device.kernels.reference import to_float32  # noqa: E402
+from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
+from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import make_quantized_models as quantized  # noqa: E402
+
+needs_auto_gptq = pytest.mark.skipif(importlib.util.find_spec("auto_gptq") is None, reason="needs auto-gptq")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+def _marks(name: str) -> Any:
+    return needs_auto_gptq if name.endswith("gptq") else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in quantized.FORMATS])
+def test_every_expert_has_the_values_that_the_formats_own_library_makes(models: Path, name: str) -> None:
+    """Exactly: the twin's values were rounded once, to the dtype in which they are read."""
+    directory = quantized.make(name, models)
+    ours, twin = CheckpointExperts(directory), CheckpointExperts(directory.with_name(f"{name}-dequantized"))
+    assert (ours.shape.num_layers, ours.shape.num_experts) == (twin.shape.num_layers, twin.shape.num_experts)
+    for layer in range(ours.shape.num_layers):
+        for expert in range(ours.shape.num_experts):
+            mine, theirs = ours.expert(layer, expert), twin.expert(layer, expert)
+            for matrix in ("w1", "w3", "w2"):
+                values = to_float32(getattr(mine, matrix), mine.dtype)
+                np.testing.assert_array_equal(values, to_float32(getattr(theirs, matrix), theirs.dtype))
+
+
+@needs_auto_gptq
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
+    """3 bits cross the borders of its 32-bit words; groups in any order; zero points are stored less one."""
+    rows, columns, group = 64, 96, 32
+    generator = torch.Generator().manual_seed(bits)
+    group_of = torch.randperm(columns, generator=generator) // group
+    top = (1 << bits) - 1
+    codes = torch.randint(0, top + 1, (rows, columns), generator=generator)
+    zeros = torch.randint(1, top + 1, (rows, columns // group), generator=generator).float()
+    scales = torch.rand(rows, columns // group, generator=generator).half().float() + 0.5
+    linear = torch.nn.Linear(columns, rows, bias=False)
+    linear.weight.data = (codes - zeros[:, group_of]) * scales[:, group_of]
+    packer = quantized.auto_gptq_linear()(bits, group, columns, rows, False, weight_dtype=torch.float32)
+    packer.pack(linear, scales.clone(), zeros.clone(), group_of.to(torch.int32))
+    parts = {name: name for name in ("qweight", "qzeros", "scales", "g_idx")}
+    packed = Packed("gptq", (rows, columns), "F32", parts, bits, zero_is_less_one=True)
+    values = packed.values(lambda name: getattr(packer, name).numpy(), None)
+    np.testing.assert_allclose(values, linear.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_fp8_has_torchs_values_for_every_byte_and_blocks_may_be_cut_off_at_the_edges() -> None:
+    everything = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    weight, scale = everything.repeat(2).reshape(4, 128)[:, :100], torch.tensor([[1.0, 2.0], [4.0, 0.5]])
+    stored = {"weight": weight.contiguous().view(torch.uint8).numpy(), "scale": scale.numpy()}
+    packed = Packed("fp8", (4, 100), "F32", {"weight": "weight", "scale": "scale"}, block=(3, 64))
+    wanted = weight.float() * scale.repeat_interleave(3, 0)[:4].repeat_interleave(64, 1)[:, :100]
+    np.testing.assert_array_equal(packed.values(lambda name: stored[name], None), wanted.numpy())
+
+
+def test_replicas_are_of_the_dequantized_values_and_their_losses_are_measured_against_them(
+    models: Path, tmp_path: Path
+) -> None:
+    directory = quantized.make("gpt_oss-mxfp4", models)
+    for source, out in ((directory, "mxfp4"), (directory.with_name("gpt_oss-mxfp4-dequantized"), "plain")):
+        build_data_free(source, tmp_path / out, show_progress=False)
+    ours, plain = ReplicaFiles(tmp_path / "mxfp4"), ReplicaFiles(tmp_path / "plain")
+    full = CheckpointExperts(directory).expert(1, 2)
+    x = np.random.default_rng(0).standard_normal((16, 128)).astype(np.float32)
+    mine, theirs = ({bits: files.expert(1, 2, bits) for bits in (1, 2, 3, 4)} for files in (ours, plain))
+    np.testing.assert_array_equal(expert_losses(x, full, mine)[0], expert_losses(x, full, theirs)[0])
+    np.testing.assert_array_equal(ours.layer_losses(1)[1], plain.layer_losses(1)[1])
+
+
+def test_a_quantized_checkpoint_is_calibrated_like_what_it_stands_for(models: Path, tmp_path: Path) -> None:
+    """gpt-oss runs beside its experts as it is; FP8 linear layers are refused, since torch would have to run them."""
+    directory = quantized.make("gpt_oss-mxfp4", models)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{n}(line):\n    return line.split({n})\n" for n in range(200)))
+    settings: dict[str, Any] = {"bits": (2,), "num_sequences": 8, "sequence_length": 32, "show_progress": False}
+    for source, out in ((directory, "mxfp4"), (directory.with_name("gpt_oss-mxfp4-dequantized"), "plain")):
+        build_calibrated(source, tmp_path / out, text, **settings)
+    ours, plain = ReplicaFiles(tmp_path / "mxfp4"), ReplicaFiles(tmp_path / "plain")
+    for layer in range(4):
+        np.testing.assert_array_equal(ours.layer_losses(layer)[1], plain.layer_losses(layer)[1])
+    with pytest.raises(ConfigError, match=r"_proj.weight of qwen3_moe-fp8-all is stored as F8_E4M3: leave out"):
+        build_calibrated(quantized.make("qwen3_moe-fp8-all", models), tmp_path / "no", text, **settings)
+
+
+EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
+
+
+def described(settings: dict[str, Any], **parts: tuple[str, tuple[int, ...]]) -> Packed:
+    tensors = {f"{EXPERT}.{part}": TensorInfo(*info, Path("f")) for part, info in parts.items()}
+    shown, packed = unpacked(tensors, {"quantization_config": settings}, name="m")
+    assert list(shown) == list(packed) == [f"{EXPERT}.weight"]
+    return packed[f"{EXPERT}.weight"]
+
+
+def test_shapes_and_dtypes_of_what_is_stored_packed() -> None:
+    """GPTQ [C / 8, N] and AWQ [C, N / 8] at 4 bits, compressed-tensors [N, C / 8]; all stand for [N, C] = [64, 96]."""
+    gptq = {"quant_method": "gptq", "bits": 4}
+    one = described(gptq, qweight=("I32", (12, 64)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64)))
+    assert (one.shape, one.dtype, one.zero_is_less_one) == ((64, 96), "F16", True)
+    newer = gptq | {"checkpoint_format": "gptq_v2"}
+    two = described(newer, qweight=("I32", (12, 64)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64)))
+    assert not two.zero_is_less_one
+    awq = described(
+        {"quant_method": "awq", "bits": 4}, qweight=("I32", (96, 8)), qzeros=("I32", (3, 8)), scales=("F16", (3, 64))
+    )
+    assert awq.shape == (64, 96)
+    settings = {"quant_method": "compressed-tensors"} | {"format": "pack-quantized"}
+    settings["config_groups"] = {"0": {"weights": {"num_bits": 4}}}  # type: ignore[assignment]
+    parts = {"weight_packed": ("I32", (64, 12)), "weight_scale": ("BF16", (64, 3)), "weight_shape": ("I64", (2,))}
+    assert described(settings, **parts).shape == (64, 96)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nvfp4-pack-quantized with 4 bits; we read pack-quantized of 4 or 8 bits"):
+        described(settings | {"format": "nvfp4-pack-quantized"}, **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "complaint"),
+    [
+        ({"quant_method": "hqq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64))},
+         "of quant_method hqq with 4 bits; we read gptq and awq"),
+        ({"quant_method": "gptq", "bits": 5}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)),
+         "scales": ("F16", (3, 64))}, "quant_method gptq with 5 bits"),
+        ({"quant_method": "gptq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8))}, "scales is missing"),
+        ({"quant_method": "gptq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 9))},
+         "do not belong together"),
+        ({"quant_method": "fp8"}, {"weight": ("F8_E4M3", (64, 96))}, "weight_scale is missing beside weight"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]},
+         {"weight": ("F8_E4M3", (64, 96)), "weight_scale_inv": ("F32", (2, 3))}, "weight_block_size is of another"),
+        ({"quant_method": "modelopt"}, {"weight_scale": ("F8_E4M3", (64, 6)), "input_scale": ("F32", ())},
+         "quantized format .* quant_method modelopt"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_or_is_not_read_costs_one_sentence(
+    settings: dict[str, Any], parts: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises((ConfigError, ReplicaError), match=complaint) as caught:
+        described(settings, **parts)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_expert_without_its_scales_is_refused_when_the_checkpoint_is_opened(models: Path, tmp_path: Path) -> None:
+    directory = quantized.make("gpt_oss-mxfp4", models)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((directory / "config.json").read_text())))
+    with pytest.raises(ReplicaError, match=r"layers.2.mlp.experts.down_proj_scales is missing beside blocks"):
+        CheckpointExperts(tmp_path)
