@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.headers import weight_files
 from ndp_device.checkpoint.names import DTYPES, Place
 from ndp_device.checkpoint.opening import Checkpoint, open_checkpoint
 from ndp_device.errors import ReplicaError
@@ -34,7 +35,7 @@ class CheckpointExperts:
         self.shape, self.layout, self.tensors = opened.shape, opened.layout, opened.tensors
         self._packed = opened.packed
         # resolve(): the Hugging Face cache keeps checkpoints as links into its blob store
-        files = {path: MappedFile(path.resolve()) for path in sorted({t.file for t in opened.tensors.values()})}
+        files = {path: MappedFile(path.resolve()) for path in weight_files(model_dir)}
         self._files = files
         self.expert(0, 0)  # a file that is cut short is refused here, not in mid-decode
 
