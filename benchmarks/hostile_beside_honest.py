@@ -1,0 +1,218 @@
+"""What do attackers cost an honest host? Its p50 and p99 before, during and after each attack on one real device.
+
+The device is the program itself, with the bundled model in full precision; the honest host calls one layer with one row
+over and over, by socket and by shared memory. The attacker is another process of the same user, which is the worst that
+ipc lets in. Phases are of equal length, so `before` of the next attack shows whether the last one left anything behind.
+Ratios only: attacker, host and device share this machine's cores, so part of what is seen is the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measured import ROOT, Measurement, add_json_option
+
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import checksum, zmtp
+from vllm_ndp.device.client import DeviceClient
+
+MODEL = ROOT / "models" / "tiny-mixtral"
+LAYERS, EXPERTS, HIDDEN = 4, 8, 128
+Attack = Callable[[str, Event], None]
+READY = zmtp._command(b"READY", zmtp._property(b"Socket-Type", b"DEALER") + zmtp._property(b"Identity", b""))
+
+
+def connected(path: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    connection.sendall(zmtp.GREETING + READY)
+    connection.setblocking(False)
+    return connection
+
+
+def request(asked: msg.Message) -> bytes:
+    header, body = codec.encode(asked)
+    return b"".join(bytes(part) for part in zmtp.encoded((checksum.write(header, body), bytes(body))))
+
+
+def send_for_ever(path: str, stop: Event, data: bytes, connections: int, *, reads: bool = True) -> None:
+    """On each connection in turn; one that the device ended is made again."""
+    peers: list[socket.socket | None] = [None] * connections
+    while not stop.is_set():
+        for number, peer in enumerate(peers):
+            try:
+                if peer is None:
+                    peers[number] = peer = connected(path)
+                peer.send(data)
+                if reads:
+                    with suppress(BlockingIOError):
+                        peer.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            except OSError:
+                if peer is not None:
+                    peer.close()
+                peers[number] = None
+
+
+def flood_of_pings(path: str, stop: Event) -> None:
+    send_for_ever(path, stop, request(msg.Ping(1)) * 50, 1)
+
+
+def many_that_ping(path: str, stop: Event) -> None:
+    send_for_ever(path, stop, request(msg.Ping(1)), 100)
+
+
+def many_silent(path: str, stop: Event) -> None:
+    held = []
+    while not stop.is_set():
+        with suppress(OSError):
+            held.append(connected(path))
+        held = held[-200:]
+        time.sleep(0.001)
+
+
+def garbage(path: str, stop: Event) -> None:
+    send_for_ever(path, stop, os.urandom(1 << 16), 4)
+
+
+def endless_message(path: str, stop: Event) -> None:
+    send_for_ever(path, stop, b"\x01\xff" + bytes(255), 4)
+
+
+def answers_not_read(path: str, stop: Event) -> None:
+    send_for_ever(path, stop, request(msg.Describe(1)) * 20, 8, reads=False)
+
+
+def wants_memory(path: str, stop: Event) -> None:
+    hello = msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="greedy", wants_slots=True)
+    send_for_ever(path, stop, request(hello), 32)
+
+
+def comes_and_goes(path: str, stop: Event) -> None:
+    while not stop.is_set():
+        with suppress(OSError):
+            connected(path).close()
+
+
+ATTACKS: dict[str, Attack] = {
+    attack.__name__: attack
+    for attack in (
+        flood_of_pings,
+        many_that_ping,
+        many_silent,
+        garbage,
+        endless_message,
+        answers_not_read,
+        wants_memory,
+        comes_and_goes,
+    )
+}
+
+
+class Honest:
+    """A host that calls as fast as it is answered."""
+
+    def __init__(self, address: str, *, shared_memory: bool) -> None:
+        self.client = DeviceClient(address, deadline_ms=5000, shared_memory=shared_memory)
+        self.client.connect(60)
+        self.client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
+        self.client.activate_plan(1)
+        self._x = np.ones((1, HIDDEN), np.float32)
+
+    def call_for(self, seconds: float) -> dict[str, Any]:
+        rows, experts, bits = np.zeros(1, np.int32), np.ones(1, np.int32), np.full(1, 16, np.uint8)
+        lost, taken, end = self.client.counters.lost, [], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter_ns()
+            with suppress(Exception):  # counted below
+                self.client.finish_execute(
+                    self.client.begin_execute(0, 0, 0, self._x, rows, experts, bits, np.ones(1, np.float32))
+                )
+            taken.append((time.perf_counter_ns() - start) / 1e3)
+        return {
+            "calls": len(taken),
+            "lost": self.client.counters.lost - lost,
+            "p50_us": round(float(np.percentile(taken, 50)), 1),
+            "p99_us": round(float(np.percentile(taken, 99)), 1),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each phase")
+    parser.add_argument("--attack", action="append", choices=sorted(ATTACKS), help="only these")
+    parser.add_argument("--transport", action="append", choices=("socket", "memory"), help="only these")
+    add_json_option(parser)
+    given = parser.parse_args()
+    measurement = Measurement(__doc__ or "")
+    figures: dict[str, Any] = {}
+    print(f"{'attack':18} {'transport':9} {'p50 us before/during/after':>32} {'p99 us before/during/after':>36} lost")
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "private", "device"))
+        device = subprocess.Popen(
+            [sys.executable, "-m", "ndp_device", "serve", str(MODEL), "--address", f"ipc://{path}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert device.stdout is not None
+        assert json.loads(device.stdout.readline())["ready"]
+        try:
+            for transport in given.transport or ("socket", "memory"):
+                for name in given.attack or ATTACKS:
+                    found = one(f"ipc://{path}", path, ATTACKS[name], transport == "memory", given.seconds)
+                    figures[f"{name}, {transport}"] = found
+                    phases = [found[phase] for phase in ("before", "during", "after")]
+                    p50, p99 = (" / ".join(f"{phase[key]:8.1f}" for phase in phases) for key in ("p50_us", "p99_us"))
+                    print(f"{name:18} {transport:9} {p50:>32} {p99:>36} {sum(phase['lost'] for phase in phases):4}")
+            figures["device_rss_mib"] = _rss_mib(device.pid)
+            assert device.poll() is None, "the device ended"
+        finally:
+            device.send_signal(signal.SIGTERM)
+            device.wait()
+    measurement.end(figures, given.json)
+
+
+def one(address: str, path: str, attack: Attack, shared_memory: bool, seconds: float) -> dict[str, Any]:
+    spawn = multiprocessing.get_context("spawn")
+    host, stop = Honest(address, shared_memory=shared_memory), spawn.Event()
+    host.call_for(seconds / 5)
+    found = {"before": host.call_for(seconds)}
+    attacker = spawn.Process(target=attack, args=(path, stop), daemon=True)
+    attacker.start()
+    time.sleep(1.5)  # its imports
+    found["during"] = host.call_for(seconds)
+    stop.set()
+    attacker.join(10)
+    attacker.kill()
+    found["after"] = host.call_for(seconds)
+    host.client.close()
+    return found
+
+
+def _rss_mib(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) >> 10
+    return 0
+
+
+if __name__ == "__main__":
+    main()
