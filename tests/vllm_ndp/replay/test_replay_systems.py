@@ -247,6 +247,8 @@ def test_a_summary_adds_layers_attention_and_head():
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),
         ("dynaexq", {"high_bits": 2, "low_bits": 4}, "high_bits must be above low_bits"),
+        ("cxl_expert", {"percentile": 101}, "percentile must lie in 0..100"),
+        ("cxl_expert", {"near_data": "yes"}, "near_data must be one of off, on"),
         ("daop", {"predicted": 2}, "predicted must lie in 0..1"),
         ("quantized", {"weight_bits": 5}, "weight_bits must be widest or one of 16, 8, 4, 3, 2, got 5"),
         ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),

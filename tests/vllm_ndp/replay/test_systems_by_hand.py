@@ -253,3 +253,21 @@ def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_laye
     outcome = run("pimoe", trace(PROMPT, chosen([[0, 1]], [[0, 2]])), costs, 2)
     assert outcome.moe_ps.ravel() == near([2 * C, device])
     assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 1)
+
+
+def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_expander():
+    """0 is hot, 1 warm (20 us from host memory), 2 and 3 cold: 1.5 MB of 4-bit codes at 64 GB/s are 23.4 us. [0, 1]: a
+    copy and its compute, F + C, are shorter than 20 us, and hide C of the hot one. With no expert above the 100th
+    percentile nothing is loaded: 20 us and its activations. [1, 2]: 43.4 us one after the other, 23.4 us if the
+    expander computes beside the CPU; a row's 4 kB cross packed to half (3.3 ns) and are unpacked (20 ns)."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[1, 2]]))
+    prior = [[8, 4, 2, 1]]
+    assert run("cxl_expert", batches, machine(), 1, prior).moe_ps.ravel()[0] == near(F + C)
+    hop = (2000 / 600e9 + 6000 / 300e9) * 1e12
+    cold = 1.5e6 / 64e9 * 1e12
+    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100)
+    assert none.moe_ps.ravel() == near([CPU + hop, CPU + cold + 2 * hop])
+    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on")
+    assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
+    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0)
+    assert every.moe_ps.ravel()[1] == near(2 * F + C)
