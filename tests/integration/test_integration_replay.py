@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, ROOT, engine
+from engines import MODEL, PROMPTS, ROOT, engine, greedy
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.timing.energy import CommandEnergy
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.replay.exact.live import recorded_rules, replay_live, require_capacity
+from vllm_ndp.replay.exact.recorded import RecordedRun
+from vllm_ndp.simulation.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -80,3 +84,33 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
     assert np.array_equal(replayed.start_ps, replayed.recorded_start_ps)
     assert np.array_equal(replayed.step_ps, replayed.recorded_step_ps)
     assert replayed.identical
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_part(tmp_path, batch):
+    """Three prompts alone, or together: each has the share of its pairs. What the commands of the recorded run take on
+    the device model is what the reports add up to; and a GPU that is too small for the run is said to be."""
+    settings = {"hot_experts": 2, "avg_bits": 2.0, "record": str(tmp_path / "trace")}
+    with engine(settings=settings, max_num_seqs=batch) as llm:
+        reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
+    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[0])
+    setup, rules = trace.provenance.live, recorded_rules(trace, loss)
+    run = RecordedRun(trace, setup, rules)
+    timings = [timing for step in run.steps.tolist() for timing in run.run(step).device if timing is not None]
+    parts = {part: sum(report[f"simulated_{part}_uj"] for report in reports) for part in ("link", "dram", "arrays")}
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) == pytest.approx(sum(timing.energy_pj for timing in timings) / 1e6, rel=1e-6)
+    inside = CommandEnergy.of(
+        run.engine.hardware.energy,
+        wire_bytes=0,
+        weight_bytes=sum(timing.weight_bytes for timing in timings),
+        row_activations=sum(timing.row_activations for timing in timings),
+    )
+    assert parts["dram"] == pytest.approx(inside.dram_fj / 1e9, rel=0.01)  # accesses are rounded up once a step
+    assert parts["arrays"] == pytest.approx(inside.arrays_fj / 1e9, rel=0.01)
+
+    need = beside_device_memory(run.engine.costs, 2).gpu
+    tiny = msgspec.structs.replace(setup, overrides={"gpu.hbm_capacity_bytes": need})
+    with pytest.raises(DoesNotFit, match="the run with K 2 does not fit, gpu memory lacks"):
+        require_capacity(RecordedRun(trace, tiny, rules).engine, 2)

@@ -130,14 +130,14 @@ class MoELayer:
         beside: Callable[[], object],
     ) -> torch.Tensor:
         if step.few is not None:
-            return self._run_few(step.few, step.number, x, topk_weights, topk_ids, beside)
+            return self._run_few(step.few, step, x, topk_weights, topk_ids, beside)
         split = self._split(step, topk_weights, topk_ids)
         call = self._device.submit(step, self.index, x, split)
         try:
             beside()
             out = self._slots.run(x, split.hot)
             self._stream(out, x, split.stream, self._planner.slots_to_keep(step, self.index, split.stream))
-            device_ps = self._collect(call, out, x, split.device)
+            device_ps = self._collect(step, call, out, x, split.device)
         except BaseException:
             if call is not None:
                 call.abandon()
@@ -148,7 +148,7 @@ class MoELayer:
     def _run_few(
         self,
         few: FewRows,
-        number: int,
+        step: Step,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -159,7 +159,7 @@ class MoELayer:
         if not count:
             beside()
             return self._slots.run_aliased(x, few.topk_weights, few.slots)
-        call = self._device.submit_few(number, self.index, x, few, count)  # None: another rank sends
+        call = self._device.submit_few(step.number, self.index, x, few, count)  # None: another rank sends
         try:
             beside()
             if few.native.num_hot:
@@ -174,6 +174,7 @@ class MoELayer:
             if (answer := call.result()) is not None:
                 few.add(out, answer.y)
                 few.end_layer(count, answer.timing.total_ps)
+                step.energy.add(answer.timing)
                 return out
             self._compute_here(call, out, x, few.device_pairs(count))
         except BaseException:
@@ -231,12 +232,15 @@ class MoELayer:
         """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""
         return self._balancer if self._balancer and step.rows.all_decode and self._device.is_up else None
 
-    def _collect(self, call: DeviceCall | None, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> int | None:
+    def _collect(
+        self, step: Step, call: DeviceCall | None, out: torch.Tensor, x: torch.Tensor, pairs: Pairs
+    ) -> int | None:
         """Add what the device returns, or the same pairs computed here. Simulated ps; None: there was no answer."""
         if call is None:  # nothing to send, or another rank sends
             return 0
         if (answer := call.result()) is not None:
             call.add(out, answer)
+            step.energy.add(answer.timing)
             return int(answer.timing.total_ps)
         self._compute_here(call, out, x, pairs)
         return None

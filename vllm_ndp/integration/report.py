@@ -9,12 +9,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ndp_device.timing.energy import CommandEnergy
+from ndp_device.timing.spec import EnergySpec
+from ndp_device.timing.work import Timing
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
 PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "fallback")
 """Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs;
 decode pairs computed here because the device did not answer."""
+DEVICE_PARTS = ("link", "dram", "arrays")
+"""Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
+
+
+@dataclass
+class DeviceEnergy:
+    """What the device's answers of one step took, in picojoules of its own account (ndp_device/timing/energy.py)."""
+
+    total_pj: int = 0
+    weight_bytes: int = 0
+    row_activations: int = 0
+
+    def add(self, timing: Timing) -> None:
+        self.total_pj += timing.energy_pj
+        self.weight_bytes += timing.weight_bytes
+        self.row_activations += timing.row_activations
+
+    def shares(self, constants: EnergySpec, pairs: dict[str, dict[str, int]]) -> dict[str, dict[str, float]]:
+        """Request -> picojoules by part, in proportion to the pairs that it had there; of requests with any."""
+        sent = {name: kinds["cold"] + kinds["spilled"] for name, kinds in pairs.items()}
+        if not self.total_pj or not any(sent.values()):
+            return {}
+        inside = CommandEnergy.of(
+            constants, wire_bytes=0, weight_bytes=self.weight_bytes, row_activations=self.row_activations
+        )
+        parts = {
+            "link": max(self.total_pj - inside.total_fj / 1000, 0.0),
+            "dram": inside.dram_fj / 1000,
+            "arrays": inside.arrays_fj / 1000,
+        }
+        per_pair = 1 / sum(sent.values())
+        return {
+            name: {part: picojoules * count * per_pair for part, picojoules in parts.items()}
+            for name, count in sent.items()
+            if count
+        }
 
 
 @dataclass
@@ -29,6 +68,7 @@ class StepReport:
     pairs_per_row: int
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
+    device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # DeviceEnergy.shares
 
 
 def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:
@@ -45,7 +85,18 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     for name, plan in plans.items():
         bits = [(report.plans[name]["avg_bits"], report.pairs_per_row) for report in ordered]
         plan["avg_bits"] = sum(value * weight for value, weight in bits) / sum(weight for _, weight in bits)
-    return StepReport(start, end, pairs, plans, first.drafts, sum(report.pairs_per_row for report in ordered))
+    per_row = sum(report.pairs_per_row for report in ordered)
+    energy: dict[str, dict[str, float]] = {}
+    for report in ordered:
+        _add_energy(energy, report.device_pj)
+    return StepReport(start, end, pairs, plans, first.drafts, per_row, device_pj=energy)
+
+
+def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, float]]) -> None:
+    for name, parts in more.items():
+        mine = total.setdefault(name, dict.fromkeys(DEVICE_PARTS, 0.0))
+        for part, picojoules in parts.items():
+            mine[part] += picojoules
 
 
 @dataclass
@@ -60,6 +111,7 @@ class RequestReport:
     drafted: int = 0
     rejected: int = 0
     pairs_per_row: int = 0
+    device_pj: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DEVICE_PARTS, 0.0))
 
     def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> int:
         """Count one step; how many tokens it made, all of which come at its end.
@@ -71,6 +123,8 @@ class RequestReport:
         for kind, count in step.pairs.get(request_id, {}).items():
             self.pairs[kind] = self.pairs.get(kind, 0) + count
         self.plan.update(step.plans.get(request_id, {}))
+        for part, picojoules in step.device_pj.get(request_id, {}).items():
+            self.device_pj[part] += picojoules
         made = output_tokens - len(self.token_ps)
         self.token_ps += [step.end_ps] * made
         self.token_s += [now_s] * made
@@ -99,4 +153,5 @@ class RequestReport:
                 "simulated_tpot_us": round(sum(simulated) / len(simulated), 6) if simulated else None,
                 "simulated_token_us": [round(value, 6) for value in simulated],
             }
+            report |= {f"simulated_{part}_uj": round(self.device_pj[part] / 1e6, 6) for part in DEVICE_PARTS}
         return report
