@@ -67,6 +67,39 @@ def test_the_end_to_end_bounds_follow_from_charging_one_full_migration(quantity,
     assert PAPER.find("end to end", quantity).ours == pytest.approx(expected, rel=0.005)
 
 
+def test_end_to_end_forwards_is_near_the_published_range_only_if_the_decode_ratio_is_taken_as_given():
+    """700 tokens of 8x7B at 3 bits, hot set moved, no prompt: T x 8.7 ours / (1.76 s + T ours) with 7.26 ms a token is
+    6.46 (published from 6.6); kept it is 8.7. Row B's own ratio, 6.3, is the limit of every length."""
+    find = PAPER.find
+    given = [
+        row.ours
+        for row in PAPER.rows
+        if row.quantity == f"{X7} 3-bit, 700 tokens, hot set moved, no prompt" and "published" in row.assumptions
+    ]
+    assert given == [pytest.approx(700 * 8.7 * 7.26 / (1761 + 700 * 7.26), rel=0.01)]
+    own = find("forward", f"{X7} 3-bit, 5000 tokens, hot set kept from the prompt, no prompt").ours
+    assert own == pytest.approx(6.3, abs=0.05)
+    assert find("forward", f"{X7} 3-bit, 128 tokens, hot set moved, a prompt streams all").ours < 2
+
+
+def test_the_devices_own_gain_is_16_over_bits_less_its_scales_and_none_without_scalable_units():
+    """16/3 and 16/2; 4.25 and 3.25 of 16 with scales: the DRAM reads 3.25 and 2.25 bits a weight."""
+    gain = {row.quantity.removeprefix(f"{X7} "): row.ours for row in PAPER.rows if row.name == "device side"}
+    assert gain["3-bit, ideal DRAM, codes alone"] == pytest.approx(16 / 3, rel=0.01)
+    assert gain["2-bit, ideal DRAM, codes alone"] == pytest.approx(8, rel=0.01)
+    assert gain["3-bit, DDR5 banks and refresh, scales"] == pytest.approx(16 / 3.25, rel=0.02)
+    assert gain["2-bit, DDR5 banks and refresh, scales"] == pytest.approx(16 / 2.25, rel=0.02)
+    assert gain["2-bit, the same, units that dequantise to fp16"] == pytest.approx(1, abs=0.1)
+
+
+def test_routing_repeats_from_step_to_step_more_than_popularity_alone_says():
+    result = reproduce_paper(Trace.load(DATA / "tiny-mixtral-trace"))
+    again = result.find("figure 3", "experts used again in the next step").ours
+    assert 25 == result.find("figure 3", "least and even routing").ours < again < 100
+    lowest, highest = (result.find("figure 3", f"{end} request").ours for end in ("lowest", "highest"))
+    assert lowest < again < highest
+
+
 def test_the_rounding_of_h_decides_the_baseline():
     assert PAPER.find("H rule", f"{X7} ceil (H = 1) ms per layer").ours == pytest.approx(13.9, rel=0.01)
     assert PAPER.find("H rule", f"{X22} ceil (H = 1) ms per layer").ours == pytest.approx(23.8, rel=0.01)

@@ -11,16 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
+from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel
 from vllm_ndp.traces.trace import Trace
 
 MS_PS = 1e9
 FULL_BITS = 16.0
+OUTPUT_TOKENS = (128, 700, 5000)
+"""The last two are about what inverting the published bounds gives."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,76 @@ def end_to_end_rows() -> Iterator[Row]:
             yield Row("end to end", quantity, "x", None, ratio, "prefill streams every expert anyway: nothing moves")
 
 
+def forward_rows() -> Iterator[Row]:
+    """End-to-end speed-ups computed forwards: outputs of so many tokens, with each way to pay for the hot set.
+
+    (prompt + T MoNDE) / (prompt + migration + T ours); MoNDE = all on the device as in row B, or the published decode
+    ratio times ours. The prompt streams every expert once on both sides. Published: 6.6-8.3x and 7.9-10.6x (8x7B),
+    7.6-8.7x and 9.5-11.2x (8x22B), lengths not given.
+    """
+    row_b = next(variant for variant in VARIANTS if variant.name == "B")
+    for model in MODELS:
+        t, ms = times_of(model.name), layer_ms(model, row_b)
+        experts = public_shape(model.name).num_experts
+        migrations = {"moved": model.num_hot * t.layers * t.link, "kept from the prompt": 0.0}
+        prompts = {"no prompt": 0.0, "a prompt streams all": experts * t.layers * t.link}
+        for index, bits in enumerate((3, 2)):
+            ours = t.layers * ms[f"ours{bits}"]
+            for text, monde in (
+                ("row B", t.layers * ms["monde"]),
+                ("published decode ratio", model.decode_ratio[index] * ours),
+            ):
+                for (moved, migration_ms), (before, prompt_ms) in product(migrations.items(), prompts.items()):
+                    for tokens in OUTPUT_TOKENS:
+                        ratio = (prompt_ms + tokens * monde) / (prompt_ms + migration_ms + tokens * ours)
+                        quantity = f"{model.name} {bits}-bit, {tokens} tokens, hot set {moved}, {before}"
+                        yield Row("forward", quantity, "x", None, ratio, f"MoNDE by {text}")
+
+
+def device_side_rows() -> Iterator[Row]:
+    """The "approximately 5x / 8x" of Figures 5 and 6: one expert at 16 bits over the same at 3 and 2, one row."""
+    for model in MODELS:
+        for text, overrides, scales in (
+            ("ideal DRAM, codes alone", {"dram.kind": "ideal"}, False),
+            ("DDR5 banks and refresh, scales", {}, True),
+            ("the same, units that dequantise to fp16", {"array.pe_mode": "fp16_dequant"}, True),
+        ):
+            costs = Costs(load_hardware("h100-ndp512", **overrides), public_shape(model.name), scales=scales)
+            full = costs.device_expert_ps(16, 1)
+            for bits, published in ((3, 5.0), (2, 8.0)):
+                ratio = full / costs.device_expert_ps(bits, 1)
+                yield Row(
+                    "device side", f"{model.name} {bits}-bit, {text}", "x", published, ratio, "one expert, batch 1"
+                )
+
+
+def figure_3_rows(trace: Trace) -> Iterator[Row]:
+    """How routing varies from step to step: the share of a decode step's experts that the step before used too.
+
+    Beside it what the same steps in random order give: the part of it that is the request's own popularity.
+    """
+    p = trace.provenance
+    generator = np.random.default_rng(0)
+    asis, shuffled = [], []
+    for sequence in trace.sequences:
+        ids = sequence.decode_ids
+        if len(ids) > 1:
+            asis.append(_repeated(ids))
+            shuffled.append(_repeated(ids[generator.permutation(len(ids))]))
+    chance = 100 * p.top_k / p.num_experts
+    text = f"{len(asis)} requests of {p.model}; Figure 3 shows two samples without figures"
+    yield Row("figure 3", "experts used again in the next step", "%", None, 100 * float(np.mean(asis)), text)
+    yield Row("figure 3", "the same steps in random order", "%", None, 100 * float(np.mean(shuffled)), text)
+    yield Row("figure 3", "least and even routing", "%", None, chance, "k of E at random")
+    yield Row("figure 3", "lowest request", "%", None, 100 * float(min(asis)), "an irregular sample, as its sample 1")
+    yield Row("figure 3", "highest request", "%", None, 100 * float(max(asis)), "a structured sample, as its sample 2")
+
+
+def _repeated(ids: NDArray[np.int64]) -> float:
+    """ids [D, L, k]: mean share of a step's choices that are among those of the step before."""
+    return float((ids[1:, :, :, None] == ids[:-1, :, None, :]).any(axis=3).mean())
+
+
 def h_rule_rows() -> Iterator[Row]:
     """MoNDE's H at batch 1: the rounding decides the baseline."""
     share = 32 / (32 + 512)
@@ -255,10 +332,20 @@ def trace_rows(trace: Trace, model: PaperModel) -> Iterator[Row]:
 
 def reproduce_paper(trace: Trace | None = None) -> Reproduction:
     """Closed forms, and with a trace of 8 experts top-2 also what replaying it gives for both models."""
-    driven = () if trace is None else tuple(row for model in MODELS for row in trace_rows(trace, model))
+    driven: tuple[Row, ...] = ()
+    if trace is not None:
+        driven = (*figure_3_rows(trace), *(row for model in MODELS for row in trace_rows(trace, model)))
     return Reproduction(
         "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems, arXiv 2512.04476",
-        (*variant_rows(), *inversion_rows(), *end_to_end_rows(), *h_rule_rows(), *driven),
+        (
+            *variant_rows(),
+            *inversion_rows(),
+            *device_side_rows(),
+            *end_to_end_rows(),
+            *forward_rows(),
+            *h_rule_rows(),
+            *driven,
+        ),
         (
             "with the stated hardware the model gives 6.3-7.1x / 7.1-8.4x over MoNDE with everything on the device, "
             "3.4-4.4x / 4.0-5.6x over MoNDE with an equal split, and meets 8.7/11.2 only with about 7 % of layer-steps "
