@@ -271,3 +271,17 @@ def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_e
     assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
     every = run("cxl_expert", batches, machine(), 1, prior, percentile=0)
     assert every.moe_ps.ravel()[1] == near(2 * F + C)
+
+
+def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
+    """Two places for whole experts hold 0 and 1, none for narrow ones; one layer, nothing before it hides a copy.
+
+    [0, 1] at .55 and .45: both in full, both there: 2 C. [0, 2] at .7 and .3: 2 follows .7 of the gate, above T1: its
+    4 bits take F / 4 and C / 4, while 0 computes. [0, 3] at .95 and .05: 3 follows .95, above T2: skipped, C. [0, 2] at
+    .55 and .45: in full, F + C.
+    """
+    gates = np.array([[[0.55, 0.45]], [[0.7, 0.3]], [[0.95, 0.05]], [[0.55, 0.45]]])
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[0, 3]], [[0, 2]]), weights=gates)
+    outcome = run("hobbit", batches, machine(), 2, low_slots=0)
+    assert outcome.moe_ps.ravel() == near([2 * C, (F + C) / 4, C, F + C])
+    assert outcome.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
