@@ -31,7 +31,7 @@ _DOORBELL: list[codec.Buffer] = [b""]
 _ZERO_COPY_BYTES = 256 << 10  # measured elsewhere: copying is cheaper below 64 KB, dearer above 1 MB
 _REFUSALS: dict[int, tuple[str, str]] = {  # event -> (without keys, with keys)
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
-        "the device refused this host",
+        "",
         "the device does not allow this host's key: put its .pub file into the device's allowed/ directory",
     ),
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: (
@@ -39,7 +39,7 @@ _REFUSALS: dict[int, tuple[str, str]] = {  # event -> (without keys, with keys)
         "the device has no keys, and this host was told to use some: start it with --keys, or drop device_keys",
     ),
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
-        "the device ended the handshake without a word",
+        "",  # it had no time or no room: libzmq tries again
         "the device ended the handshake: its key is another one than the one in this host's key file",
     ),
 }
