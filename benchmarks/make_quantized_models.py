@@ -67,11 +67,8 @@ def gptq(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
     """Rounded, and packed by auto-gptq's own QuantLinear. Without act-order, which vLLM refuses for experts."""
     rows, columns = weight.shape
     group_of = torch.arange(columns) // GROUP
-    low, high = weight.new_zeros(rows, columns // GROUP), weight.new_zeros(rows, columns // GROUP)
-    for group in range(columns // GROUP):
-        low[:, group], high[:, group] = weight[:, group_of == group].aminmax(dim=1)
-    scale = ((high - low) / 15).half().float()
-    zero = (-low / scale).round().clamp(1, 15)
+    scale = (weight.float().unflatten(1, (-1, GROUP)).abs().amax(-1) / 7).half().float()
+    zero = torch.full_like(scale, 8)  # vLLM takes symmetric codes only
     codes = (weight / scale[:, group_of] + zero[:, group_of]).round().clamp(0, 15)
     linear = torch.nn.Linear(columns, rows, bias=False)
     linear.weight.data = (codes - zero[:, group_of]) * scale[:, group_of]
@@ -147,7 +144,7 @@ _CT = {
     "ignore": _NOT_EXPERTS,
 }
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, "lm_head": False}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 _PLAIN = ["self_attn", "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "block_sparse_moe.gate", "lm_head"]
 
@@ -188,6 +185,13 @@ def make(name: str, out: Path) -> Path:
     for to, contents in ((plain, dequantized), (directory, stored)):
         shutil.copytree(source, to, dirs_exist_ok=True)
         save_file({key: value.contiguous() for key, value in contents.items()}, to / "model.safetensors")
+    if name == "qwen3_moe-fp8":  # vLLM wants whole names of what stays as it is
+        linears = [
+            tensor.removesuffix(".weight") for tensor in stored if tensor.endswith(("_proj.weight", "gate.weight"))
+        ]
+        settings = settings | {
+            "modules_to_not_convert": [one for one in linears if ".experts." not in one] + ["lm_head"]
+        }
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return directory
