@@ -152,7 +152,7 @@ Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
 FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
     {
         "gpt_oss-mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN}),
-        "qwen3_moe-fp8": ("qwen3_moe", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
+        "mixtral-fp8": ("mixtral", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
         "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
         "mixtral-compressed": ("mixtral", compressed, _CT),
         "mixtral-gptq": (
@@ -185,7 +185,7 @@ def make(name: str, out: Path) -> Path:
     for to, contents in ((plain, dequantized), (directory, stored)):
         shutil.copytree(source, to, dirs_exist_ok=True)
         save_file({key: value.contiguous() for key, value in contents.items()}, to / "model.safetensors")
-    if name == "qwen3_moe-fp8":  # vLLM wants whole names of what stays as it is
+    if name == "mixtral-fp8":  # vLLM wants whole names of what stays as it is
         linears = [
             tensor.removesuffix(".weight") for tensor in stored if tensor.endswith(("_proj.weight", "gate.weight"))
         ]

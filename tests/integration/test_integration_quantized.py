@@ -17,7 +17,7 @@ from test_integration_families import models, note, program
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
 MAKER = ROOT / "benchmarks" / "make_quantized_models.py"
-SERVED = ("gpt_oss-mxfp4",)
+SERVED = ("gpt_oss-mxfp4", "mixtral-fp8", "mixtral-compressed", "mixtral-gptq", "mixtral-awq")
 
 
 def _marked(name: str) -> Any:
