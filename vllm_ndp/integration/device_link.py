@@ -6,6 +6,7 @@ Knows the device client and the pairs of a layer. Does not know how plans are ma
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split, add_sums
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
+
+_LOOK_EVERY_S = 0.02
 
 
 def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
@@ -146,6 +149,7 @@ class DeviceLink:
         self.replicas = replicas
         self.offload_bits = offload_bits
         self._installing: int | None = None  # epoch whose plan is on its way
+        self._look_at_s = 0.0  # whether the embedded device lives
         self._agreed_up: bool | None = None  # among several ranks: what all of them go by in this step
         address = settings.device
         if settings.device == EMBEDDED:
@@ -197,8 +201,14 @@ class DeviceLink:
         self._agreed_up = is_up
 
     def revive(self) -> None:
-        """Between steps: start an embedded device that died again; the client finds it when it is ready."""
-        if self.process is not None and self.process.poll() is not None:
+        """Between steps: start an embedded device that died again; the client finds it when it is ready.
+
+        To ask the system costs 10 us, so a device that answers is asked after now and then only.
+        """
+        if self.process is None or (self.is_up and time.monotonic() < self._look_at_s):
+            return
+        self._look_at_s = time.monotonic() + _LOOK_EVERY_S
+        if self.process.poll() is not None:
             self.process.respawn()
 
     # -- plans ----------------------------------------------------------------------------------------------------
