@@ -1,6 +1,6 @@
 """A program: the tokens one tiny family model makes on stock vLLM and with the plugin, and what the plugin counted.
 
-python family_tokens.py MODEL [stock] [ndp] [hot]     prints JSON: side -> passes, totals, or its refusal
+python family_tokens.py MODEL [stock] [ndp] [hot] [bfloat16]     prints JSON: side -> passes, totals, or its refusal
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
 def main() -> None:
     model = Path(sys.argv[1])
     dtype = dtype_of(json.loads((model / "config.json").read_text()))
+    if "bfloat16" in sys.argv:
+        sys.argv.remove("bfloat16")
+        dtype = "bfloat16"
     sides = sys.argv[2:] or ["stock", "ndp"] + ["hot"] * (dtype != "float32")
     print(json.dumps({"dtype": dtype} | {side: run(model, side, dtype) for side in sides}), flush=True)
 

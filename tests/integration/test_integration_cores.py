@@ -38,11 +38,11 @@ def test_a_device_gets_the_cores_that_are_left_or_all(
     variable: str, value: str, cores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert compat.device_cores() == cores
+    assert compat.device_cores(compat.bound_cores()) == cores
 
 
 def test_threads_that_are_not_bound_leave_the_device_free_too() -> None:
-    assert compat.device_cores() == []
+    assert compat.device_cores(compat.bound_cores()) == []
 
 
 def test_the_engine_takes_every_core_beside_an_embedded_device_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path,
 def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
     """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
     name = "qwen3_moe-fp8-all"
-    error = program("family_tokens.py", Path(program(MAKER, models, name)[name]), "ndp")["ndp"]["error"]
+    error = program("family_tokens.py", Path(program(MAKER, models, name)[name]), "ndp", "bfloat16")["ndp"]["error"]
     note(name, {"refused": error})
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error

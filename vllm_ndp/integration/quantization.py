@@ -6,7 +6,8 @@ machine; its experts are dequantized when they leave the pool, so that slots hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,14 +86,10 @@ class NdpConfig(QuantizationConfig):
         if self._inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         self._inner.packed_modules_mapping = self.packed_modules_mapping
-        try:
+        with self._naming(prefix):
             method = self._inner.get_quant_method(layer, prefix)
-        except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
-            reason = str(error).strip().splitlines()
-            raise ConfigError(
-                f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
-                f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
-            ) from None
+        if isinstance(layer, LinearBase) and method is not None:
+            self._name_when_weights_are_made(method, prefix)  # some formats look for their kernel only then
         computes_in = self._inner.get_supported_act_dtypes()
         dtype = get_current_vllm_config().model_config.dtype
         if (
@@ -106,3 +103,24 @@ class NdpConfig(QuantizationConfig):
                 f"{str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
             )
         return method
+
+    @contextmanager
+    def _naming(self, prefix: str) -> Iterator[None]:
+        """What vLLM says in many lines about a kernel that is not here: one sentence with the layer's name."""
+        try:
+            yield
+        except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()
+            raise ConfigError(
+                f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
+                f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
+            ) from None
+
+    def _name_when_weights_are_made(self, method: Any, prefix: str) -> None:
+        create_weights = method.create_weights
+
+        def named(*args: Any, **kwargs: Any) -> None:
+            with self._naming(prefix):
+                create_weights(*args, **kwargs)
+
+        method.create_weights = named
