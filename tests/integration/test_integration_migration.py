@@ -13,23 +13,23 @@ pytestmark = pytest.mark.vllm
 
 def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
     """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
-    fills: list[tuple[int, int]] = []
-    fill = streaming.StagingStreamer.fill
+    reads: list[tuple[int, int]] = []
+    read = streaming.StagingStreamer._read
 
-    def counted(self, layer, expert, held, slot):
-        fills.append((layer, expert))
-        fill(self, layer, expert, held, slot)
+    def counted(self, layer, expert, share, held, slot):
+        reads.append((layer, expert))
+        read(self, layer, expert, share, held, slot)
 
-    monkeypatch.setattr(streaming.StagingStreamer, "fill", counted)
+    monkeypatch.setattr(streaming.StagingStreamer, "_read", counted)
     settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "migration": migration}
     with engine(settings=settings, **options) as llm:
-        fills.clear()
+        reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
         totals = llm.collective_rpc("ndp_totals")[0]
-        num_fills = len(fills)
+        num_reads = len(reads)
         assert_slots_hold_what_they_name()
     monkeypatch.undo()
-    return tokens, totals, num_fills
+    return tokens, totals, num_reads
 
 
 def assert_slots_hold_what_they_name() -> None:

@@ -65,7 +65,10 @@ class StagingStreamer:
             self.description += '; {"pool": "packed"} prefills faster, for a copy on disk'
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
-        self._kernel.load(to, slot, self._pool.expert(layer, expert))
+        self._read(layer, expert, None, to, slot)
+
+    def _read(self, layer: int, expert: int, share: Share | None, to: SlotWeights, slot: int) -> None:
+        self._kernel.load(to, slot, self._pool.expert(layer, expert, share))
         self._pool.check(layer)
 
     def run(
@@ -86,7 +89,7 @@ class StagingStreamer:
                 slot = keep.get(expert)
                 if slot is None:
                     held = self._staging
-                    self._kernel.load(held, 0, self._pool.expert(layer, expert, share))
+                    self._read(layer, expert, share, held, 0)
                 else:
                     held = slots.held
                     slots.migrate(slot, expert, partial(self.fill, layer, expert))
