@@ -34,7 +34,9 @@ Taken = tuple[bytes, Any, bool]
 NUM_RING_SLOTS = 4
 BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a message first needs them
 HOST_SPIN_US = 20  # the host shares its cores with vLLM: a longer spin is descheduled and loses milliseconds
-DEVICE_SPIN_US = 1000  # outlasts the gap between two layers
+DEVICE_SPIN_US = (
+    5000  # outlasts the gap between two steps of a small model: to wake an idle device takes half a millisecond
+)
 MAX_CHANNELS = 16
 MAX_CHECKED_BODY_BYTES = 64 << 10
 CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000

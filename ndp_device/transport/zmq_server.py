@@ -348,7 +348,7 @@ class ZmqServer:
         return Received(peer.name, (header, body), damage, seen_ns, channel)
 
     def _spin(self) -> Received | None:
-        """A client that was served within the last millisecond is likely to ask again before it could ring."""
+        """A client that was served within the last milliseconds is likely to ask again before it could ring."""
         channels = [p.channel for p in self._peers.values() if p.channel is not None and p.channel.has_spoken]
         while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
             seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
