@@ -106,15 +106,18 @@ class NdpConfig(QuantizationConfig):
 
     @contextmanager
     def _naming(self, prefix: str) -> Iterator[None]:
-        """What vLLM says in many lines about a kernel that is not here: one sentence with the layer's name."""
+        """What vLLM says in many lines about a kernel that is not here: one sentence with the layer's name.
+
+        RuntimeError is left as it is: memory that is not there is one.
+        """
         try:
             yield
-        except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+        except (ValueError, NotImplementedError, AssertionError) as error:
             reason = str(error).strip().splitlines()
             raise ConfigError(
                 f"vLLM has no kernel on this machine for {prefix}, which the checkpoint stores as {self._method}: "
                 f"serve it where there is one, or give its linear layers in bfloat16 ({(reason or [repr(error)])[0]})"
-            ) from None
+            ) from error
 
     def _name_when_weights_are_made(self, method: Any, prefix: str) -> None:
         create_weights = method.create_weights
