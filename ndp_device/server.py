@@ -19,7 +19,8 @@ from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
 from ndp_device.protocol.codec import Frames
-from ndp_device.transport.zmq_server import Received, ZmqServer
+from ndp_device.transport.connection import Received
+from ndp_device.transport.zmq_server import ZmqServer
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds

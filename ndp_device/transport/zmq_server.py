@@ -1,11 +1,10 @@
 """The device's end: any number of hosts, one request at a time, whoever was served least comes next.
 
-Every host has one connection, which speaks ZeroMQ's protocol (zmtp.py). Between processes of one machine the frames
-may lie in shared memory instead (shm.py); then the socket carries the doorbell that wakes a sleeper, and every message
-the memory cannot take. Of the content of frames it knows the checksum.
+Every host has one connection (connection.py). Between processes of one machine the frames may lie in shared memory
+instead (shm.py); then the socket carries the doorbell that wakes a sleeper, and every message the memory cannot take.
 
-What a peer may cost is bounded here: connections, bytes and messages that wait, time before and within a message, and
-the share of the device's time. Peers have a rank: strangers, those that said Hello, those that have computed. Where
+What all peers together may cost is bounded here: connections, bytes that are held, the time of handshakes, and the
+share of the device's time. Peers have a rank: strangers, those that said Hello, those that have computed. Where
 there is not room for all, the lowest rank goes first, within it the one that was silent longest; a host that
 computes is never sent away for another. docs/protocol.md, "Limits", lists the numbers.
 """
@@ -14,46 +13,36 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import logging
-import os
 import select
 import socket
-import stat
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TypeVar
 
-from ndp_device.errors import ConfigError, RemoteProtocolError
-from ndp_device.protocol import codec
-from ndp_device.protocol.codec import Buffer, Frames
+from ndp_device.errors import RemoteProtocolError
+from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum, fragments, shm, zmtp
-from ndp_device.transport.address import Address, make_private, require_private, take
-from ndp_device.transport.curve import CurveSession, Unwelcome
+from ndp_device.transport import checksum, shm
+from ndp_device.transport.connection import (
+    DOORBELL,
+    MAX_UNREAD_BYTES,
+    READ_AT_ONCE,
+    Connection,
+    ConnectionEnded,
+    HandshakeTime,
+    Received,
+)
+from ndp_device.transport.curve import CurveSession
 from ndp_device.transport.keys import AllowList, DeviceKeys
+from ndp_device.transport.listener import Listener
 from ndp_device.transport.shm import ShmChannel
 
 MAX_PEERS = 64
-MAX_WAITING = 16
-"""Messages of one peer that wait here; more stay in its own queues. A host has 8 Execute in flight at most."""
-
-MAX_WAITING_BYTES = 64 << 20
-MAX_UNREAD_BYTES = 64 << 20
-"""Answers a peer has not read: above this, its next requests wait; twice this ends the connection."""
-
 MAX_HELD_BYTES = 512 << 20
 """Of all peers, before the one that holds most is sent away."""
-
-HANDSHAKE_NS = 500_000_000
-HANDSHAKES_NS = 5_000_000
-"""Of every 50 ms, for the arithmetic of CURVE handshakes: peers that nobody knows yet cannot take the device's time."""
-
-MESSAGE_NS = 10_000_000_000
-"""Within which a message that has begun must be here."""
 
 STRANGERS_SHARE = 10
 """While a host computes, all peers that never did get one part in this many of the device's time."""
@@ -64,14 +53,12 @@ _NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connect
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
 _HEARTBEAT_S = 0.2  # how long a computation may last before another thread looks after the sockets
 _ACCEPT_AT_ONCE = 4
-_READ_AT_ONCE = 1 << 20  # of one peer, before the others are looked at
 _CHECK_NS = 50_000_000
 _FULL_AGAIN_NS = 100_000_000  # after the system had no descriptor for a new connection
 _KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to compute for the first time before others may want its memory
 _FLUSH_S = 0.5
 _LAST_ANSWER_S = 0.05
-_DOORBELL = b""
-_CREDENTIALS = struct.Struct("3i")
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -81,60 +68,24 @@ class Rank(enum.IntEnum):
     COMPUTES = 2
 
 
-class Received(NamedTuple):
-    """A request as it arrived; `damage` says what is wrong with it."""
-
-    client: bytes
-    frames: Frames
-    damage: str | None
-    seen_ns: int  # when this device first saw it
-    channel: ShmChannel | None = None
-
-    def release(self) -> None:
-        """The frames are not needed any more: their ring slot may be written again."""
-        if self.channel is not None:
-            self.channel.release()
-
-
 class _Peer:
-    """One connection, what has arrived on it, and what has not left yet."""
+    """A host that is connected, and what it has cost."""
 
-    def __init__(self, name: bytes, connection: socket.socket, now_ns: int, curve: CurveSession | None) -> None:
-        self.name, self.socket = name, connection
-        self.reader = zmtp.Reader(curve)
-        self.is_unwelcome = False  # and has been told so
+    def __init__(self, name: bytes, connection: Connection, spent_ns: float) -> None:
+        self.name, self.connection = name, connection
+        self.events = 0  # of its connection that the system wakes us for
         self.rank = Rank.STRANGER
-        self.opened_ns = self.heard_ns = now_ns
         self.computed_ns = 0
-        self.began_ns = 0  # the message that is arriving; 0 = none
-        self.waiting: deque[Received] = deque()
-        self.waiting_bytes = 0
-        self.has_more = False  # bytes that were read but not looked at
-        self.unread: deque[memoryview] = deque()
-        self.unread_bytes = 0
-        self.joining: fragments.Joining | None = None
-        self.version = 0  # that its messages show
-        self.num_cut = 0
         self.channel: ShmChannel | None = None
         self.ring_seen_ns = 0  # when a message in the ring was first seen; 0 = none was
-        self.spent_ns = 0.0  # the start tag of its next request (start-time fair queueing)
-        self.events = 0
-
-    @property
-    def may_wait(self) -> bool:
-        """Another message of this peer may be read."""
-        return len(self.waiting) < MAX_WAITING and self.waiting_bytes < MAX_WAITING_BYTES
-
-    @property
-    def held_bytes(self) -> int:
-        joined = self.joining.num_joined if self.joining is not None else 0
-        return self.reader.held_bytes + self.waiting_bytes + self.unread_bytes + joined
+        self.spent_ns = spent_ns  # the start tag of its next request (start-time fair queueing)
 
     @property
     def is_waiting(self) -> bool:
-        if self.unread_bytes > MAX_UNREAD_BYTES:
+        """A request of it is here, and it has read enough answers for another."""
+        if self.connection.unread_bytes > MAX_UNREAD_BYTES:
             return False
-        return bool(self.waiting) or (self.channel is not None and bool(self.channel.ring.readable()))
+        return bool(self.connection.waiting) or (self.channel is not None and bool(self.channel.ring.readable()))
 
 
 class ZmqServer:
@@ -142,10 +93,9 @@ class ZmqServer:
 
     def __init__(self, address: str, keys: DeviceKeys | None = None) -> None:
         """keys: only hosts that have the right ones come in, and everything is encrypted."""
-        self._ipc_path = Address.parse(address, has_keys=keys is not None).ipc_path
         self._keys = keys
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
-        self._handshakes_left_ns = HANDSHAKES_NS
+        self._handshake_time = HandshakeTime()
         self.on_gone: Callable[[bytes], None] = lambda client: None  # called by `receive`
         self._gone: deque[bytes] = deque()
         self._num_waiting = 0
@@ -160,22 +110,21 @@ class ZmqServer:
         self._unparsed: set[_Peer] = set()  # with bytes that were read but not looked at
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = 0
-        self._lock: int | None = None
-        self._listener: socket.socket | None = None
         self._poll = select.epoll()
         self._turn = threading.RLock()
         self._looked_ns = time.monotonic_ns()
-        self._sent_s = 0.0
         self._looks_soon = False  # the serving loop itself
         self._closed = threading.Event()
-        try:
-            self._listen(address)
-        except BaseException:
-            self.close()
-            raise
+        self._listener = Listener(address, has_keys=keys is not None, backlog=MAX_PEERS)
+        self._poll.register(self._listener.fileno(), select.EPOLLIN)
         threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     # -- what the serving loop uses ------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """What hosts connect to."""
+        return self._listener.address
 
     @property
     def num_waiting(self) -> int:
@@ -225,7 +174,7 @@ class ZmqServer:
         """A segment for this client, used in both directions as soon as the client has used it once."""
         with self._turn:
             peer = self._peers.get(client)
-            if peer is None or self._ipc_path is None:
+            if peer is None or self._listener.path is None:
                 return None
             self._close_channel(peer)
             if not self._make_room_for_memory():
@@ -233,6 +182,7 @@ class ZmqServer:
             peer.channel = ShmChannel.create()
             if peer.channel is None:
                 return None
+            peer.connection.has_memory = True
             self._poll.register(peer.channel.doorbell, select.EPOLLIN)
             return peer.channel.offer
 
@@ -242,11 +192,7 @@ class ZmqServer:
             peer = self._peers.get(client)
             if peer is None or self._to_memory(peer, frames, writes_checksum=True):
                 return
-            header, body = frames
-            if fragments.must_cut(body, peer.version):
-                self._to_socket_cut(peer, frames, writes_checksum=True)
-            else:
-                self._to_socket(peer, (checksum.write(header, body), body))
+            self._do(peer, peer.connection.send, frames)
 
     def with_checksum(self, client: bytes, frames: Frames) -> Frames:
         """The frames as `send` would write them, for `send_as_is`."""
@@ -261,10 +207,7 @@ class ZmqServer:
             peer = self._peers.get(client)
             if peer is None or self._to_memory(peer, frames, writes_checksum=False):
                 return
-            if len(frames) == 2 and fragments.must_cut(frames[1], peer.version):
-                self._to_socket_cut(peer, frames, writes_checksum=False)
-            else:
-                self._to_socket(peer, frames)
+            self._do(peer, peer.connection.send_as_is, frames)
 
     def drop(self, client: bytes) -> None:
         """End the connection: its host notices at once."""
@@ -277,23 +220,17 @@ class ZmqServer:
         self._closed.set()
         with self._turn:
             deadline = time.monotonic() + _FLUSH_S
-            while any(peer.unread for peer in self._peers.values()) and time.monotonic() < deadline:
+            while any(peer.connection.unread_bytes for peer in self._peers.values()) and time.monotonic() < deadline:
                 for peer in list(self._peers.values()):
-                    self._write(peer)
+                    self._do(peer, peer.connection.write)
                 time.sleep(0.001)
             # libzmq throws away what has arrived but was not read yet when it sees that a connection ended
-            time.sleep(max(self._sent_s + _LAST_ANSWER_S - time.monotonic(), 0.0))
+            sent_s = max((peer.connection.sent_s for peer in self._peers.values()), default=0.0)
+            time.sleep(max(sent_s + _LAST_ANSWER_S - time.monotonic(), 0.0))
             for peer in list(self._peers.values()):
                 self._drop(peer)
-            if self._listener is not None:
-                self._listener.close()
-                self._listener = None
-                if self._ipc_path is not None:
-                    self._ipc_path.unlink(missing_ok=True)
+            self._listener.close()
             self._poll.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     # -- which request is next -----------------------------------------------------------------------------------
 
@@ -302,13 +239,10 @@ class ZmqServer:
         now = 0
         best: _Peer | None = None
         for peer in self._peers.values():
-            channel = peer.channel
-            if not (peer.waiting or (channel is not None and channel.ring.readable())):
-                continue
-            if peer.unread_bytes > MAX_UNREAD_BYTES:
+            if not peer.is_waiting:
                 continue
             now = now or time.monotonic_ns()
-            if not peer.waiting and not peer.ring_seen_ns:
+            if not peer.connection.waiting and not peer.ring_seen_ns:
                 peer.ring_seen_ns = now
             if peer.rank < Rank.COMPUTES and not self._may_strangers(now):
                 continue
@@ -317,13 +251,10 @@ class ZmqServer:
         if best is None:
             return None
         self._spent_ns = best.spent_ns = max(best.spent_ns, self._spent_ns)
-        best.heard_ns = now
+        best.connection.heard_ns = now
         received = self._from_memory(best, now) if best.channel is not None else None
-        if received is None and best.waiting:
-            received = best.waiting.popleft()
-            self._num_waiting -= 1
-            best.waiting_bytes -= _size(received.frames)
-            self._update(best)
+        if received is None and best.connection.waiting:
+            received = self._do(best, best.connection.take)
         return received
 
     def _may_strangers(self, now_ns: int) -> bool:
@@ -364,7 +295,7 @@ class ZmqServer:
         with self._turn:
             channels = [peer.channel for peer in self._peers.values() if peer.channel is not None]
             ready = all(channel.prepare_sleep() for channel in channels)
-            if any(peer.may_wait for peer in self._unparsed):
+            if any(peer.connection.may_wait for peer in self._unparsed):
                 ready = False
             if any(peer.is_waiting for peer in self._peers.values()):  # strangers whose turn has not come
                 timeout_s = min(timeout_s, max(self._strangers_from_ns - time.monotonic_ns(), 0) / 1e9)
@@ -376,49 +307,13 @@ class ZmqServer:
 
     # -- sockets -------------------------------------------------------------------------------------------------
 
-    def _listen(self, address: str) -> None:
-        path = self._ipc_path
-        if path is not None:
-            make_private(path.parent)
-            self._lock = take(path)
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(path.lstat().st_mode):
-                    raise ConfigError(f"{path} is not a socket and will not be replaced; choose another address")
-                path.unlink()  # of a device that was killed: the lock is ours
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        host = "127.0.0.1" if host == "localhost" else host.strip("[]")
-        family = socket.AF_UNIX if path is not None else socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = self._listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        previous = os.umask(0o077)
-        try:
-            if path is not None:
-                listener.bind(str(path))
-                require_private(path)
-            else:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((host, 0 if port == "*" else int(port)))
-            listener.listen(MAX_PEERS)
-        except OSError as error:
-            self._listener.close()
-            self._listener = None
-            used = error.errno == errno.EADDRINUSE
-            reason = "another process listens there" if used else os.strerror(error.errno or 0)
-            raise ConfigError(f"cannot listen on {address}: {reason}; choose another address") from None
-        finally:
-            os.umask(previous)
-        self.address = address
-        if path is None:
-            host, port = listener.getsockname()[:2]
-            self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self._poll.register(listener.fileno(), select.EPOLLIN)
-
     def _look(self, timeout_s: float = 0.0) -> None:
         """Accept, read and write what can be without waiting longer; everything one peer can cause here is bounded."""
         events = self._poll.poll(timeout_s)
         with self._turn:
             now = self._polled_ns = time.monotonic_ns()
             for fd, event in events:
-                if self._listener is not None and fd == self._listener.fileno():
+                if fd == self._listener.fileno():
                     self._accept(now)
                     continue
                 peer = self._by_fd.get(fd)
@@ -428,37 +323,36 @@ class ZmqServer:
                     self._drop(peer)  # nobody is there to read an answer
                     continue
                 if event & select.EPOLLOUT:
-                    self._write(peer)
+                    self._do(peer, peer.connection.write)
                 if event & select.EPOLLIN and peer.name in self._peers:
-                    self._read(peer, now)
-            for peer in [peer for peer in self._unparsed if peer.may_wait]:
-                self._parse(peer, now)
+                    num_read = self._do(peer, peer.connection.read, now)
+                    if num_read is not None and num_read > READ_AT_ONCE // 16:
+                        self._bound_memory()
+            for peer in [peer for peer in self._unparsed if peer.connection.may_wait]:
+                self._do(peer, peer.connection.parse, now)
             if now > self._checked_ns + _CHECK_NS:
                 self._check(now)
 
     def _check(self, now_ns: int) -> None:
         """End what takes too long; accept again."""
         self._checked_ns = now_ns
-        self._handshakes_left_ns = HANDSHAKES_NS
+        self._handshake_time.begin_period()
         for peer in list(self._peers.values()):
-            key = peer.reader.curve.peer_key if peer.reader.curve is not None else None
+            key = peer.connection.peer_key
             if key is not None and self._allowed is not None and self._allowed.name(key) is None:
                 _log.warning("a host was sent away: its key is no longer allowed")
                 self._drop(peer)
-                continue
-            slow_to_come = not peer.reader.is_ready and now_ns - peer.opened_ns > HANDSHAKE_NS
-            if slow_to_come or (peer.began_ns and now_ns - peer.began_ns > MESSAGE_NS):
+            elif peer.connection.is_late(now_ns):
                 self._drop(peer)
-        if self._accepts_from_ns and now_ns > self._accepts_from_ns and self._listener is not None:
+        if self._accepts_from_ns and now_ns > self._accepts_from_ns:
             self._accepts_from_ns = 0
             self._poll.modify(self._listener.fileno(), select.EPOLLIN)
 
     def _accept(self, now_ns: int) -> None:
-        assert self._listener is not None
         for _ in range(_ACCEPT_AT_ONCE):
             try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+                connected = self._listener.accept()
+            except BlockingIOError:
                 return
             except OSError as error:  # no descriptor, no memory: whoever connects waits in the listener's queue
                 _log.warning("no new connection can be accepted: %s", error.strerror)
@@ -466,20 +360,22 @@ class ZmqServer:
                 self._poll.modify(self._listener.fileno(), 0)
                 self._send_one_away()
                 return
-            connection.setblocking(False)
-            if not self._may_come(connection):
-                connection.close()
-            elif len(self._peers) >= MAX_PEERS and not self._send_one_away():
+            if connected is None:
+                continue
+            if len(self._peers) >= MAX_PEERS and not self._send_one_away():
                 _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
-                connection.close()
+                connected.close()
             else:
-                self._last_name += 1
-                peer = _Peer(b"%d" % self._last_name, connection, now_ns, self._new_session())
-                peer.spent_ns = self._spent_ns + _NEWCOMER_NS
-                self._peers[peer.name] = self._by_fd[connection.fileno()] = peer
-                self._poll.register(connection.fileno(), select.EPOLLIN)
-                peer.events = select.EPOLLIN
-                self._to_socket_raw(peer, [peer.reader.greeting])
+                self._welcome(connected, now_ns)
+
+    def _welcome(self, connected: socket.socket, now_ns: int) -> None:
+        self._last_name += 1
+        name = b"%d" % self._last_name
+        connection = Connection(name, connected, now_ns, self._new_session(), self._handshake_time)
+        peer = _Peer(name, connection, self._spent_ns + _NEWCOMER_NS)
+        self._peers[name] = self._by_fd[connection.fileno()] = peer
+        self._poll.register(connection.fileno(), 0)
+        self._do(peer, connection.greet)
 
     def _new_session(self) -> CurveSession | None:
         keys, allowed = self._keys, self._allowed
@@ -487,24 +383,12 @@ class ZmqServer:
             return None
         return CurveSession(keys.secret, keys.public, lambda key: allowed.name(key) is not None)
 
-    def _may_come(self, connection: socket.socket) -> bool:
-        """Over a path, only the user that runs this device and root, whatever the path's mode says."""
-        if self._ipc_path is None:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return True
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid in (os.geteuid(), 0):
-            return True
-        _log.warning("process %d of user %d was refused: this device belongs to user %d", pid, uid, os.geteuid())
-        return False
-
     def _send_one_away(self) -> bool:
         """Make room by ending the connection of lowest rank that was silent longest; False: all of them compute."""
         candidates = [peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES]
         if not candidates:
             return False
-        self._drop(min(candidates, key=lambda peer: (peer.rank, peer.heard_ns)))
+        self._drop(min(candidates, key=lambda peer: (peer.rank, peer.connection.heard_ns)))
         return True
 
     def _make_room_for_memory(self) -> bool:
@@ -513,104 +397,18 @@ class ZmqServer:
         if len(owners) < shm.MAX_CHANNELS:
             return True
         before = time.monotonic_ns() - _KEEP_MEMORY_NS
-        idle = [peer for peer in owners if peer.rank < Rank.COMPUTES and peer.opened_ns < before]
+        idle = [peer for peer in owners if peer.rank < Rank.COMPUTES and peer.connection.opened_ns < before]
         if not idle:
             return False
-        self._drop(min(idle, key=lambda peer: peer.heard_ns))
+        self._drop(min(idle, key=lambda peer: peer.connection.heard_ns))
         return True
 
-    def _read(self, peer: _Peer, now_ns: int) -> None:
-        total = 0
-        while peer.may_wait and not peer.has_more and total < _READ_AT_ONCE:
-            try:
-                count = peer.socket.recv_into(peer.reader.buffer())
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                count = 0
-            if count == 0:
-                self._drop(peer)
-                return
-            peer.heard_ns = now_ns
-            peer.reader.filled(count)
-            self._parse(peer, now_ns)
-            total += count
-            if not peer.reader.is_long:
-                break
-        if total > _READ_AT_ONCE // 16:
-            self._bound_memory()
-
-    def _parse(self, peer: _Peer, now_ns: int) -> None:
-        """Take the messages that are complete, as many as may wait."""
-        peer.has_more = True
-        shakes_hands = peer.reader.curve is not None and not peer.reader.is_ready
-        if peer.is_unwelcome or (shakes_hands and self._handshakes_left_ns <= 0):
-            if not peer.is_unwelcome:  # the arithmetic of handshakes may take a tenth of the time: later
-                self._unparsed.add(peer)
-            self._update(peer)
-            return
-        start_ns = time.monotonic_ns() if shakes_hands else 0
-        try:
-            while peer.may_wait and peer.has_more:
-                message, peer.has_more = peer.reader.next()
-                if message is not None:
-                    self._arrived(peer, message, now_ns)
-                elif peer.has_more:
-                    break  # so many commands and empty frames that others come first
-        except Unwelcome as error:
-            _log.warning("a host was refused: %s", error)
-            peer.is_unwelcome = True  # and is sent away when its time for the handshake is over, having read why
-            self._unparsed.discard(peer)
-            self._to_socket_raw(peer, zmtp.command_frame(error.reply))
-            return
-        except RemoteProtocolError as error:
-            (_log.warning if shakes_hands else _log.info)("a connection was ended: %s", error)
-            self._drop(peer)
-            return
-        finally:
-            if shakes_hands:
-                self._handshakes_left_ns -= time.monotonic_ns() - start_ns
-        (self._unparsed.add if peer.has_more else self._unparsed.discard)(peer)
-        if peer.reader.is_empty and peer.joining is None:
-            peer.began_ns = 0
-        elif not peer.began_ns:
-            peer.began_ns = now_ns
-        if peer.reader.replies:
-            replies, peer.reader.replies = peer.reader.replies, bytearray()
-            if peer.unread_bytes < MAX_UNREAD_BYTES:
-                self._to_socket_raw(peer, [bytes(replies)])
-        self._update(peer)
-
-    def _arrived(self, peer: _Peer, message: Frames, now_ns: int) -> None:
-        damage = None
-        if len(message) == 1 and message[0] == _DOORBELL and peer.channel is not None:
-            return  # it has done its work by waking us
-        if fragments.is_fragment(message):
-            try:
-                if peer.joining is None or fragments.begins(message):
-                    peer.joining = None
-                    peer.joining = fragments.Joining(message)
-                    return
-                joined = peer.joining.add(message)
-                if joined is None:
-                    return
-                message = joined
-            except RemoteProtocolError as error:
-                message, damage = (peer.joining.header if peer.joining is not None else b"", b""), str(error)
-        elif len(message) == 2:
-            damage = checksum.damage(message[0], message[1])
-        peer.joining = None
-        if len(message) == 2 and damage is None:
-            peer.version = codec.peek_version(message[0])
-        self._num_waiting += 1
-        peer.waiting.append(Received(peer.name, message, damage, now_ns))
-        peer.waiting_bytes += _size(message)
-
     def _bound_memory(self) -> None:
-        while sum(peer.held_bytes for peer in self._peers.values()) > MAX_HELD_BYTES:
-            holders = [peer for peer in self._peers.values() if peer.held_bytes > MAX_HELD_BYTES // (4 * MAX_PEERS)]
-            greedy = max(holders, key=lambda peer: (-peer.rank, peer.held_bytes))
-            _log.warning("a peer that held %d MiB was sent away", greedy.held_bytes >> 20)
+        while sum(peer.connection.held_bytes for peer in self._peers.values()) > MAX_HELD_BYTES:
+            least = MAX_HELD_BYTES // (4 * MAX_PEERS)
+            holders = [peer for peer in self._peers.values() if peer.connection.held_bytes > least]
+            greedy = max(holders, key=lambda peer: (-peer.rank, peer.connection.held_bytes))
+            _log.warning("a peer that held %d MiB was sent away", greedy.connection.held_bytes >> 20)
             self._drop(greedy)
 
     def _to_memory(self, peer: _Peer, frames: Frames, *, writes_checksum: bool) -> bool:
@@ -625,65 +423,42 @@ class ZmqServer:
             self._drop(peer)
             return True
         if sent is shm.Put.DOORBELL:
-            self._to_socket(peer, (_DOORBELL,))
+            self._do(peer, peer.connection.send_message, (DOORBELL,))
         return sent is not shm.Put.REFUSED
 
-    def _to_socket_cut(self, peer: _Peer, frames: Frames, *, writes_checksum: bool) -> None:
-        peer.num_cut += 1
-        for part in fragments.cut(peer.num_cut, *frames, writes_checksum=writes_checksum):
-            self._to_socket(peer, part)
-
-    def _to_socket(self, peer: _Peer, frames: Frames) -> None:
-        self._to_socket_raw(peer, peer.reader.encoded(frames))
-
-    def _to_socket_raw(self, peer: _Peer, buffers: Iterable[Buffer]) -> None:
-        self._sent_s = time.monotonic()
-        for buffer in buffers:
-            peer.unread.append(memoryview(buffer))  # the codec makes a new body for each message: safe to keep
-            peer.unread_bytes += len(buffer)
-        self._write(peer)
-        if peer.unread_bytes > 2 * MAX_UNREAD_BYTES:
-            _log.warning("a peer that left %d MiB of answers unread was sent away", peer.unread_bytes >> 20)
-            self._drop(peer)
-
-    def _write(self, peer: _Peer) -> None:
+    def _do(self, peer: _Peer, act: Callable[..., _Result], *arguments: object) -> _Result | None:
+        """Let the peer's connection act, then note what it waits for. One that has ended is dropped: None."""
+        connection = peer.connection
+        if peer.name not in self._peers:
+            return None
+        before = len(connection.waiting)
+        result: _Result | None = None
+        ended: ConnectionEnded | None = None
         try:
-            while peer.unread:
-                sent = peer.socket.sendmsg([peer.unread[i] for i in range(min(len(peer.unread), 16))])
-                peer.unread_bytes -= sent
-                while sent:
-                    first = peer.unread.popleft()
-                    if sent < len(first):
-                        peer.unread.appendleft(first[sent:])
-                        break
-                    sent -= len(first)
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
+            result = act(*arguments)
+        except ConnectionEnded as error:
+            ended = error
+        self._num_waiting += len(connection.waiting) - before
+        if ended is not None:
+            if str(ended):
+                _log.log(ended.level, "%s", ended)
             self._drop(peer)
-            return
-        self._update(peer)
-
-    def _update(self, peer: _Peer) -> None:
-        """Ask the system for what can be used now: bytes to read if there is room, room to write if there are any."""
-        reads = peer.may_wait and not peer.has_more
-        wanted = (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if peer.unread else 0)
-        if wanted != peer.events and peer.name in self._peers:
-            peer.events = wanted
-            self._poll.modify(peer.socket.fileno(), wanted)
+        elif peer.name in self._peers:
+            (self._unparsed.add if connection.is_unparsed else self._unparsed.discard)(peer)
+            if (wanted := connection.wanted_events) != peer.events:
+                peer.events = wanted
+                self._poll.modify(connection.fileno(), wanted)
+        return result
 
     def _drop(self, peer: _Peer) -> None:
         if self._peers.pop(peer.name, None) is None:
             return
-        del self._by_fd[peer.socket.fileno()]
+        del self._by_fd[peer.connection.fileno()]
         self._close_channel(peer)
         with contextlib.suppress(OSError):
-            self._poll.unregister(peer.socket.fileno())
-        peer.socket.close()
-        self._num_waiting -= len(peer.waiting)
-        peer.waiting.clear()
-        peer.unread.clear()
-        peer.unread_bytes = 0
+            self._poll.unregister(peer.connection.fileno())
+        self._num_waiting -= len(peer.connection.waiting)
+        peer.connection.close()
         self._unparsed.discard(peer)
         self._gone.append(peer.name)
 
@@ -693,6 +468,7 @@ class ZmqServer:
                 self._poll.unregister(peer.channel.doorbell)
             peer.channel.close()
             peer.channel = None
+            peer.connection.has_memory = False
 
     def _heartbeat(self) -> None:
         """While a computation lasts, another thread accepts, reads, writes and answers PING, as libzmq's would."""
@@ -707,7 +483,3 @@ class ZmqServer:
     def _loop_is_late(self) -> bool:
         late = time.monotonic_ns() - self._looked_ns > _HEARTBEAT_S * 1e9
         return late and not self._looks_soon and not self._closed.is_set()
-
-
-def _size(frames: Frames) -> int:
-    return sum(map(len, frames))

@@ -33,6 +33,7 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum, zmq_server, zmtp
+from ndp_device.transport import connection as limits
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
@@ -228,7 +229,7 @@ def test_answers_that_are_not_read_are_bounded(device: Device) -> None:
     with contextlib.suppress(OSError):  # in time it is refused, in whatever way
         for _ in range((400 << 20) // x.nbytes):
             connection.sendall(flood)
-    assert device.resident() < before + 3 * zmq_server.MAX_UNREAD_BYTES
+    assert device.resident() < before + 3 * limits.MAX_UNREAD_BYTES
     assert_serves(device)
 
 
@@ -354,7 +355,7 @@ def test_a_flood_of_one_host_lets_every_other_request_pass_at_once(server: ZmqSe
     served_ids(server, 20, 1_000_000, lambda id: True)
     for _ in range(10):
         honest.send(codec.encode(msg.Ping(2)))
-        while sum(len(peer.waiting) > 0 for peer in server._peers.values()) < 2:
+        while sum(len(peer.connection.waiting) > 0 for peer in server._peers.values()) < 2:
             server._look(0.001)
         assert 2 in served_ids(server, 2, 1_000_000, lambda id: True)
     flooder.close()
@@ -367,7 +368,7 @@ def test_peers_that_never_compute_get_a_tenth_of_the_time_while_a_host_computes(
     for _ in range(8):
         stranger.send(codec.encode(msg.Ping(1)))
         honest.send(codec.encode(msg.Ping(2)))
-    while sum(len(peer.waiting) for peer in server._peers.values()) < 16:
+    while sum(len(peer.connection.waiting) for peer in server._peers.values()) < 16:
         server._look(0.001)
     ids = served_ids(server, 16, 1_000_000, lambda id: id == 2)
     assert ids.count(1) == 8  # none is lost
@@ -383,7 +384,7 @@ def test_requests_are_read_only_as_far_as_they_may_wait(server: ZmqServer) -> No
     for _ in range(50):
         server._look(0.001)
     (peer,) = server._peers.values()
-    assert len(peer.waiting) == zmq_server.MAX_WAITING
+    assert len(peer.connection.waiting) == limits.MAX_WAITING
     assert len(served_ids(server, 121, 0, lambda id: True)) == 121
     flooder.close()
 

@@ -20,7 +20,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport import checksum, fragments
-from ndp_device.transport import zmq_server as transport_module
+from ndp_device.transport import connection as transport_module
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 
@@ -160,7 +160,7 @@ def until_received(server: ZmqServer, seconds: float = 20.0) -> Any:
 
 def joining(server: ZmqServer) -> int:
     """Messages of which some fragments are here."""
-    return sum(peer.joining is not None for peer in server._peers.values())
+    return sum(peer.connection.joining is not None for peer in server._peers.values())
 
 
 def ask(server: ZmqServer, host: ZmqTransport, frames: Frames) -> Any:

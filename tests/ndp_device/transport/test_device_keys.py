@@ -22,7 +22,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 
 pytest.importorskip("nacl", reason="keys need PyNaCl")
-from ndp_device.transport import zmq_server, zmtp
+from ndp_device.transport import connection, zmtp
 from ndp_device.transport.address import Address
 from ndp_device.transport.curve import CurveSession
 from ndp_device.transport.keys import DeviceKeys, HostKeys, make_keys
@@ -318,7 +318,7 @@ def test_frames_that_are_replayed_forged_or_unboxed_end_the_connection(keys: Pat
 
 def test_handshakes_of_strangers_take_a_bounded_part_of_the_time(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no time for handshakes at all none is answered, and the connections end by their own time limit."""
-    monkeypatch.setattr(zmq_server, "HANDSHAKES_NS", 0)
+    monkeypatch.setattr(connection, "HANDSHAKES_NS", 0)
     server = ZmqServer("tcp://127.0.0.1:0", DeviceKeys.read(keys))
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as stranger:
