@@ -20,7 +20,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport import checksum, fragments
-from ndp_device.transport import connection as transport_module
+from ndp_device.transport import connection as limits
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 
@@ -254,7 +254,7 @@ def test_a_half_received_message_is_dropped_when_its_host_has_gone_or_takes_too_
     if gone:
         socket.close()
     else:
-        monkeypatch.setattr(transport_module, "MESSAGE_NS", 0)
+        monkeypatch.setattr(limits, "MESSAGE_NS", 0)
     for _ in range(100):
         server.receive(20)
         if not server._peers:
