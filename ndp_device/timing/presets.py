@@ -158,6 +158,9 @@ _HOST: Table = {
     "host.cpu_flops_per_s": _q(20_000_000_000_000, "flop/s", "[S] seed 002: 20 TFLOPS of AMX"),
     "host.memory_bytes_per_s": _q(307_200_000_000, "byte/s", "[D] 8 channels of DDR5-4800 x 8 B"),
     "host.memory_capacity_bytes": _q(2**40, "byte", "[O] 16 modules of 64 GiB, two on each of the 8 channels"),
+    "host.cxl_flops_per_s": _q(2_000_000_000_000, "flop/s", "[S] seed 002: 2 TFLOPS where the expander multiplies"),
+    "host.cxl_bytes_per_s": _q(64_000_000_000, "byte/s", "[S] seed 002, a commodity CXL 2.0 expander"),
+    "host.cxl_capacity_bytes": _q(256 * 2**30, "byte", "[S] seed 002"),
 }
 
 _ENERGY: Table = {

@@ -247,15 +247,19 @@ class GpuSpec:
 
 @dataclass(frozen=True)
 class HostSpec:
-    """The host's processor as two rooflines, and its memory."""
+    """The host's processor as two rooflines, its memory, and a CXL expander that some systems put beside it."""
 
     cpu_flops_per_s: int  # dense 16-bit
     memory_bytes_per_s: int
     memory_capacity_bytes: int
+    cxl_flops_per_s: int  # of an expander that multiplies
+    cxl_bytes_per_s: int
+    cxl_capacity_bytes: int
 
     def __post_init__(self) -> None:
-        _at_least("host", self, 1, "cpu_flops_per_s", "memory_bytes_per_s")
+        _at_least("host", self, 1, "cpu_flops_per_s", "memory_bytes_per_s", "cxl_flops_per_s", "cxl_bytes_per_s")
         _capacity("host.memory_capacity_bytes", self.memory_capacity_bytes)
+        _capacity("host.cxl_capacity_bytes", self.cxl_capacity_bytes)
 
 
 @dataclass(frozen=True)

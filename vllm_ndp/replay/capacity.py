@@ -73,6 +73,7 @@ def with_memory(row: Summary, one: Planned, costs: Costs) -> Summary:
         gpu_gb=held.gpu / 1e9,
         device_gb=held.experts.device / 1e9,
         host_gb=held.experts.host / 1e9,
+        expander_gb=held.experts.expander / 1e9,
     )
 
 

@@ -20,7 +20,11 @@ MEMORY_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160)
 SYSTEMS = ("balanced", "quantized", "vllm_offload", "llama_cpp", "ktransformers", "fiddler")
 DEVICE = "balanced"
 AVG_BITS = 3.0
-ROOMY: dict[str, str | int] = {"dram.capacity_bytes": 2 * 10**12, "host.memory_capacity_bytes": 2 * 10**12}
+ROOMY: dict[str, str | int] = {
+    "dram.capacity_bytes": 2 * 10**12,
+    "host.memory_capacity_bytes": 2 * 10**12,
+    "host.cxl_capacity_bytes": 2 * 10**12,
+}
 OWN_BITS = {"gpt-oss-20b": 4, "gpt-oss-120b": 4, "deepseek-v3": 8}
 """Models that were released with narrow experts: at that width and above they lose nothing."""
 

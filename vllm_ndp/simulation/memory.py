@@ -14,7 +14,12 @@ from ndp_device.timing.spec import Hardware
 from ndp_device.widths import WIDTHS
 from vllm_ndp.simulation.costs import Costs
 
-CAPACITY_OF = {"gpu": "gpu.hbm_capacity_bytes", "device": "dram.capacity_bytes", "host": "host.memory_capacity_bytes"}
+CAPACITY_OF = {
+    "gpu": "gpu.hbm_capacity_bytes",
+    "device": "dram.capacity_bytes",
+    "host": "host.memory_capacity_bytes",
+    "expander": "host.cxl_capacity_bytes",
+}
 """Place -> the hardware value that says how much it holds."""
 
 STAGED_EXPERTS = 2
@@ -32,6 +37,7 @@ class Memory:
     gpu: int = 0
     device: int = 0
     host: int = 0
+    expander: int = 0
 
     def __post_init__(self) -> None:
         for place, num_bytes in vars(self).items():
@@ -61,7 +67,7 @@ class Footprint:
         return self.experts.gpu + self.other_weights + self.kv_cache
 
     def by_place(self) -> dict[str, int]:
-        return {"gpu": self.gpu, "device": self.experts.device, "host": self.experts.host}
+        return {**vars(self.experts), "gpu": self.gpu}
 
     def missing(self, hardware: Hardware) -> dict[str, int]:
         """Place -> bytes that it lacks; empty where all fits."""

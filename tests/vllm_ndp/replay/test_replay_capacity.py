@@ -8,7 +8,7 @@ from paths import DATA
 from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.simulation.costs import model_named
-from vllm_ndp.simulation.memory import DoesNotFit
+from vllm_ndp.simulation.memory import CAPACITY_OF, DoesNotFit
 from vllm_ndp.traces.trace import Trace
 
 TRACE = Trace.load(DATA / "tiny-mixtral-trace")
@@ -30,9 +30,10 @@ def rows(systems=("context_aware",), batches=(1,), **changes):
 def test_every_system_is_refused_a_byte_of_each_memory(system):
     # at 4 bits every expert fits on the GPU, and a variant that runs keeps its system from being refused
     own = {"options": {"gguf_bits": 16}} if system == "llama_cpp" else {}
-    for key in ("gpu.hbm_capacity_bytes", "dram.capacity_bytes", "host.memory_capacity_bytes"):
-        held = rows((system,), **own)[0]
-        needs = {"gpu": held.gpu_gb, "dram": held.device_gb, "host": held.host_gb}[key.partition(".")[0]]
+    held = rows((system,), **own)[0]
+    places = {"gpu": held.gpu_gb, "device": held.device_gb, "host": held.host_gb, "expander": held.expander_gb}
+    for place, needs in places.items():
+        key = CAPACITY_OF[place]
         if needs:
             with pytest.raises(DoesNotFit, match=rf"{system} with K \d at batch 1.* lacks \d+ bytes.* is 1:"):
                 rows((system,), overrides={key: 1}, **own)

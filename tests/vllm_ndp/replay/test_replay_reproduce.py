@@ -179,3 +179,17 @@ def test_the_sweep_of_cxl_expert_peaks_near_75_percent_if_gpu_and_host_work_side
     gains = [row.ours for row in result.rows if row.name == "side by side" and row.unit == "x"]
     assert gains[0] == pytest.approx(1.7, abs=0.05)
     assert gains[0] < gains[1] < 2 * gains[0]
+
+
+def test_cxl_expert_replayed_from_a_trace_loads_what_the_tokens_use_and_has_its_best_threshold_elsewhere():
+    """Baseline: 80 used experts x 200 MB / 32 GB/s = 500 ms and the compute of the last, read in .25 ms. At the
+    75th percentile 32 loads: 200 ms. Packing changes nothing, as in the closed form: activations are 2 of 16 000 MB."""
+    result = reproduce_cxl_expert()
+    assert result.find("replayed baseline", "latency").ours == pytest.approx(80 * 6.25 + 0.25, rel=1e-3)
+    assert result.find("replayed 75%", "latency").ours == pytest.approx(32 * 6.25 + 0.25, rel=1e-3)
+    assert result.find("replayed 75%", "latency").deviation == pytest.approx(-0.06, abs=0.01)
+    sweep = {p: result.find(f"replayed {p}%", "latency").ours for p in (0, 25, 50, 75, 90, 95, 97, 99, 100)}
+    assert min(sweep, key=sweep.__getitem__) == 95
+    assert result.find("replayed adaptive", "latency").ours <= min(sweep.values())
+    assert result.find("replayed mondelike", "latency").ours < 1024 * 0.5
+    assert result.find("replayed adaptive", "activations at 8 bits").ours == pytest.approx(1.0, abs=0.01)

@@ -259,18 +259,40 @@ def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_e
     """0 is hot, 1 warm (20 us from host memory), 2 and 3 cold: 1.5 MB of 4-bit codes at 64 GB/s are 23.4 us. [0, 1]: a
     copy and its compute, F + C, are shorter than 20 us, and hide C of the hot one. With no expert above the 100th
     percentile nothing is loaded: 20 us and its activations. [1, 2]: 43.4 us one after the other, 23.4 us if the
-    expander computes beside the CPU; a row's 4 kB cross packed to half (3.3 ns) and are unpacked (20 ns)."""
+    expander computes beside the CPU. A row's 1000 values each way are 8-bit planes, .572 of their 2 kB: log2 of 1000
+    lies .741 of the way from 128 (.7148) to 2048 (.5219). Both ways: 3.8 ns of link, and 4 kB x 1.572 of host
+    memory to unpack them, 21 ns."""
     batches = trace(PROMPT, chosen([[0, 1]], [[1, 2]]))
     prior = [[8, 4, 2, 1]]
-    assert run("cxl_expert", batches, machine(), 1, prior).moe_ps.ravel()[0] == near(F + C)
-    hop = (2000 / 600e9 + 6000 / 300e9) * 1e12
+    still = {"tiers": "fixed"}
+    assert run("cxl_expert", batches, machine(), 1, prior, **still).moe_ps.ravel()[0] == near(F + C)
+    hop = (4000 * 0.572 / 600e9 + 4000 * 1.572 / 300e9) * 1e12
     cold = 1.5e6 / 64e9 * 1e12
-    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100)
-    assert none.moe_ps.ravel() == near([CPU + hop, CPU + cold + 2 * hop])
-    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on")
+    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100, **still)
+    assert none.moe_ps.ravel() == pytest.approx([CPU + hop, CPU + cold + 2 * hop], abs=100)
+    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on", **still)
     assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
-    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0)
+    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0, **still)
     assert every.moe_ps.ravel()[1] == near(2 * F + C)
+
+
+def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy():
+    """Every look is after 4 steps; 0 is hot, 1 warm, 2 and 3 cold. The prompt used 0 alone: nothing moves.
+
+    Four steps of [2]: 23.4 us each from the expander (11 us if loaded, which is shorter and what they take). 2 was used
+    4 times, each 10 us longer than on the GPU: 40 us. Its copy comes out of the expander, 6 MB at 64 GB/s: 93.75 us. It
+    stays. With looks every 16 steps it would have saved 160 us, so then it moves: the 17th step takes 93.75 us and C,
+    the 18th C, and 0 is where 2 was: cold, so loading it takes F + C."""
+    steps = [[[2]]] * 18 + [[[0]]]
+    batches = trace(chosen([[0]]), chosen(*steps))
+    prior = [[8, 4, 2, 1]]
+    copy = 6e6 / 64e9 * 1e12
+    often = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=4)
+    assert often.moe_ps.ravel() == near([F + C] * 18 + [C])
+    assert often.notes["moved_to_gpu"] == 0
+    seldom = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=16)
+    assert seldom.moe_ps.ravel() == near([F + C] * 16 + [copy + C, C, F + C])
+    assert (seldom.notes["moved_to_gpu"], seldom.notes["moved_to_cpu"]) == (1, 0)
 
 
 def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():

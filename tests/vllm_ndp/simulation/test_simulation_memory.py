@@ -7,7 +7,7 @@ import pytest
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.memory import DoesNotFit, Footprint, Memory, slots_bytes
+from vllm_ndp.simulation.memory import CAPACITY_OF, DoesNotFit, Footprint, Memory, slots_bytes
 
 SHAPE = model_named("mixtral-8x7b")
 EXPERT = 2 * 3 * 4096 * 14336
@@ -18,7 +18,7 @@ def test_a_footprint_is_the_sum_that_a_pencil_gives():
     A token's KV cache: 32 layers x 2 x 8 heads x 128 values x 2 bytes = 131072."""
     weights = 32 * 4096 * (2 * 4096 + 2 * 1024 + 8) + 2 * 4096 * 32000
     held = Footprint.of(Memory(gpu=5, device=7), SHAPE, kv_tokens=3, requests=1)
-    assert held.by_place() == {"gpu": 5 + 2 * weights + 3 * 131072, "device": 7, "host": 0}
+    assert held.by_place() == {"gpu": 5 + 2 * weights + 3 * 131072, "device": 7, "host": 0, "expander": 0}
     assert slots_bytes(SHAPE, 7) == (32 * 7 + 2) * EXPERT
     assert slots_bytes(SHAPE, 8) == slots_bytes(SHAPE, 9) == 32 * 8 * EXPERT
 
@@ -33,17 +33,18 @@ def test_a_nested_replica_keeps_the_planes_of_its_widest_width_and_every_widths_
 
 
 def test_what_fits_to_the_byte_fits_and_one_byte_less_is_said_to_be_missing():
-    held = Footprint.of(Memory(gpu=10, device=20, host=30), SHAPE, kv_tokens=0, requests=1)
-    exact = {"gpu.hbm_capacity_bytes": held.gpu, "dram.capacity_bytes": 20, "host.memory_capacity_bytes": 30}
+    held = Footprint.of(Memory(gpu=10, device=20, host=30, expander=40), SHAPE, kv_tokens=0, requests=1)
+    exact = {CAPACITY_OF[place]: needs for place, needs in held.by_place().items()}
+    assert list(exact.values()) == [held.gpu, 20, 30, 40]
     held.require(load_hardware(**exact), "it", "advice")
-    for key, place in zip(exact, ("gpu", "device", "host"), strict=True):
+    for place, key in CAPACITY_OF.items():
         short = load_hardware(**{**exact, key: exact[key] - 1})
         assert held.missing(short) == {place: 1}
         with pytest.raises(DoesNotFit, match=f"it does not fit, {place} memory lacks 1 bytes: it needs .*: advice"):
             held.require(short, "it", "advice")
 
 
-@pytest.mark.parametrize("key", ["gpu.hbm_capacity_bytes", "dram.capacity_bytes", "host.memory_capacity_bytes"])
+@pytest.mark.parametrize("key", CAPACITY_OF.values())
 @pytest.mark.parametrize("value", [0, -1, 2**50 + 1])
 def test_a_capacity_that_nothing_has_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"{key} must lie in 1\.\.1125899906842624 \(a pebibyte\), got {value}"):

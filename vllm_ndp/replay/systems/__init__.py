@@ -60,7 +60,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "monde": ("h_rounding",),
     "hobbit": ("t1", "t2", "low_slots"),
     "gpu_on_demand": ("cache",),
-    "cxl_expert": ("percentile", "near_data"),
+    "cxl_expert": ("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
     "moepic": ("theta", "misses", "prefetch_accuracy"),
     "quantized": ("weight_bits",),
     "vllm_offload": ("offload_backend",),

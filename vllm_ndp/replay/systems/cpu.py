@@ -1,4 +1,4 @@
-"""A host CPU that computes experts: two rooflines. Used by systems whose cold experts run on the CPU."""
+"""A processor that computes experts beside a memory, two rooflines: the host's CPU, or an expander that multiplies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,23 @@ PS_PER_S = 1e12
 class HostCpu:
     flops_per_s: int
     memory_bytes_per_s: int
-    cxl_bytes_per_s: float = 64e9  # source: seed 002, a commodity CXL 2.0 expander
 
     @classmethod
     def of(cls, costs: Costs) -> HostCpu:
         host = costs.hardware.host
         return cls(host.cpu_flops_per_s, host.memory_bytes_per_s)
+
+    @classmethod
+    def on_expander(cls, costs: Costs) -> HostCpu:
+        """The CPU with experts in the CXL expander's memory."""
+        host = costs.hardware.host
+        return cls(host.cpu_flops_per_s, host.cxl_bytes_per_s)
+
+    @classmethod
+    def expander(cls, costs: Costs) -> HostCpu:
+        """A CXL expander that multiplies what it holds."""
+        host = costs.hardware.host
+        return cls(host.cxl_flops_per_s, host.cxl_bytes_per_s)
 
     def experts_ps(self, costs: Costs, max_tokens: int, weight_bytes: float, bytes_per_s: float) -> NDArray[np.float64]:
         """[tokens]: one expert read from a memory of that rate and multiplied by n rows; 0 rows cost nothing."""

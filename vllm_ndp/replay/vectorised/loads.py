@@ -17,6 +17,7 @@ T = TypeVar("T", bound=np.generic)
 
 _CHUNK_SLOTS = 1 << 18
 _SHORT = 16
+_WORD = 8
 
 
 def add_up(values: NDArray[Any]) -> NDArray[Any]:
@@ -39,6 +40,19 @@ def sums_before(values: NDArray[Any]) -> NDArray[Any]:
 def sums_after(values: NDArray[Any]) -> NDArray[Any]:
     """[..., S] -> [..., S + 1]: at h the sum of all but the first h."""
     return sums_before(values[..., ::-1])[..., ::-1]
+
+
+def distinct_cells(rows: NDArray[np.int64], kinds: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Layers that ask for the same, rows and kinds [N, S], kinds below 4: (which [M] of them to look at, which of
+    those each is like [N]). All of them where a layer does not fit into 64 bits."""
+    cells, slots = rows.shape
+    if slots > _WORD or int(rows.max(initial=0)) >= 64:
+        every = np.arange(cells)
+        return every, every
+    packed = np.zeros((cells, _WORD), np.uint8)
+    packed[:, :slots] = (rows << 2) + np.where(rows > 0, kinds, 0)
+    _, which, back = np.unique(packed.view(np.uint64)[:, 0], return_index=True, return_inverse=True)
+    return which, back
 
 
 @dataclass(frozen=True)
@@ -84,14 +98,21 @@ class Loads:
 
     def chunks(self) -> Iterator[slice]:
         """Steps in pieces whose arrays stay small enough for the processor's cache."""
-        g, steps, layers, slots = self.rows.shape
-        length = max(_CHUNK_SLOTS // (g * layers * slots), 1)
+        steps, length = self.rows.shape[1], self.chunk_steps
         for start in range(0, steps, length):
             yield slice(start, min(start + length, steps))
 
+    @property
+    def chunk_steps(self) -> int:
+        g, layers, slots = (int(self.rows.shape[axis]) for axis in (0, 2, 3))
+        return max(_CHUNK_SLOTS // (g * layers * slots), 1)
+
     def look_up(self, table: NDArray[T], part: slice) -> NDArray[T]:
-        """[G, C, L, S], what a table [L, E] says about each slot's expert in the steps of part."""
-        found: NDArray[T] = table[np.arange(len(table))[:, None], self.experts[:, part]]
+        """[G, C, L, S], what a table [L, E] or [G, L, E] says about each slot's expert in the steps of part."""
+        experts = self.experts[:, part]
+        g, _, layers, _ = experts.shape
+        own = np.arange(g)[:, None, None, None] * (table.ndim == 3) * layers
+        found: NDArray[T] = table.ravel()[(own + np.arange(layers)[:, None]) * table.shape[-1] + experts]
         return found
 
     def count(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -89,6 +89,7 @@ class Summary:
     gpu_gb: float = float("nan")
     device_gb: float = float("nan")
     host_gb: float = float("nan")
+    expander_gb: float = float("nan")
     """What the system holds in each memory, all of it for the GPU, experts for the others."""
     energy_link_mj: float = float("nan")
     energy_dram_mj: float = float("nan")
