@@ -31,10 +31,13 @@ from engines import (
     device_processes,
     user_environment,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.vllm
 
 NAME = "tiny-mixtral"
+KEY = "a key of this server"
+ASKING = {"X-NDP-Report": "1"}
 TOKENS = 12
 SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -45,6 +48,7 @@ class Server:
     process: subprocess.Popen[bytes]
     device: psutil.Process
     client: openai.OpenAI
+    address: str
     runtime_dir: Path
     log: Path
 
@@ -63,7 +67,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 *("--additional-config", json.dumps({"ndp": SETTINGS})),
                 *("--host", "127.0.0.1", "--port", str(port), "--chat-template", directory / "chat.jinja"),
                 *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
-                *("--enforce-eager", "--shutdown-timeout", "30"),
+                *("--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
+                *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
             ],
             env=user_environment(XDG_RUNTIME_DIR=str(runtime_dir)),
             stdout=output,
@@ -72,8 +77,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         _wait_until_healthy(process, port, log)
         (device,) = device_processes(process.pid)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
-        yield Server(process, device, client, runtime_dir, log)
+        address = f"http://127.0.0.1:{port}"
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
+        yield Server(process, device, client, address, runtime_dir, log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -102,9 +108,10 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) 
     raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")
 
 
-def complete(server: Server, prompt: str, **options: Any) -> Any:
+def complete(server: Server, prompt: str, *, ignore_eos: bool = True, **options: Any) -> Any:
+    extra = {"ignore_eos": ignore_eos} | options.pop("extra_body", {})
     return server.client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}, **options
+        **({"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "extra_body": extra} | options)
     )
 
 
@@ -117,6 +124,36 @@ def chat(server: Server, text: str, **options: Any) -> Any:
         extra_body={"ignore_eos": True},
         **options,
     )
+
+
+def get(server: Server, path: str, *, key: str | None = KEY) -> tuple[int, str]:
+    """The status and the body of a GET."""
+    request = urllib.request.Request(server.address + path)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def get_json(server: Server, path: str) -> dict[str, Any]:
+    status, body = get(server, path)
+    assert status == 200, body
+    answer = json.loads(body)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def chunk_with_reports(stream: Any) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """All chunks of a stream, and what the one chunk of ours holds."""
+    chunks = list(stream)
+    ours = [chunk for chunk in chunks if chunk.object == "ndp.report"]
+    assert len(ours) == 1
+    assert chunks[-1] is ours[0]
+    assert ours[0].choices == []
+    return chunks, ours[0].model_extra["ndp"]
 
 
 def report_of(response: Any) -> dict[str, Any]:
@@ -161,7 +198,7 @@ def test_a_completion_carries_both_clocks(server: Server):
 
 
 def test_a_streamed_completion_is_the_same_text(server: Server):
-    """vLLM sends kv_transfer_params only in responses that do not stream; docs/compatibility.md says so."""
+    """vLLM sends kv_transfer_params only in responses that do not stream."""
     chunks = list(complete(server, PROMPTS[1], stream=True))
     whole = complete(server, PROMPTS[1])
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
@@ -192,6 +229,173 @@ def test_a_client_that_goes_away_does_not_disturb_the_others(server: Server):
     next(iter(stream))
     stream.close()
     check_report(report_of(complete(server, PROMPTS[3])), TOKENS)
+
+
+# -- reports by every way ------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_completion_that_asks_gets_its_report_in_one_more_chunk(server: Server):
+    chunks, reports = chunk_with_reports(complete(server, PROMPTS[0], stream=True, extra_headers=ASKING))
+    (report,) = reports.values()
+    check_report(report, TOKENS)
+    assert chunks[-1].id == chunks[0].id
+
+
+def test_a_streamed_chat_that_asks_gets_its_report_and_the_usage_it_asked_for(server: Server):
+    options = {"stream": True, "stream_options": {"include_usage": True}, "extra_headers": ASKING}
+    chunks, reports = chunk_with_reports(chat(server, "Write a sentence about the sea.", **options))
+    (report,) = reports.values()
+    check_report(report, TOKENS)
+    assert sum(chunk.usage is not None for chunk in chunks) == 1
+
+
+def test_a_stop_string_costs_no_report(server: Server):
+    """The front end sees it and aborts the request in the engine, after the answer has left without a report."""
+    text = complete(server, PROMPTS[0]).choices[0].text
+    options = {"stop": [text[len(text) // 2 :][:3]], "extra_headers": ASKING}
+    stopped = complete(server, PROMPTS[0], **options)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "kv_transfer_params" not in (stopped.model_extra or {}) or not stopped.model_extra["kv_transfer_params"]
+    (report,) = stopped.model_extra["ndp"].values()
+    assert report["finish"] == "aborted"
+    assert report["output_tokens"] >= stopped.usage.completion_tokens
+    assert report["cold_pairs"] > 0
+    _, reports = chunk_with_reports(complete(server, PROMPTS[0], stream=True, **options))
+    assert [report["finish"] for report in reports.values()] == ["aborted"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_of_n_answers_has_its_report(server: Server, stream: bool):
+    options = {"n": 3, "temperature": 1.0, "seed": 5, "extra_headers": ASKING}
+    if stream:
+        _, reports = chunk_with_reports(complete(server, PROMPTS[1], stream=True, **options))
+    else:
+        reports = complete(server, PROMPTS[1], **options).model_extra["ndp"]
+    assert sorted(name.partition("_")[0] for name in reports) == ["0", "1", "2"]
+    for report in reports.values():
+        check_report(report, TOKENS)
+
+
+def test_each_prompt_of_one_call_has_its_report(server: Server):
+    reports = complete(server, list(PROMPTS[:2]), extra_headers=ASKING).model_extra["ndp"]
+    assert len(reports) == 2
+    for report in reports.values():
+        check_report(report, TOKENS)
+
+
+def test_a_client_that_does_not_ask_gets_what_stock_vllm_sends(server: Server):
+    assert "ndp" not in (complete(server, PROMPTS[0]).model_extra or {})
+    assert {chunk.object for chunk in complete(server, PROMPTS[0], stream=True)} == {"text_completion"}
+
+
+def test_a_request_is_found_by_the_clients_id_even_when_it_was_aborted(server: Server):
+    mine = complete(server, PROMPTS[2], extra_headers={"X-Request-Id": "mine"})
+    for client_id in (mine.id, "mine"):
+        (report,) = get_json(server, f"/v1/ndp/requests/{client_id}")["finished"].values()
+        check_report(report, TOKENS)
+    stream = complete(server, PROMPTS[2], stream=True, max_tokens=400, extra_headers={"X-Request-Id": "gone"})
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := get(server, "/v1/ndp/requests/gone"))[1].count("aborted") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (report,) = json.loads(found[1])["finished"].values()
+    assert report["finish"] == "aborted"
+    assert 1 <= report["output_tokens"] < 400
+    assert get(server, "/v1/ndp/requests/min")[0] == 404
+
+
+def test_a_report_says_what_the_device_took_and_what_bound_it(server: Server):
+    report = report_of(complete(server, PROMPTS[0]))
+    stages = report["simulated_device_us"]
+    parts = {stage: value for stage, value in stages.items() if stage not in ("total", "overlap_saved")}
+    assert sum(parts.values()) - stages["overlap_saved"] == pytest.approx(stages["total"], abs=1e-4)
+    messages = sum(report["simulated_device_bound"].values())
+    assert 0 < messages <= (TOKENS - 1) * 4
+    assert set(report["simulated_device_bound"]) <= {"link", "dram", "compute", "queue"}
+    assert min(report[f"simulated_{part}_uj"] for part in ("link", "dram", "arrays")) > 0
+
+
+# -- what a server tells ---------------------------------------------------------------------------------------------
+
+
+def test_our_paths_are_behind_the_servers_key(server: Server):
+    for path in ("/v1/ndp/", "/v1/ndp/status", "/v1/ndp/experts", "/v1/ndp/requests/x"):
+        assert get(server, path, key=None)[0] == 401
+        assert get(server, path, key="another")[0] == 401
+    assert get(server, "/v1/models", key=None)[0] == 401
+    assert get(server, "/metrics", key=None)[0] == 200
+
+
+def test_status_tells_settings_totals_device_and_requests(server: Server):
+    complete(server, PROMPTS[0], extra_headers={"X-Request-Id": "seen"})
+    before = get_json(server, "/v1/ndp/status")
+    assert (before["format"], before["model"]) == (1, NAME)
+    (worker,) = before["workers"]
+    assert worker["effective"]["hot_experts"] == 2
+    assert worker["device"]["state"] == "up"
+    assert worker["device"]["pid"] == server.device.pid
+    assert worker["device"]["resident_bytes"] > 0
+    assert worker["plan"]["hot_experts"] == 2
+    assert 1.0 <= worker["plan"]["avg_bits"] <= 2.0
+    assert "cmpl-seen" in before["finished"][0]["id"]
+    assert not any(isinstance(value, list) for value in before["finished"][0].values())
+    complete(server, PROMPTS[0])
+    (after,) = get_json(server, "/v1/ndp/status")["workers"]
+    assert after["totals"]["cold_pairs"] > worker["totals"]["cold_pairs"]
+    assert after["totals"]["simulated_device"]["total_ps"] > worker["totals"]["simulated_device"]["total_ps"]
+
+
+def test_experts_tell_who_is_hot_where_and_bits(server: Server):
+    complete(server, PROMPTS[0])
+    (worker,) = get_json(server, "/v1/ndp/experts")["workers"]
+    assert worker["layers"] == [0, 1, 2, 3]
+    for hot, bits, importance in zip(worker["hot"], worker["bits"], worker["importance"], strict=True):
+        assert sum(hot) == 2
+        assert [value == 0 for value in bits] == [bool(value) for value in hot]
+        assert sum(importance) == pytest.approx(1, abs=1e-3)
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """The plugin's samples by name and labels, vLLM's own two left out."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(get(server, "/metrics", key=None)[1]):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:ndp_"):
+                assert sample.labels.pop("model_name") == NAME
+                assert sample.labels.pop("engine") == "0"
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                samples[f"{sample.name.removeprefix('vllm:')}{{{labels}}}"] = sample.value
+    return samples
+
+
+def test_metrics_count_what_reports_count(server: Server):
+    before = metrics_of(server)
+    reports = [report_of(complete(server, prompt)) for prompt in PROMPTS]
+    after = metrics_of(server)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    for kind in ("hot", "spilled", "cold", "prefill", "fallback"):
+        assert grown[f"ndp_pairs_total{{where={kind}}}"] == sum(report[f"{kind}_pairs"] for report in reports)
+    for bound in ("link", "dram", "compute", "queue"):
+        told = sum(report["simulated_device_bound"].get(bound, 0) for report in reports)
+        assert grown[f"ndp_simulated_device_bound_total{{bound={bound}}}"] == told
+    for part in ("link", "dram", "arrays"):
+        told = sum(report[f"simulated_{part}_uj"] for report in reports)
+        assert grown[f"ndp_simulated_energy_joules_total{{part={part}}}"] == pytest.approx(told / 1e6, rel=1e-4)
+    for name, key, unit_s in (
+        ("ndp_measured_ttft_seconds", "measured_ttft_ms", 1e-3),
+        ("ndp_measured_tpot_seconds", "measured_tpot_ms", 1e-3),
+        ("ndp_simulated_ttft_seconds", "simulated_ttft_us", 1e-6),
+        ("ndp_simulated_tpot_seconds", "simulated_tpot_us", 1e-6),
+    ):
+        assert grown[f"{name}_count{{}}"] == len(reports)
+        assert grown[f"{name}_sum{{}}"] == pytest.approx(sum(report[key] for report in reports) * unit_s, rel=1e-4)
+    messages = sum(sum(report["simulated_device_bound"].values()) for report in reports)
+    assert grown["ndp_measured_device_round_trip_seconds_count{}"] == messages
+    assert grown["ndp_device_messages_total{}"] == messages
+    assert grown["ndp_measured_plan_seconds_count{}"] == grown["ndp_planned_prompts_total{}"] == len(reports)
+    assert grown["ndp_requests_total{finish=length}"] == len(reports)
+    assert after["ndp_device_up{}"] == 1
 
 
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):

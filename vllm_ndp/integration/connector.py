@@ -1,7 +1,9 @@
-"""A KV connector that moves no KV: it only lets a finished request carry its report back to whoever asked.
+"""A KV connector that moves no KV: it only lets a finished request carry its report back to the client that asked.
 
 Worker side: hand over the step's report. Scheduler side: collect them and attach `{"ndp": {...}}` to the finished
 request (`RequestOutput.kv_transfer_params`, and the field of the same name in OpenAI responses that do not stream).
+Every finished report also goes to the worker with the next step, where the front end can ask for it; counts of the step
+go to vLLM's own /metrics (serving/metrics.py).
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.request import RequestStatus
 
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
+from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 if TYPE_CHECKING:
@@ -27,8 +32,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NoMetadata(KVConnectorMetadata):
-    """The scheduler has nothing to tell the worker."""
+FINISHES = {
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "aborted",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+"""How a request ended, by the engine: `aborted` is what a stop string looks like there."""
+
+
+@dataclass
+class FinishedReports(KVConnectorMetadata):
+    """Reports of requests that have ended since the step before, by vLLM's id."""
+
+    reports: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -45,13 +61,22 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._requests: dict[str, tuple[Request, RequestReport]] = {}
         self._pipeline = PipelineClock(vllm_config.parallel_config.pipeline_parallel_size)
-        self._finished: dict[str, tuple[dict[str, Any], int]] = {}  # answers to complete after the last step's report
+        self._finished: dict[
+            str, tuple[dict[str, Any], Request]
+        ] = {}  # answers to complete with the last step's report
+        self._untold: dict[str, dict[str, Any]] = {}  # complete reports that the worker has not got yet
+        self._stats = NdpStats()
 
     # -- worker side ----------------------------------------------------------------------------------------------
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = current_controller().take_report()
         return None if report is None else StepReports([report])
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, FinishedReports) and connector_metadata.reports:
+            current_controller().finished.note(connector_metadata.reports)
 
     def has_connector_metadata(self) -> bool:
         """Never, as attention layers see it: they then skip their two calls to us, in each layer of each step."""
@@ -77,7 +102,8 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None: ...
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return NoMetadata()
+        told, self._untold = self._untold, {}
+        return FinishedReports(told)
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request, RequestReport(request.arrival_time, request.num_prompt_tokens)
@@ -88,30 +114,56 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
             step = of_all_stages(meta.reports, self._pipeline)
+            self._stats.add_step(step)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]
                     if report.add(request_id, step, request.num_output_tokens, now):
                         self._pipeline.note_token(request_id, step.end_ps)
-        for request_id, (answer, output_tokens) in self._finished.items():
-            answer["ndp"] = self._requests.pop(request_id)[1].as_dict(output_tokens)
-            self._pipeline.forget(request_id)
+        for answer, request in self._finished.values():
+            answer["ndp"] = self._close(request)
         self._finished.clear()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if request.request_id not in self._requests:
             return False, None
-        # vLLM asks now but sends the answer later in the same step: hand out the dict and fill it when the last
-        # step's report is in (update_connector_output). An aborted request never gets one.
-        answer: dict[str, Any] = {"ndp": {}}
-        if request.status.name == "FINISHED_ABORTED":
-            del self._requests[request.request_id]
-            self._pipeline.forget(request.request_id)
+        if request.status is RequestStatus.FINISHED_ABORTED:
+            # by the client, or by the front end that saw a stop string: the answer has left without a report, which
+            # waits for questions at the worker
+            self._close(request)
             return False, None
-        self._finished[request.request_id] = (answer, request.num_output_tokens)
+        # vLLM asks now but sends the answer later in the same step: hand out the dict and fill it when the last
+        # step's report is in (update_connector_output).
+        answer: dict[str, Any] = {"ndp": {}}
+        self._finished[request.request_id] = (answer, request)
         return False, answer
+
+    def _close(self, request: Request) -> dict[str, Any]:
+        """The complete report of a request that has ended."""
+        name = request.request_id
+        finish = FINISHES.get(request.status, "stop")
+        report = self._requests.pop(name)[1].as_dict(request.num_output_tokens, finish)
+        self._pipeline.forget(name)
+        self._stats.add_request(report)
+        self._untold[name] = report
+        return report
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, list(block_ids[0]) if block_ids else [])
+
+    # -- metrics: taken from the scheduler side, used in the front end ------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats, self._stats = self._stats, NdpStats()
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """For vLLM's log line of every ten seconds, which would show sums without a name: nothing."""
+        return NdpStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return NdpMetrics(*arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,8 +38,10 @@ from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import PAIR_KINDS, StepReport
+from vllm_ndp.integration.report import PAIR_KINDS, StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.serving import live
+from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
@@ -109,6 +112,12 @@ class NdpController:
         self.num_steps = 0
         self.num_preempted = 0
         self.pairs = dict.fromkeys(PAIR_KINDS, 0)
+        self.device_sums: Counter[str] = Counter()
+        self.device_bounds: Counter[str] = Counter()
+        self.finished = FinishedRequests()
+        self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
+        self._plan_s: float | None = None
+        self._counted = (0, 0, 0)  # of the planner, by the reports so far
 
     @classmethod
     def create(cls, vllm_config: VllmConfig) -> NdpController:
@@ -252,7 +261,10 @@ class NdpController:
         self.device.revive()
         if self.recorder is not None:
             self.recorder.note_requests(self.num_steps, spans)
-        self._planned = self._describe(self.planner.replan())
+        planned = self.planner.replan()
+        self._plan_s = time.perf_counter() - self._step_start_s if planned else None
+        self._last_planned = list(planned.values()) or self._last_planned
+        self._planned = self._describe(planned)
         if self.ranks.size > 1:
             plans = self.planner.checksum
             self.device.steer(self.ranks.agree(device_is_up=self.device.state == "up", plans=plans))
@@ -282,13 +294,25 @@ class NdpController:
             return None
         report, time_of_step = closed
         report.stage, report.before_ps, self._ended_ps = self.ranks.stage.index, self._ended_ps, report.end_ps
+        report.costs = self._costs()
         if self.recorder is not None:
             epoch = self.planner.replanner.epoch
             self.recorder.note_step(step, epoch, time_of_step, time.perf_counter() - self._step_start_s)
         for counts in report.pairs.values():
             for kind, count in counts.items():
                 self.pairs[kind] += count
+        self.device_sums.update(report.device)
+        self.device_bounds.update(report.device_bounds)
         return report if self.ranks.leads else None
+
+    def _costs(self) -> StepCosts:
+        """Of the running step: what the planner did before it, and how long the device's answers took."""
+        planner = self.planner
+        before = self._counted
+        self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
+        migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
+        round_trips, is_up = self.device.take_round_trips(), self.device.is_up
+        return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up)
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, float]]:
         """New plans for the report and the recording, by request."""
@@ -348,7 +372,35 @@ class NdpController:
             **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
             "device_state": self.device.state,
             "simulated_ps": self.clock.now_ps,
+            "simulated_device": dict(self.device_sums),
+            "simulated_device_bound": dict(self.device_bounds),
         }
+
+    def live(self) -> dict[str, Any] | None:
+        """What goes on now, for a status page; None where another rank tells."""
+        if not self.ranks.leads:
+            return None
+        assert isinstance(self.device, DeviceLink)
+        return {
+            "effective": self.status(),
+            "totals": self.totals_dict(),
+            "device": self.device.look(),
+            "plan": live.plan_in_force(self.planner.replanner, self._last_planned),
+            "running": live.running(self.requests),
+        }
+
+    def requests_of(self, client_id: str) -> dict[str, Any]:
+        """Reports of what was made of a client's request, and which of it the scheduler has not taken back yet."""
+        return {
+            "finished": self.finished.find(client_id),
+            "running": made_of(client_id, self.requests.requests),
+        }
+
+    def experts(self) -> dict[str, Any] | None:
+        """Who is hot where, layer by layer, of the layers that this worker runs; None where another rank tells."""
+        if not self.ranks.leads:
+            return None
+        return live.experts(self.planner.replanner, self._last_planned, self.layers)
 
     def _provenance(self, scheduling: Scheduling) -> Provenance:
         assert isinstance(self.device, DeviceLink)  # the leader's

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
 
 _LOOK_EVERY_S = 0.02
+_LOOK_PATIENCE_S = 0.2
+_MOST_ROUND_TRIPS = 4096
+"""Kept until a step takes them: of steps that fail nobody does."""
 
 
 def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
@@ -108,13 +112,17 @@ class DeviceCall:
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
     _client: DeviceClient
     _handle: ExecuteHandle
+    _sent_s: float
+    _round_trips_s: deque[float]  # where the time that this one took goes
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         try:
-            return self._client.finish_execute(self._handle)
+            answer = self._client.finish_execute(self._handle)
         except DeviceUnavailable:
             return None
+        self._round_trips_s.append(time.perf_counter() - self._sent_s)
+        return answer
 
     def add(self, out: torch.Tensor, answer: ExecuteResult) -> None:
         """Add the partial sums to the rows that were sent."""
@@ -151,6 +159,7 @@ class DeviceLink:
         self._installing: int | None = None  # epoch whose plan is on its way
         self._look_at_s = 0.0  # whether the embedded device lives
         self._agreed_up: bool | None = None  # among several ranks: what all of them go by in this step
+        self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         address = settings.device
         if settings.device == EMBEDDED:
             self.cores = compat.device_cores(engine_cores)
@@ -167,11 +176,11 @@ class DeviceLink:
             address = self.process.address
         self.address = address
         accept = partial(agreement.check, address)
-        keys = None if settings.device_keys is None else Path(settings.device_keys)
+        keys = self._keys = None if settings.device_keys is None else Path(settings.device_keys)
         self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms, accept=accept, keys=keys)
         try:
             self.served = accept(self.client.connect())
-            with Probe(address, keys=keys) as probe:
+            with self._probe() as probe:
                 self.description = probe.describe()
             self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
         except BaseException:
@@ -210,6 +219,24 @@ class DeviceLink:
         self._look_at_s = time.monotonic() + _LOOK_EVERY_S
         if self.process.poll() is not None:
             self.process.respawn()
+
+    def look(self) -> dict[str, Any]:
+        """The device's state, calls and memory now, between steps. A device that does not answer at once tells less."""
+        now: dict[str, Any] = {
+            "state": self.client.state,
+            "reason": "" if self.client.state == "up" else self.client.reason,
+            "address": self.address,
+            "pid": self.pid,
+            "calls": asdict(self.client.counters),
+        }
+        if self.client.state == "up":
+            with contextlib.suppress(DeviceUnavailable, DeviceError), self._probe(_LOOK_PATIENCE_S) as probe:
+                self.description = probe.describe()
+        now["resident_bytes"], now["sessions"] = self.description.resident_bytes, self.description.num_sessions
+        return now
+
+    def _probe(self, timeout_s: float = 5.0) -> Probe:
+        return Probe(self.address, timeout_s=timeout_s, keys=self._keys)
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +282,7 @@ class DeviceLink:
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
         layer = self._layers[layer]
+        sent_s = time.perf_counter()
         handle = self.client.begin_execute(
             layer,
             step.number,
@@ -265,13 +293,14 @@ class DeviceLink:
             bits,
             pairs.topk_weights,
         )
-        return DeviceCall(layer, bits, sent, self.client, handle)
+        return DeviceCall(layer, bits, sent, self.client, handle, sent_s, self._round_trips_s)
 
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
         """The same for the `count` pairs that a native split found. number: of the step."""
         self.wait_installed()
         bits = few.pair_bits[:count]
         layer = self._layers[layer]
+        sent_s = time.perf_counter()
         handle = self.client.begin_execute(
             layer,
             number,
@@ -282,7 +311,14 @@ class DeviceLink:
             bits,
             few.pair_weights[:count],
         )
-        return DeviceCall(layer, bits, few.sent_rows[: few.native.num_sent], self.client, handle)
+        rows = few.sent_rows[: few.native.num_sent]
+        return DeviceCall(layer, bits, rows, self.client, handle, sent_s, self._round_trips_s)
+
+    def take_round_trips(self) -> list[float]:
+        """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
+        taken = list(self._round_trips_s)
+        self._round_trips_s.clear()
+        return taken
 
     def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].

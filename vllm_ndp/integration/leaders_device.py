@@ -45,6 +45,9 @@ class LeadersDevice:
     def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         return None
 
+    def take_round_trips(self) -> list[float]:
+        return []
+
     def close(self) -> None: ...
 
 

@@ -174,7 +174,7 @@ class MoELayer:
             if (answer := call.result()) is not None:
                 few.add(out, answer.y)
                 few.end_layer(count, answer.timing.total_ps)
-                step.energy.add(answer.timing)
+                step.device.add(answer.timing)
                 return out
             self._compute_here(call, out, x, few.device_pairs(count))
         except BaseException:
@@ -240,7 +240,7 @@ class MoELayer:
             return 0
         if (answer := call.result()) is not None:
             call.add(out, answer)
-            step.energy.add(answer.timing)
+            step.device.add(answer.timing)
             return int(answer.timing.total_ps)
         self._compute_here(call, out, x, pairs)
         return None

@@ -5,8 +5,10 @@ simulated_* comes from the step's simulated clock, measured_* from the wall; no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ndp_device.timing.energy import CommandEnergy
@@ -22,38 +24,69 @@ DEVICE_PARTS = ("link", "dram", "arrays")
 """Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
 
 
-@dataclass
-class DeviceEnergy:
-    """What the device's answers of one step took, in picojoules of its own account (ndp_device/timing/energy.py)."""
+DEVICE_STAGES = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
+"""Of one command on the simulated device; their sum, less what overlaps, is its time (ndp_device/timing/work.py)."""
+_SUMMED = (
+    *(f"{stage}_ps" for stage in DEVICE_STAGES),
+    *("overlap_saved_ps", "total_ps", "bytes_in", "bytes_out", "weight_bytes", "row_activations", "energy_pj"),
+)
+_values_of = attrgetter(*_SUMMED)
 
-    total_pj: int = 0
-    weight_bytes: int = 0
-    row_activations: int = 0
+
+class DeviceWork:
+    """The device's simulated answers of one step. Layers add to it, so adding costs nothing but a place in a list."""
+
+    def __init__(self) -> None:
+        self._answers: list[Timing] = []
 
     def add(self, timing: Timing) -> None:
-        self.total_pj += timing.energy_pj
-        self.weight_bytes += timing.weight_bytes
-        self.row_activations += timing.row_activations
+        self._answers.append(timing)
 
-    def shares(self, constants: EnergySpec, pairs: dict[str, dict[str, int]]) -> dict[str, dict[str, float]]:
-        """Request -> picojoules by part, in proportion to the pairs that it had there; of requests with any."""
-        sent = {name: kinds["cold"] + kinds["spilled"] for name, kinds in pairs.items()}
-        if not self.total_pj or not any(sent.values()):
-            return {}
-        inside = CommandEnergy.of(
-            constants, wire_bytes=0, weight_bytes=self.weight_bytes, row_activations=self.row_activations
-        )
-        parts = {
-            "link": max(self.total_pj - inside.total_fj / 1000, 0.0),
-            "dram": inside.dram_fj / 1000,
-            "arrays": inside.arrays_fj / 1000,
-        }
-        per_pair = 1 / sum(sent.values())
-        return {
-            name: {part: picojoules * count * per_pair for part, picojoules in parts.items()}
-            for name, count in sent.items()
-            if count
-        }
+    def sums(self) -> dict[str, int]:
+        """Stages in ps, bytes, row openings and pJ of all answers; empty without any."""
+        return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, self._answers), strict=True)), strict=False))
+
+    def bounds(self) -> dict[str, int]:
+        """How many answers each of `ndp_device.timing.work.BOUNDS` took the largest share of."""
+        return dict(Counter(answer.bound for answer in self._answers))
+
+
+def energy_shares(
+    sums: Mapping[str, int], constants: EnergySpec, pairs: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, float]]:
+    """Request -> picojoules by part, in proportion to the pairs that it had on the device; of requests with any.
+
+    sums: of the step's DeviceWork, in picojoules of the device's own account (ndp_device/timing/energy.py).
+    """
+    sent = {name: kinds["cold"] + kinds["spilled"] for name, kinds in pairs.items()}
+    if not sums.get("energy_pj") or not any(sent.values()):
+        return {}
+    inside = CommandEnergy.of(
+        constants, wire_bytes=0, weight_bytes=sums["weight_bytes"], row_activations=sums["row_activations"]
+    )
+    parts = {
+        "link": max(sums["energy_pj"] - inside.total_fj / 1000, 0.0),
+        "dram": inside.dram_fj / 1000,
+        "arrays": inside.arrays_fj / 1000,
+    }
+    per_pair = 1 / sum(sent.values())
+    return {
+        name: {part: picojoules * count * per_pair for part, picojoules in parts.items()}
+        for name, count in sent.items()
+        if count
+    }
+
+
+@dataclass
+class StepCosts:
+    """What the wall clock and the counters of one worker say of one step. Nothing here is simulated."""
+
+    plan_s: float | None = None  # making and announcing new plans before the step; None where there were none
+    round_trips_s: list[float] = field(default_factory=list)  # of its messages: sent, computed and in hand
+    migrated_experts: int = 0
+    kept_experts: int = 0
+    prefills: int = 0
+    device_up: bool = True
 
 
 @dataclass
@@ -68,7 +101,10 @@ class StepReport:
     pairs_per_row: int
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
-    device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # DeviceEnergy.shares
+    device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
+    device: dict[str, int] = field(default_factory=dict)  # DeviceWork.sums
+    device_bounds: dict[str, int] = field(default_factory=dict)  # DeviceWork.bounds
+    costs: StepCosts = field(default_factory=StepCosts)
 
 
 def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:
@@ -87,9 +123,31 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         plan["avg_bits"] = sum(value * weight for value, weight in bits) / sum(weight for _, weight in bits)
     per_row = sum(report.pairs_per_row for report in ordered)
     energy: dict[str, dict[str, float]] = {}
+    device, bounds = Counter[str](), Counter[str]()
     for report in ordered:
         _add_energy(energy, report.device_pj)
-    return StepReport(start, end, pairs, plans, first.drafts, per_row, device_pj=energy)
+        device.update(report.device)
+        bounds.update(report.device_bounds)
+    costs = _of_all_workers([report.costs for report in ordered])
+    return StepReport(
+        *(start, end, pairs, plans, first.drafts, per_row),
+        device_pj=energy,
+        device=dict(device),
+        device_bounds=dict(bounds),
+        costs=costs,
+    )
+
+
+def _of_all_workers(costs: Sequence[StepCosts]) -> StepCosts:
+    planned = [cost.plan_s for cost in costs if cost.plan_s is not None]
+    return StepCosts(
+        plan_s=max(planned) if planned else None,  # stages plan at the same time
+        round_trips_s=[value for cost in costs for value in cost.round_trips_s],
+        migrated_experts=sum(cost.migrated_experts for cost in costs),
+        kept_experts=sum(cost.kept_experts for cost in costs),
+        prefills=costs[0].prefills,
+        device_up=all(cost.device_up for cost in costs),
+    )
 
 
 def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, float]]) -> None:
@@ -112,6 +170,8 @@ class RequestReport:
     rejected: int = 0
     pairs_per_row: int = 0
     device_pj: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DEVICE_PARTS, 0.0))
+    device: Counter[str] = field(default_factory=Counter)
+    device_bounds: Counter[str] = field(default_factory=Counter)
 
     def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> int:
         """Count one step; how many tokens it made, all of which come at its end.
@@ -120,11 +180,15 @@ class RequestReport:
         """
         if self.first_scheduled_ps is None:
             self.first_scheduled_ps = step.start_ps
-        for kind, count in step.pairs.get(request_id, {}).items():
+        pairs = step.pairs.get(request_id, {})
+        for kind, count in pairs.items():
             self.pairs[kind] = self.pairs.get(kind, 0) + count
         self.plan.update(step.plans.get(request_id, {}))
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules
+        if pairs.get("cold", 0) + pairs.get("spilled", 0):
+            self.device.update(step.device)
+            self.device_bounds.update(step.device_bounds)
         made = output_tokens - len(self.token_ps)
         self.token_ps += [step.end_ps] * made
         self.token_s += [now_s] * made
@@ -134,9 +198,13 @@ class RequestReport:
             self.pairs_per_row = step.pairs_per_row
         return made
 
-    def as_dict(self, output_tokens: int) -> dict[str, Any]:
-        """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled."""
-        report: dict[str, Any] = {"prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
+    def as_dict(self, output_tokens: int, finish: str) -> dict[str, Any]:
+        """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled.
+
+        simulated_device_us: stages of the device's answers that the request waited for, those beside it too; they are
+        not divided among the requests of a step. Energy is.
+        """
+        report: dict[str, Any] = {"finish": finish, "prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
         report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in PAIR_KINDS}
         if self.drafted:  # their rows ran, so the pairs above count them
             report |= {"drafted_tokens": self.drafted, "accepted_drafts": self.drafted - self.rejected}
@@ -154,4 +222,10 @@ class RequestReport:
                 "simulated_token_us": [round(value, 6) for value in simulated],
             }
             report |= {f"simulated_{part}_uj": round(self.device_pj[part] / 1e6, 6) for part in DEVICE_PARTS}
+        if self.device:
+            stages = (*DEVICE_STAGES, "overlap_saved", "total")
+            report["simulated_device_us"] = {
+                stage: round(self.device[f"{stage}_ps"] / PS_PER_US, 6) for stage in stages
+            }
+            report["simulated_device_bound"] = dict(self.device_bounds)
         return report

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split
-from vllm_ndp.integration.report import PAIR_KINDS, DeviceEnergy, StepReport
+from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 
 
@@ -44,7 +44,7 @@ class Step:
     slot_mapping: torch.Tensor = field(init=False)  # i64 [T], the KV entry of each row
     started: bool = field(default=False, init=False)
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
-    energy: DeviceEnergy = field(default_factory=DeviceEnergy, init=False)
+    device: DeviceWork = field(default_factory=DeviceWork, init=False)
     streamed: NDArray[np.bool_] = field(init=False)  # [L, E], experts that this step's prefill rows streamed
     _bits: NDArray[np.uint8] | None = field(default=None, init=False)
     _tally: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False)
@@ -138,9 +138,12 @@ class Step:
         time = self.clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))
         drafts = {name: count for name, span in self.spans.items() if (count := span.num_drafts)}
         pairs = self.pairs_by_request()
-        energy = self.energy.shares(self.clock.model.hardware.energy, pairs)
+        device = self.device.sums()
         report = StepReport(
-            time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row, device_pj=energy
+            *(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row),
+            device_pj=energy_shares(device, self.clock.model.hardware.energy, pairs),
+            device=device,
+            device_bounds=self.device.bounds(),
         )
         return report, time
 

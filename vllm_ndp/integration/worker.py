@@ -57,6 +57,19 @@ class NdpWorker(_Base):
         """Counts since start-up."""
         return self.ndp.totals_dict()
 
+    def ndp_live(self, latest: int = 50) -> dict[str, Any] | None:
+        """What goes on now, and the reports of requests that ended last; None where another rank tells."""
+        live = self.ndp.live()
+        return None if live is None else live | {"finished": self.ndp.finished.latest(latest)}
+
+    def ndp_experts(self) -> dict[str, Any] | None:
+        """Who is hot where; None where another rank tells."""
+        return self.ndp.experts()
+
+    def ndp_requests(self, client_id: str) -> dict[str, Any]:
+        """What the engine made of one request of a client, by vLLM's ids: reports, and which of it still run here."""
+        return self.ndp.requests_of(client_id)
+
 
 def _make_room_for_the_stage_before(runner: Any) -> None:
     """vLLM's CPU build makes it while it warms up, which it leaves out without compilation: it then ends in an assert.

@@ -1,0 +1,56 @@
+"""What goes on in a worker now, as plain values: its plan, its requests, who is hot where. Only reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
+from vllm_ndp.planning.replanner import Replanner
+
+
+def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> dict[str, Any]:
+    """planned: the requests that were planned last. Averages are over them."""
+    bits = [request.plan.bits.average for request in planned if request.plan is not None]
+    average = float(np.mean(bits)) if bits else math.nan  # where every expert is hot, too
+    return {
+        "epoch": replanner.epoch,
+        "hot_experts": replanner.rules.budget.num_hot,
+        "avg_bits": None if math.isnan(average) else round(average, 3),
+    }
+
+
+def running(requests: RequestTracker) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": request.request_id,
+            "prompt_tokens": request.prompt_len,
+            "output_tokens": request.num_output_tokens,
+            "phase": "decode" if request.prefilled else "prefill",
+        }
+        for request in requests.requests.values()
+    ]
+
+
+def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: range) -> dict[str, Any]:
+    """Per layer and expert: hot or not, average bits of the requests planned last (0 where hot), and their importance.
+
+    Importance is a share: a layer adds up to 1. Before the first prompt nothing is known of either.
+    """
+    plans = [request.plan for request in planned if request.plan is not None]
+    scores = [request.score for request in planned if request.score is not None]
+    importance = bits = None
+    if scores:
+        importance = np.mean([score.values for score in scores], axis=0).round(4).tolist()
+    if plans:
+        bits = np.mean([plan.bits.bits for plan in plans], axis=0).round(2).tolist()
+    return {
+        "epoch": replanner.epoch,
+        "layers": list(layers),
+        "hot": replanner.placement.hot.astype(int).tolist(),
+        "bits": bits,
+        "importance": importance,
+    }

@@ -1,0 +1,196 @@
+"""`--middleware vllm_ndp.integration.serving.routes.NdpRoutes`: our paths, and reports in answers that ask for them.
+
+    GET /v1/ndp/                 the live page (page.py)
+    GET /v1/ndp/status           what is effective, totals, device, requests now and lately
+    GET /v1/ndp/experts          who is hot where, and bits
+    GET /v1/ndp/requests/ID      reports of one request, by the id that the client got
+    X-NDP-Report: 1              on a completion or chat: the reports come with the answer, streamed or not
+
+Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
+vLLM puts what `--middleware` names outside of its own authentication, so the same class guards our paths here. Knows
+HTTP and vLLM's engine client; does not know what a report holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import lru_cache
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PREFIX = "/v1/ndp/"
+HEADER = "X-NDP-Report"
+CHUNK = "ndp.report"
+FORMAT = 1
+"""Of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one number."""
+_DONE = b"data: [DONE]\n\n"
+_ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
+"""The worker learns of a finished request with the step after it, a few milliseconds later."""
+
+
+class NdpRoutes:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._ours = Router(
+            [
+                Route(PREFIX, _page),
+                Route(PREFIX + "status", _status),
+                Route(PREFIX + "experts", _experts),
+                Route(PREFIX + "requests/{request_id:path}", _request),
+            ]
+        )
+        self._guarded: ASGIApp | None = None  # the same behind the server's keys, which a request leads to
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._start(scope, receive, send)
+        elif scope["type"] == "http" and _path(scope).startswith(PREFIX):
+            await self._behind_keys(scope)(scope, receive, send)
+        elif scope["type"] == "http" and HEADER in Headers(scope=scope):
+            await self._app(scope, receive, _WithReports(scope, send))
+        else:
+            await self._app(scope, receive, send)
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["app"].state.engine_client.vllm_config.model_config.quantization
+        if method != "ndp":
+            sentence = f"--middleware {__name__}.NdpRoutes needs --quantization ndp, got {method}: drop one of the two"
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": sentence})
+            return
+        await self._app(scope, receive, send)
+
+    def _behind_keys(self, scope: Scope) -> ASGIApp:
+        if self._guarded is None:
+            from vllm import envs
+            from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+            given = scope["app"].state.args.api_key or [envs.VLLM_API_KEY]
+            keys = [key for key in given if key]
+            self._guarded = AuthenticationMiddleware(self._ours, keys) if keys else self._ours
+        return self._guarded
+
+
+class _WithReports:
+    """Sends an answer on, with the reports of its request: a chunk before [DONE], or the field `ndp` of a JSON body."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
+        self._start: Message | None = None  # of an answer whose length changes
+        self._body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            if message["status"] == 200 and kind.startswith("application/json"):
+                self._start = message
+                return
+        elif message["type"] == "http.response.body":
+            if self._start is not None:
+                await self._collect(self._start, message)
+                return
+            if message.get("body", b"").endswith(_DONE):
+                message = {**message, "body": message["body"][: -len(_DONE)] + await self._chunk() + _DONE}
+        await self._send(message)
+
+    async def _collect(self, start: Message, message: Message) -> None:
+        self._body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        answer = json.loads(self._body)
+        if isinstance(answer, dict):
+            answer["ndp"] = (await self._reports())[1]
+        body = json.dumps(answer).encode()
+        kept = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        await self._send({**start, "headers": [*kept, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _chunk(self) -> bytes:
+        request_id, reports = await self._reports()
+        chunk = {"id": request_id, "object": CHUNK, "choices": [], "ndp": reports}
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+    async def _reports(self) -> tuple[str, dict[str, Any]]:
+        """The client's id, and the reports of everything that was made of it."""
+        metadata = self._scope.get("state", {}).get("request_metadata")
+        if metadata is None:  # a path that makes no request of the engine
+            return "", {}
+        found: dict[str, Any] = {}
+        for _ in range(_MOST_QUESTIONS):
+            found, running = await _find(self._scope["app"], metadata.request_id)
+            if found and not running:
+                break
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return metadata.request_id, found
+
+
+# -- our paths -----------------------------------------------------------------------------------------------------
+
+
+async def _status(request: Request) -> Response:
+    workers = [live for live in await _ask(request.app, "ndp_live") if live is not None]
+    finished = [{"id": name} | report for name, report in workers[0].pop("finished")]
+    for other in workers[1:]:
+        del other["finished"]
+    running = workers[0]["running"]
+    for worker in workers:
+        del worker["running"]
+    model = request.app.state.engine_client.vllm_config.model_config.served_model_name
+    return JSONResponse(
+        {"format": FORMAT, "model": model, "workers": workers, "running": running, "finished": finished}
+    )
+
+
+async def _experts(request: Request) -> Response:
+    workers = [live for live in await _ask(request.app, "ndp_experts") if live is not None]
+    return JSONResponse({"format": FORMAT, "workers": workers})
+
+
+async def _request(request: Request) -> Response:
+    request_id = request.path_params["request_id"]
+    finished, running = await _find(request.app, request_id)
+    if not finished and not running:
+        error = f"no request {request_id!r} runs or is among the last that ended"
+        return JSONResponse({"error": error}, status_code=404)
+    return JSONResponse({"id": request_id, "finished": finished, "running": running})
+
+
+async def _page(request: Request) -> Response:
+    return HTMLResponse(await asyncio.to_thread(_rendered_page))
+
+
+@lru_cache(maxsize=1)
+def _rendered_page() -> str:
+    from vllm_ndp.integration.serving.page import render
+
+    return render()
+
+
+async def _find(app: Any, request_id: str) -> tuple[dict[str, Any], list[str]]:
+    """Reports of what has ended, ids of what runs; the same on every rank, different with data parallelism."""
+    finished: dict[str, Any] = {}
+    running: list[str] = []
+    for answer in await _ask(app, "ndp_requests", request_id):
+        finished |= answer["finished"]
+        running += answer["running"]
+    return finished, sorted(set(running))
+
+
+async def _ask(app: Any, method: str, *arguments: Any) -> list[Any]:
+    """What every worker answers, of every engine behind this front end."""
+    client = app.state.engine_client
+    if (ask_all := getattr(client.engine_core, "call_utility_all_async", None)) is not None:
+        answers: list[list[Any]] = await ask_all("collective_rpc", method, None, arguments, None)
+        return [answer for engine in answers for answer in engine]
+    return list(await client.collective_rpc(method, args=arguments))
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
