@@ -1,9 +1,10 @@
-"""CurveZMQ as the side that listens: who may come in, and the boxes that frames travel in. Pure: no socket, no file.
+"""CurveZMQ, both sides: who may come in, and the boxes that frames travel in. Pure: no socket, no file.
 
     HELLO -> WELCOME -> INITIATE -> READY, then every frame is a MESSAGE: a nonce that only rises, and a box
 
-The arithmetic is libsodium's, by PyNaCl. A peer proves that it knows this device's public key before anything is kept
-of it, and shows its own key inside a box. source: rfc.zeromq.org/spec/26; hosts use libzmq's CURVE.
+The arithmetic is libsodium's, by PyNaCl. A host proves that it knows the device's public key before anything is kept
+of it, and shows its own key inside a box; a device proves that it has its secret by answering at all.
+source: rfc.zeromq.org/spec/26; both sides also speak with libzmq's CURVE.
 """
 
 from __future__ import annotations
@@ -40,18 +41,102 @@ class Unwelcome(RemoteProtocolError):
         self.reply = b"\x05ERROR" + bytes([len(_NOT_ALLOWED)]) + _NOT_ALLOWED
 
 
-class CurveSession:
-    """One connection's handshake, and its keys afterwards."""
+class _Boxes:
+    """What both sides of one connection do once they share a key."""
+
+    _SAID, _HEARD = b"", b""  # what the nonces of our boxes and of theirs begin with
+
+    def __init__(self) -> None:
+        self._sodium = load_sodium()
+        self.peer_key: bytes | None = None  # known, and welcome: the handshake is done
+        self._own_secret = b""  # for this connection alone
+        self._shared = b""
+        self._heard = self._said = 0  # nonces
+
+    def boxed(self, flags: int, content: Buffer) -> bytes:
+        """The frame that carries this one. flags: 1 = more frames follow, 2 = a command."""
+        number = self._next_nonce()
+        box: bytes = self._sodium.crypto_box_afternm(bytes([flags]) + bytes(content), self._SAID + number, self._shared)
+        return b"\x07MESSAGE" + number + box
+
+    def opened(self, frame: Buffer) -> tuple[int, bytes]:
+        """(flags, content) of a frame that arrived."""
+        frame = bytes(frame)
+        if len(frame) < OVERHEAD_BYTES or not frame.startswith(b"\x07MESSAGE"):
+            raise RemoteProtocolError("a frame outside its box")
+        number = int.from_bytes(frame[8:16], "big")
+        if number <= self._heard:
+            raise RemoteProtocolError("a frame that was sent before")
+        try:
+            plain = self._sodium.crypto_box_open_afternm(frame[16:], self._HEARD + frame[8:16], self._shared)
+        except Exception:
+            raise RemoteProtocolError("a frame that was forged or damaged") from None
+        self._heard = number
+        return plain[0], plain[1:]
+
+    def _next_nonce(self) -> bytes:
+        self._said += 1
+        return self._said.to_bytes(8, "big")
+
+
+class CurveHost(_Boxes):
+    """The side that connects, and knows whose public key it wants to meet."""
+
+    _SAID, _HEARD = b"CurveZMQMESSAGEC", b"CurveZMQMESSAGES"
+
+    def __init__(self, secret: bytes, public: bytes, device: bytes) -> None:
+        super().__init__()
+        self._secret, self._public, self._device = secret, public, device
+        self._own_public = b""
+        self._has_vouched = False
+
+    def hello(self) -> bytes:
+        """The first command of the handshake."""
+        self._own_public, self._own_secret = self._sodium.crypto_box_keypair()
+        number = self._next_nonce()
+        box = self._sodium.crypto_box(bytes(64), b"CurveZMQHELLO---" + number, self._device, self._own_secret)
+        return b"\x05HELLO\x01\x00" + bytes(72) + self._own_public + number + bytes(box)
+
+    def obey(self, command: bytes) -> bytes:
+        """The answer to a command of the handshake, empty where it is done. Raises RemoteProtocolError."""
+        try:
+            if command.startswith(b"\x07WELCOME") and not self._has_vouched:
+                return self._initiate(command)
+            if command.startswith(b"\x05READY") and self._has_vouched and self.peer_key is None:
+                self._sodium.crypto_box_open_afternm(command[14:], b"CurveZMQREADY---" + command[6:14], self._shared)
+                self._heard = int.from_bytes(command[6:14], "big")
+                self.peer_key = self._device
+                return b""
+        except Exception:  # PyNaCl has several kinds of its own
+            raise RemoteProtocolError("a device that does not have the secret of its public key") from None
+        raise RemoteProtocolError("a command that has no place in this CURVE handshake")
+
+    def _initiate(self, welcome: bytes) -> bytes:
+        sodium = self._sodium
+        plain = sodium.crypto_box_open(welcome[24:], b"WELCOME-" + welcome[8:24], self._device, self._own_secret)
+        theirs, cookie, nonce = plain[:_KEY], plain[_KEY : _KEY + 96], os.urandom(16)
+        self._shared = sodium.crypto_box_beforenm(theirs, self._own_secret)
+        vouch = sodium.crypto_box(self._own_public + self._device, b"VOUCH---" + nonce, theirs, self._secret)
+        metadata = b"\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+        number = self._next_nonce()
+        box: bytes = sodium.crypto_box_afternm(
+            self._public + nonce + vouch + metadata, b"CurveZMQINITIATE" + number, self._shared
+        )
+        self._has_vouched = True
+        return b"\x08INITIATE" + bytes(cookie) + number + box
+
+
+class CurveSession(_Boxes):
+    """The side that listens: one connection's handshake, and its keys afterwards."""
+
+    _SAID, _HEARD = b"CurveZMQMESSAGES", b"CurveZMQMESSAGEC"
 
     def __init__(self, secret: bytes, public: bytes, is_allowed: Callable[[bytes], bool]) -> None:
         """is_allowed: whether the host with this public key may come in."""
-        self._sodium = load_sodium()
+        super().__init__()
         self._secret, self._public, self._is_allowed = secret, public, is_allowed
-        self.peer_key: bytes | None = None  # known and allowed: the handshake is done
         self._client = b""  # its key for this connection alone
-        self._own_secret = self._cookie = b""
-        self._shared = b""
-        self._heard = self._said = 0  # nonces
+        self._cookie = b""
 
     def obey(self, command: bytes) -> bytes:
         """The answer to a command of the handshake. Raises RemoteProtocolError or Unwelcome."""
@@ -67,29 +152,6 @@ class CurveSession:
                 raise
             raise RemoteProtocolError("a host that does not know this device's public key") from None
         raise RemoteProtocolError("a command that has no place in this CURVE handshake")
-
-    def boxed(self, flags: int, content: Buffer) -> bytes:
-        """The frame that carries this one. flags: 1 = more frames follow, 2 = a command."""
-        self._said += 1
-        number = self._said.to_bytes(8, "big")
-        nonce = b"CurveZMQMESSAGES" + number
-        box: bytes = self._sodium.crypto_box_afternm(bytes([flags]) + bytes(content), nonce, self._shared)
-        return b"\x07MESSAGE" + number + box
-
-    def opened(self, frame: Buffer) -> tuple[int, bytes]:
-        """(flags, content) of a frame that arrived."""
-        frame = bytes(frame)
-        if len(frame) < OVERHEAD_BYTES or not frame.startswith(b"\x07MESSAGE"):
-            raise RemoteProtocolError("a frame outside its box")
-        number = int.from_bytes(frame[8:16], "big")
-        if number <= self._heard:
-            raise RemoteProtocolError("a frame that was sent before")
-        try:
-            plain = self._sodium.crypto_box_open_afternm(frame[16:], b"CurveZMQMESSAGEC" + frame[8:16], self._shared)
-        except Exception:
-            raise RemoteProtocolError("a frame that was forged or damaged") from None
-        self._heard = number
-        return plain[0], plain[1:]
 
     def _welcome(self, hello: bytes) -> bytes:
         if len(hello) != _HELLO_BYTES or hello[6:8] != b"\x01\x00":
@@ -118,8 +180,7 @@ class CurveSession:
         if not self._is_allowed(key):
             raise Unwelcome("its key is not on the list of allowed hosts")
         self.peer_key = key
-        self._said += 1
-        number = self._said.to_bytes(8, "big")
+        number = self._next_nonce()
         metadata = b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
         ready: bytes = self._sodium.crypto_box_afternm(metadata, b"CurveZMQREADY---" + number, self._shared)
         return b"\x05READY" + number + ready

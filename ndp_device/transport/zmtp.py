@@ -1,10 +1,11 @@
-"""ZeroMQ's protocol on the wire, as the side that listens: bytes in, messages of frames out. Pure: no socket, no clock.
+"""ZeroMQ's protocol on the wire, both sides: bytes in, messages of frames out. Pure: no socket, no clock.
 
     greeting (64 bytes) | READY command | then messages, PING commands in between
 
 libzmq is not used here because a peer must not be able to end the device: libzmq's ROUTER gives nameless peers
 predictable names and aborts when another peer has taken the next one, aborts when a descriptor cannot be had, and
-bounds neither the frames of a message nor the bytes that wait. Hosts connect with any ZeroMQ library (DEALER).
+bounds neither the frames of a message nor the bytes that wait. The last holds for a host's DEALER as well: a device
+that never ends a message would fill its host's memory. Either side also speaks with any ZeroMQ library.
 source: rfc.zeromq.org/spec/37 (ZMTP 3.1) with the NULL mechanism, or with CURVE (curve.py), which boxes every frame.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.protocol.messages import MAX_BODY_BYTES
-from ndp_device.transport.curve import OVERHEAD_BYTES, CurveSession
+from ndp_device.transport.curve import OVERHEAD_BYTES, CurveHost, CurveSession
 
 MAX_FRAMES = 4
 """Of one message: two or three are meant, one more is answered by a sentence, five end the connection."""
@@ -44,7 +45,22 @@ def _property(name: bytes, value: bytes) -> bytes:
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + bytes((3, 1))
 GREETING = _SIGNATURE + _NULL + bytes(32)
 CURVE_GREETING = _SIGNATURE + _CURVE + b"\x01" + bytes(31)  # as the side whose key is known
+CURVE_HOST_GREETING = _SIGNATURE + _CURVE + bytes(32)
 READY = _command(b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+HOST_READY = _command(b"READY", _property(b"Socket-Type", b"DEALER") + _property(b"Identity", b""))
+PING = _command(b"PING", bytes(2))  # no time to live, no context
+
+
+class OtherMechanism(RemoteProtocolError):
+    """One side wants keys and the other has none."""
+
+
+class GaveUp(RemoteProtocolError):
+    """The peer said ERROR; `reason` is what it said, such as 400 where a key is not allowed."""
+
+    def __init__(self, reason: bytes) -> None:
+        super().__init__(f"the peer gave up: {reason!r}")
+        self.reason = reason
 
 
 def _frame(flags: int, content: Buffer) -> Iterator[Buffer]:
@@ -69,10 +85,11 @@ def encoded(frames: Frames) -> Iterator[Buffer]:
 class Reader:
     """What one peer has sent so far. Give it bytes by `buffer` and `filled`, take messages by `next`."""
 
-    def __init__(self, curve: CurveSession | None = None) -> None:
+    def __init__(self, curve: CurveSession | CurveHost | None = None, *, is_host: bool = False) -> None:
         """curve: keys are wanted, and who has the right ones is let in."""
         self.curve = curve
-        self.greeting = GREETING if curve is None else CURVE_GREETING
+        self.greeting = GREETING if curve is None else CURVE_HOST_GREETING if is_host else CURVE_GREETING
+        self._is_host = is_host
         self.replies = bytearray()  # of commands: what the peer must be sent
         self.is_ready = False
         self.max_frame_bytes = MAX_BODY_BYTES
@@ -185,18 +202,25 @@ class Reader:
             return False
         if held[12:32] != (wanted := self.greeting[12:32]):
             spoken = "keys are wanted here (CURVE)" if wanted == _CURVE else "only the NULL mechanism is spoken here"
-            raise RemoteProtocolError(f"{spoken}, the peer speaks {held[12:32].rstrip(bytes(1))!r}")
+            raise OtherMechanism(f"{spoken}, the peer speaks {held[12:32].rstrip(bytes(1))!r}")
         self._held = self._held[_GREETING_BYTES:]
         self._greeted = True
-        self.replies += READY if self.curve is None else b""
+        if self.curve is None:
+            self.replies += HOST_READY if self._is_host else READY
+        elif isinstance(self.curve, CurveHost):
+            self._reply(self.curve.hello())
         return True
 
+    def _reply(self, command: bytes) -> None:
+        if command:
+            self.replies += b"".join(map(bytes, command_frame(command)))
+
     def _obey(self, command: bytes) -> None:
-        if self.curve is not None and not self.is_ready:
-            self.replies += b"".join(map(bytes, _frame(_COMMAND, self.curve.obey(command))))
+        name, rest = command[1 : 1 + command[0]] if command else b"", command[1 + command[0] :] if command else b""
+        if self.curve is not None and not self.is_ready and not (self._is_host and name == b"ERROR"):
+            self._reply(self.curve.obey(command))
             self.is_ready = self.curve.peer_key is not None
             return
-        name, rest = command[1 : 1 + command[0]] if command else b"", command[1 + command[0] :] if command else b""
         if name == b"READY":
             if self.is_ready:
                 raise RemoteProtocolError("READY twice")
@@ -204,13 +228,19 @@ class Reader:
         elif name == b"PING" and self.is_ready:
             self._pong(rest[2:18])  # after the time to live comes a context of 16 bytes at most
         elif name == b"ERROR":
-            raise RemoteProtocolError("the peer gave up")
+            raise GaveUp(rest[1:])
+
+    def ping(self) -> bytes:
+        """The bytes that ask the peer for a sign of life."""
+        return self._boxed(PING)
 
     def _pong(self, context: bytes) -> None:
-        pong = _command(b"PONG", context)
-        if self.curve is not None:
-            pong = b"".join(map(bytes, _frame(0, self.curve.boxed(_BOXED_COMMAND, pong[2:]))))
-        self.replies += pong
+        self.replies += self._boxed(_command(b"PONG", context))
+
+    def _boxed(self, command: bytes) -> bytes:
+        if self.curve is None:
+            return command
+        return b"".join(map(bytes, _frame(0, self.curve.boxed(_BOXED_COMMAND, command[2:]))))
 
     def _take(self, frame: Buffer, more: bool) -> Frames | None:
         if self.curve is not None:
