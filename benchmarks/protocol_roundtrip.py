@@ -1,9 +1,9 @@
 """How long does a message take to the device and back: through shared memory, through the socket, and at the least?
 
 The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
-limit); slot and wire = ZmqTransport and ZmqServer, checksums written and checked; execute = the whole DeviceClient and
-ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs N busy loops
-per core beside it.
+limit); slot and wire = ZmqTransport and ZmqServer, checksums written and checked; libzmq = its DEALER in the place of
+ZmqTransport; execute = the whole DeviceClient and ndp-device with an Execute of one row and no pairs, so no expert is
+computed. `--oversubscribe N` runs N busy loops per core beside it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import zmq
 
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import VERSION, SlotOffer
+from ndp_device.transport import checksum
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
@@ -33,6 +35,7 @@ from measured import Measurement, add_json_option
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})  # as an Execute's
 WARM_UP = 50
+ZERO_COPY_BYTES = 256 << 10
 
 
 def echo(address: str) -> None:
@@ -79,13 +82,41 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
             times = []
             for _ in range(count + WARM_UP):
                 start = time.perf_counter_ns()
-                while not transport.send((HEADER, body)):  # libzmq has not heard yet that there is room again
+                while not transport.send((HEADER, body)):
                     time.sleep(0.0001)
                 wait_for(transport)
                 times.append(time.perf_counter_ns() - start)
             transport.close()
             return times[WARM_UP:]
         finally:
+            peer.kill()
+            peer.wait()
+
+
+def by_libzmq(num_bytes: int, count: int) -> list[int]:
+    """The same as `carried` without slots, but libzmq's own DEALER is the host's end; large bodies travel whole."""
+    with tempfile.TemporaryDirectory() as directory:
+        address = f"ipc://{directory}/echo"
+        peer = subprocess.Popen([sys.executable, __file__, "--echo", address], stdout=subprocess.PIPE)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(address)
+            header = msgspec.msgpack.encode(msgspec.msgpack.decode(HEADER) | {"ndp": 256, "crc": bytes(4)})
+            body = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8).tobytes()
+            times = []
+            for _ in range(count + WARM_UP):
+                start = time.perf_counter_ns()
+                dealer.send_multipart((checksum.write(header, body), body), copy=num_bytes < ZERO_COPY_BYTES)
+                frames = dealer.recv_multipart(copy=False)
+                content = [f.bytes if len(f) < ZERO_COPY_BYTES else f.buffer for f in frames]
+                assert checksum.damage(content[0], content[1]) is None
+                times.append(time.perf_counter_ns() - start)
+            return times[WARM_UP:]
+        finally:
+            context.destroy(linger=0)
             peer.kill()
             peer.wait()
 
@@ -154,6 +185,7 @@ def main() -> None:
                     ("floor", floor(size, count, program)),
                     ("slot", carried(size, count, slots=True)),
                     ("wire", carried(size, count, slots=False)),
+                    ("libzmq", by_libzmq(size, count)),
                 ):
                     results.setdefault((name, size), []).append(np.percentile(times, [50, 90, 99]).tolist())
             for slots in (True, False):

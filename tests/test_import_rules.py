@@ -15,7 +15,7 @@ FILES = sorted(p for package in ("ndp_device", "vllm_ndp") for p in (ROOT / pack
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/", ("vllm_ndp", "vllm"), ()),
     ("ndp_device/", ("torch", "transformers"), ("ndp_device/calibration/",)),
-    ("ndp_device/", ("zmq",), ("ndp_device/transport/",)),
+    ("ndp_device/", ("zmq",), ()),
     ("vllm_ndp/", ("zmq",), ()),
     ("vllm_ndp/", ("vllm",), ("vllm_ndp/integration/",)),
     ("vllm_ndp/", ("torch",), ("vllm_ndp/integration/",)),

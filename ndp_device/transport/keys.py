@@ -5,7 +5,7 @@
     DIR/NAME.key            the host's pair and the device's public key: move it to the host, for `device_keys`
 
 Files with a secret have mode 0600 and are never replaced; wider ones are refused. Knows files and libsodium's key
-pairs, not how keys are used (curve.py, libzmq).
+pairs, not how keys are used (curve.py).
 """
 
 from __future__ import annotations

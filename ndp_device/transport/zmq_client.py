@@ -35,6 +35,7 @@ _DOORBELL: list[Buffer] = [b""]
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell
 _FROZEN_AFTER = 5  # heartbeats without a sign of life
 _PARTS_AT_ONCE = 16
+_BESIDE_S = 0.001
 _MAX_UNREAD_PONGS = 64 << 10
 _READS_AT_ONCE = 64  # without a whole message, before the caller looks at the clock
 _NOT_ALLOWED = "the device does not allow this host's key: put its .pub file into the device's allowed/ directory"
@@ -80,6 +81,7 @@ class ZmqTransport:
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._is_sent_beside = False
+        self._is_waiting = False  # and so sends what is left itself
         try:
             self._poller = system.poller()
         except OSError as error:
@@ -303,7 +305,10 @@ class ZmqTransport:
             self._events = events
             self._poller.modify(self._socket.fileno(), events)
         limit_s = self._heartbeat_s if self._reader.is_ready else _HANDSHAKE_S
-        for fd, event in self._poller.poll(min(timeout_s, limit_s)):
+        self._is_waiting = True
+        ready = self._poller.poll(min(timeout_s, limit_s))
+        self._is_waiting = False
+        for fd, event in ready:
             if self._channel is not None and fd == self._channel.doorbell:
                 self._given_up = bool(event & ENDED)
             elif event & WRITABLE:
@@ -345,13 +350,16 @@ class ZmqTransport:
         return True
 
     def _send_beside(self) -> None:
-        """In a thread of its own, until nothing is left."""
+        """In a thread of its own, until nothing is left. Two that send would only wake each other: one waits."""
         poller = self._system.poller()
         try:
             with self._out:
                 if self._socket is not None:
                     poller.register(self._socket.fileno(), WRITABLE)
             while True:
+                self._clock.sleep(_BESIDE_S)
+                if self._is_waiting:
+                    continue
                 poller.poll(_DOORBELL_LOST_S)
                 with self._out:
                     if self._socket is None or not self._flush() or not self._unsent:

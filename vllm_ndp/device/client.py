@@ -37,6 +37,7 @@ __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "Execut
 
 MAX_IN_FLIGHT = 8
 RETRY_FIRST_S, RETRY_LAST_S = 0.005, 0.2
+_LOOKS_AT_ONCE = 64
 GREETING_S = 1.0  # a device that is connected but does not answer Hello for so long gets a new connection
 
 _log = logging.getLogger(__name__)
@@ -140,8 +141,9 @@ class DeviceClient:
             except DeviceUnavailable as error:  # this process has no descriptor left
                 self._fail(error)
                 return False
-        while self._connection is not None and self._receive(0.0) and not self._up:
-            pass
+        for _ in range(_LOOKS_AT_ONCE):  # a device that talks without an end does not keep us
+            if self._connection is None or not self._receive(0.0) or self._up:
+                break
         if self._connection is not None and not self._up and self._connection.is_overdue():
             self._fail(DeviceUnavailable("the device is connected but does not answer"))
         return self._up

@@ -98,7 +98,7 @@ def test_a_host_with_the_right_key_gets_its_own_bytes_back(echo: ZmqServer, keys
 
 
 def test_a_host_that_is_silent_for_seconds_stays_connected(echo: ZmqServer, keys: Path) -> None:
-    """libzmq's PING and our PONG travel in boxes as well; after 2 s without one the host would give up."""
+    """PING and PONG travel in boxes as well; after 2 s without one the host would give up."""
     transport = ZmqTransport(echo.address, keys=HostKeys.read(keys / "host.key"))
     try:
         exchange(transport)

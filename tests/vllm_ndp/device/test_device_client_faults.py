@@ -275,7 +275,7 @@ def test_a_device_that_keeps_dying_is_started_less_and_less_often(rig: Rig) -> N
         while not rig.process.respawn():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        starts.append(time.monotonic())
+        starts.append(rig.process._spawned_s)
     assert starts[1] - starts[0] >= 0.9  # pauses of 0.5, 1, 2 s …
     assert starts[2] - starts[1] >= 1.9
 
@@ -290,9 +290,6 @@ def test_a_thousand_reconnections_leak_nothing(rig: Rig, way: str) -> None:
         rig.client._retry_at_s = 0.0
         rig.client.poll()
     rig.until_served(0)
-    deadline = time.monotonic() + PATIENCE_S
-    while process.num_fds() > descriptors + 2 and time.monotonic() < deadline:
-        time.sleep(0.01)  # libzmq closes in a thread of its own
     assert process.num_fds() <= descriptors + 2
     assert process.num_threads() == threads
 

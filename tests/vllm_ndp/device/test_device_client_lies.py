@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
+from device_cases import MODEL, FaultyDevice, FaultyTransport, full_plan, make_calls, make_handler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,7 +243,7 @@ except DeviceUnavailable:
 
 
 def test_a_device_that_dies_behind_its_answers_does_not_end_the_host(tmp_path: Path) -> None:
-    """libzmq aborts its process if it lets go of a connection between two frames of a message (fq.cpp, IMMEDIATE)."""
+    """libzmq did: it aborts if it lets go of a connection between two frames of a message (fq.cpp, IMMEDIATE)."""
     path = tmp_path / "device"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -263,3 +263,26 @@ def test_a_device_that_dies_behind_its_answers_does_not_end_the_host(tmp_path: P
     listener.close()
     output, _ = host.communicate(timeout=60)
     assert (host.returncode, output.strip()) == (0, "100")
+
+
+class Repeating(FaultyTransport):
+    """After the first request, the answer to one that was made long ago, again and again."""
+
+    looks = 0
+
+    def send(self, frames: Frames) -> bool:
+        return True
+
+    def receive(self, timeout_s: float) -> Frames | None:
+        Repeating.looks += 1
+        old = codec.encode(msg.Pong(1, incarnation="i", queue_depth=0, num_executed=0))
+        return None if Repeating.looks == 1 else old
+
+
+def test_a_device_that_repeats_old_answers_for_ever_does_not_keep_its_host() -> None:
+    """While a connection is on its way up, `poll` looks at what has arrived: at a bounded part of it."""
+    client = DeviceClient("in-process", transport=lambda address: Repeating(DEVICE, b"repeating"))
+    client._last_id = 5
+    assert client.poll() is False
+    assert client.counters.ignored == Repeating.looks - 1 < 1000
+    client.close()
