@@ -39,6 +39,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
     ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
+    ("vllm_ndp/operating/", ("vllm_ndp.integration", "vllm_ndp.replay", "vllm_ndp.traces"), ()),
     ("ndp_device/timing/", ("os", "time", "socket", "random", "datetime", "numpy"), ()),
     ("ndp_device/timing/", ("ndp_device.protocol", "ndp_device.replicas", "ndp_device.kernels"), ()),
     (

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from engines import engine, greedy
 
+PARTS = ("hot_bytes", "staging_bytes", "sidecar_bytes", "pool_bytes")
+
 
 def anonymous_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -29,8 +31,13 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with engine(model, settings=settings, dtype="bfloat16", max_model_len=128, max_num_batched_tokens=128) as llm:
         after_start = anonymous_bytes()
+        status = llm.collective_rpc("ndp_status")[0] if hot else {}
+        parts = {name: status[name] for name in PARTS if name in status}
         tokens = sum(len(output.outputs[0].token_ids) for output in greedy(llm, ["The sea", "def f(x):"], 8))
-        print(json.dumps({"start_bytes": after_start, "run_bytes": anonymous_bytes(), "tokens": tokens}), flush=True)
+        print(
+            json.dumps({"start_bytes": after_start, "run_bytes": anonymous_bytes(), "tokens": tokens, **parts}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

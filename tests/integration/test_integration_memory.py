@@ -7,7 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engines import ROOT, last_json, run_program
+from engines import MODEL, ROOT, last_json, run_program
+
+from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, Demand, Machine, Sizing
+from vllm_ndp.operating.sources import source_named
 
 pytestmark = pytest.mark.vllm
 
@@ -19,13 +22,18 @@ TOLERANCE = EXPERT_BYTES
 OWN_BYTES = 8_000_000
 """What the plugin's modules, sidecar and device client themselves take: 7.6 MB seen on 2026-11-20."""
 
-ENGINES = {"E16 K2": (16, 2), "E16 K8": (16, 8), "E32 K2": (32, 2), "E16 stock": (16, None)}
+BUNDLED = 8
+"""Stands for the bundled model, which has so many experts."""
+
+ENGINES = {"E16 K2": (16, 2), "E16 K8": (16, 8), "E32 K2": (32, 2), "E16 stock": (16, None), "bundled K4": (BUNDLED, 4)}
+
+KV_BYTES = 64 << 20
+"""What engines of these tests are given (engines.py), all of it in memory once they have started."""
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Anonymous bytes of each engine once it is loaded, each measured in a process of its own."""
-    models: dict[int, Path] = {}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    models = {BUNDLED: MODEL}
     for experts in (16, 32):
         models[experts] = tmp_path_factory.mktemp(f"random-{experts}")
         made = run_program(
@@ -34,6 +42,12 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
             *("--layers", str(LAYERS), "--experts", str(experts)),
         )
         assert made.returncode == 0, made.stderr
+    return models
+
+
+@pytest.fixture(scope="module")
+def engines(models: dict[int, Path]) -> dict[str, dict[str, int]]:
+    """What each engine says once it is loaded, each in a process of its own."""
 
     def measure(experts: int, hot: int | None) -> dict[str, int]:
         program = Path(__file__).with_name("resident_memory.py")
@@ -44,7 +58,13 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     with ThreadPoolExecutor(2) as pool:  # a GB each
         results = dict(zip(ENGINES, pool.map(lambda engine: measure(*engine), ENGINES.values()), strict=True))
     assert all(result["tokens"] == 16 for result in results.values())
-    return {name: result["start_bytes"] for name, result in results.items()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def memory(engines: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Anonymous bytes of each engine once it is loaded."""
+    return {name: result["start_bytes"] for name, result in engines.items()}
 
 
 def test_memory_grows_by_one_expert_per_hot_slot(memory: dict[str, int]):
@@ -62,3 +82,25 @@ def test_stock_vllm_holds_every_expert_the_plugin_leaves_in_the_pool(memory: dic
     """14 of 16 experts in 2 layers, less the one staging slot that the layers share: 27 * 5.5 MB = 149 MB."""
     saved = memory["E16 stock"] - memory["E16 K2"]
     assert saved == pytest.approx((14 * LAYERS - 1) * EXPERT_BYTES - OWN_BYTES, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("engine", ["E16 K2", "E16 K8", "E32 K2", "bundled K4"])
+def test_plan_says_beforehand_what_an_engine_will_hold(
+    engine: str, engines: dict[str, dict[str, int]], models: dict[int, Path]
+):
+    """`vllm-ndp plan`: the plugin's parts to the byte, all that the process holds within 5 %. A demand that fills the
+    KV cache of these engines: one request with as many tokens as 64 MiB hold."""
+    (experts, num_hot), measured = ENGINES[engine], engines[engine]
+    model = source_named(str(models[experts])).model
+    sizing = Sizing(model, Machine(64 * GB), Demand(context=KV_BYTES // model.kv_bytes))
+    option = sizing.option(num_hot, 4)
+    assert option is not None
+    assert num_hot is not None
+    assert option.host["hot experts"] == measured["hot_bytes"]
+    assert option.host["staging slot"] == measured["staging_bytes"]
+    assert option.host["routing sidecar"] == measured["sidecar_bytes"]
+    assert sizing.all_experts == measured["pool_bytes"]
+    held = ENGINE_BYTES + sum(
+        option.host[part] for part in ("hot experts", "other weights", "staging slot", "KV cache")
+    )
+    assert measured["start_bytes"] == pytest.approx(held, rel=0.05)

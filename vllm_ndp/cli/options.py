@@ -22,6 +22,7 @@ PriorOption = Annotated[
 ]
 HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]
 AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the last line only: one JSON object.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes with commas between them.")]
 
 OLD_TRACE: dict[str, str | None] = {"--trace": None}

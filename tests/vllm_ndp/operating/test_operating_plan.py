@@ -1,0 +1,231 @@
+"""`vllm-ndp plan`: bytes against published file sizes and a pencil, speed against a replay, lines against the settings.
+
+test_integration_memory.py holds the same bytes against running engines.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.public_models import PUBLIC_MODELS
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.operating.proposal import propose
+from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, Machine, Sizing, human, parse_bytes
+from vllm_ndp.operating.sources import Source, source_named
+from vllm_ndp.operating.speed import Measured, simulated
+from vllm_ndp.replay.compare import CompareSettings, compare
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+
+TINY = ROOT / "models" / "tiny-mixtral"
+
+FILE_BYTES = {
+    "mixtral-8x7b": 93_405_585_408,
+    "mixtral-8x22b": 281_241_268_224,
+    "qwen3-30b-a3b": 61_064_245_248,
+    "olmoe": 2 * 6_919_161_856,
+    "deepseek-v2-lite": 2 * 15_706_484_224,
+    "phi-3.5-moe": 2 * 41_873_153_344,
+}
+"""`total_size` of the published model.safetensors.index.json; where two are multiplied, twice the parameters that the
+hub counts in the bfloat16 files."""
+
+
+def sizing_of(name: str, gpu: int | None = 24 * GB, host: int = 64 * GB, **demand: int) -> Sizing:
+    return Sizing(source_named(name).model, Machine(host, gpu), Demand(**demand))
+
+
+@pytest.mark.parametrize("name", FILE_BYTES)
+def test_a_public_shape_weighs_what_its_published_files_weigh(name: str) -> None:
+    """Norms and biases are left out: below a thousandth."""
+    assert sizing_of(name).checkpoint_bytes == pytest.approx(FILE_BYTES[name], rel=1e-3)
+
+
+def test_mixtral_on_24_gb_is_what_a_pencil_says() -> None:
+    """22.08 GB of 24 may be used. Beside experts: .6 program, 3.21 other weights, .35 staging, 4 x 8192 tokens of
+    131072 bytes and 384 bytes of sidecar = 4.31, .37 activations. 13.2 GB are left, and an expert of every layer is
+    32 x .352 = 11.27 GB: K is 1."""
+    sizing = sizing_of("mixtral-8x7b", context=8192, batch=4)
+    expert = 2 * 3 * 4096 * 14336
+    assert sizing.hot(1) == 32 * expert
+    assert sizing.kv_cache == 4 * 8192 * 131072
+    assert sizing.sidecar == 4 * 8192 * 32 * 2 * 6
+    best = next(sizing.options())
+    assert (best.num_hot, best.widest) == (1, 4)
+    used = sum(best.gpu.values())
+    assert used <= 0.92 * 24 * GB < used + sizing.hot(1)
+    assert best.kv_tokens_left == (int(0.92 * 24 * GB) - used) // (131072 + 384)
+
+
+def test_one_hot_expert_more_never_fits_and_options_differ_in_width() -> None:
+    for name, gpu in (("mixtral-8x7b", 80 * GB), ("qwen3-30b-a3b", 24 * GB), ("olmoe", None), ("gpt-oss-20b", 16 * GB)):
+        sizing = sizing_of(name, gpu)
+        found = list(sizing.options())
+        assert [one.widest for one in found] == sorted({one.widest for one in found}, reverse=True)
+        for one in found:
+            assert one.num_hot == sizing.most_hot or sizing.option(one.num_hot + 1, one.widest) is None
+
+
+def test_narrower_replicas_are_proposed_where_the_host_has_no_room_for_wide_ones() -> None:
+    """4 bits of Mixtral-8x7B are 28.2 GB with the scales of four widths, 3 bits 21.1: 25 GB hold the latter."""
+    assert [one.widest for one in sizing_of("mixtral-8x7b", host=25 * GB).options()] == [3, 2, 1]
+
+
+def test_a_window_is_cached_up_to_what_one_step_adds_to_it() -> None:
+    """gpt-oss-20b: 12 layers keep all 16384 tokens, 12 keep 128 + 2048 of them; 2 x 8 heads x 64 values of 2 bytes."""
+    sizing = sizing_of("gpt-oss-20b", context=16384)
+    assert sizing.kv_per_request == 12 * (16384 + 128 + 2048) * 2 * 8 * 64 * 2
+
+
+def test_what_does_not_fit_is_refused_with_the_place_and_the_bytes() -> None:
+    with pytest.raises(
+        ConfigError, match=r"does not fit: .* needs 6\.7 GB of GPU memory, of which 3\.7 GB may be used"
+    ):
+        sizing_of("mixtral-8x7b", gpu=4 * GB, context=16384).require()
+    with pytest.raises(ConfigError, match=r"does not fit: .* GB of host memory, of which 4\.0 GB may be used"):
+        sizing_of("mixtral-8x7b", host=4 * GB).require()
+
+
+def test_a_user_who_needs_no_device_is_told_so() -> None:
+    assert "stock vLLM serves it" in sizing_of("mixtral-8x7b", gpu=141 * GB).advice
+    assert "at 4 bits" in sizing_of("mixtral-8x7b", gpu=48 * GB).advice
+    assert sizing_of("mixtral-8x7b", gpu=24 * GB).advice == ""
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("24GB", 24 * GB), ("1.5 GiB", 3 << 29), ("512mb", 512_000_000)])
+def test_sizes_are_read_with_their_unit(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text, "--x") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["24", "GB", "-1GB", "24 KB", "1e3GB"])
+def test_a_size_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--x must be a size with its unit"):
+        parse_bytes(text, "--x")
+
+
+def test_bytes_are_written_for_people() -> None:
+    assert [human(n) for n in (0, 999, 1000, 4_290_000_000, 3_000_000_000_000)] == [
+        "0 B", "999 B", "1 kB", "4.29 GB", "3 TB",
+    ]  # fmt: skip
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_alone_gives_the_sizes_of_the_whole_checkpoint(tmp_path: Path) -> None:
+    whole = source_named(str(TINY)).model
+    (tmp_path / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    for name in (str(tmp_path / "config.json"), str(tmp_path)):
+        assert replace(source_named(name).model, name=whole.name) == whole
+
+
+def test_the_config_of_a_public_shape_gives_its_sizes(tmp_path: Path) -> None:
+    for name in ("deepseek-v2-lite", "gpt-oss-20b", "granite-4.0-h-tiny"):
+        (tmp_path / "config.json").write_text(json.dumps(PUBLIC_MODELS[name].config))
+        assert replace(source_named(str(tmp_path)).model, name=name) == source_named(name).model
+
+
+def test_a_checkpoint_of_32_bits_is_planned_as_it_is_served(tmp_path: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text()) | {"dtype": "float32", "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert source_named(str(tmp_path)).model.dtype == "bfloat16"
+
+
+def test_the_id_of_a_public_model_needs_no_network() -> None:
+    assert source_named("mistralai/Mixtral-8x7B-v0.1").model == source_named("mixtral-8x7b").model
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mixtral-8x7", "did you mean 'mixtral-8x7b'"),
+        ("no-such-org/no-such-model", "no config.json of it on the hub or in its cache"),
+        ("{tmp}", "no config.json in"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_sentence(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=says) as refused:
+        source_named(name.replace("{tmp}", str(tmp_path)))
+    assert "\n" not in str(refused.value)
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_expected_simulated_speed_is_that_of_a_replay_with_even_routing(model: str, batch: int) -> None:
+    """Contexts of 64 to 128 tokens: 96 on average. What is left is chance: seen within 1.5 %."""
+    shape = source_named(model).model
+    trace = synthetic_trace(
+        SyntheticSettings.of_shape(model, num_requests=8, prompt_len=64, decode_len=64, signal=0, concentration=1e6)
+    )
+    settings = CompareSettings(
+        model=model, systems=("context_aware",), policies=("static",), batches=(batch,), avg_bits=3.0, bits="uniform"
+    )
+    (row,) = compare(trace, settings).rows
+    expected = simulated(Costs(load_hardware(), shape), shape.num_experts // 2, 3.0, batch, 96)
+    assert expected.decode_tokens_per_s == pytest.approx(row.decode_tokens_per_s, rel=0.02)
+    if batch == 1:
+        alone = simulated(Costs(load_hardware(), shape), shape.num_experts // 2, 3.0, 1, 64)
+        assert alone.prefill_ps / 1e9 == pytest.approx(row.ttft_ms, rel=0.01)
+
+
+def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
+    """4 layers x 2 of 8 experts; half are hot: 4 hot reads of 196608 bytes at 1 GB/s, 4 cold ones of 1 ms."""
+    measured = Measured(read_bytes_per_s=1e9, expert_s=1e-3, bits=3, isa="any")
+    model = source_named(str(TINY)).model
+    assert measured.decode_step_s(model, 4, 1_000_000) == pytest.approx(1e-3 + 4 * 196608e-9 + 4e-3)
+
+
+# -- the lines that start it -------------------------------------------------------------------------------------------
+
+
+def proposal(name: str, gpu: int | None, host: int, **demand: int):
+    source = source_named(name)
+    sizing = Sizing(source.model, Machine(host, gpu), Demand(**demand))
+    return propose(source, sizing, Costs(load_hardware(), source.model))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "host"),
+    [("mixtral-8x7b", 24 * GB, 64 * GB), ("mixtral-8x7b", 48 * GB, 18 * GB), (str(TINY), None, GB * 8)],
+)
+def test_the_serve_line_holds_settings_that_the_plugin_accepts(name: str, gpu: int | None, host: int) -> None:
+    proposed = proposal(name, gpu, host)
+    words = shlex.split(proposed.serve_line())
+    assert words[:2] == ["vllm", "serve"]
+    raw = json.loads(words[words.index("--additional-config") + 1])["ndp"]
+    settings, best = NdpSettings.from_mapping(raw), proposed.ways[0].option
+    num_experts = proposed.sizing.model.num_experts
+    assert settings.resolve_hot_experts(num_experts) == best.num_hot
+    assert settings.resolve_offload_bits(num_experts) <= best.widest
+    assert settings.avg_bits <= best.widest
+    assert f"--bits {','.join(map(str, range(1, best.widest + 1)))}" in proposed.quantize_line()
+
+
+def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
+    proposed = proposal(str(TINY), None, 8 * GB, context=2048, batch=3)
+    per_token = 4 * 2 * 2 * 32 * 2
+    assert proposed.kv_cache_bytes == (3 * 2048 + KV_BLOCK) * per_token
+
+
+def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
+    source = source_named(str(TINY))
+    sizing = Sizing(source.model, Machine(8 * GB), Demand())
+    probed = propose(source, sizing, Costs(load_hardware(), source.model), lambda bits: Measured(1e10, 1e-5, bits, "x"))
+    way = probed.as_dict()["ways"][0]
+    assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
+    assert json.loads(json.dumps(probed.as_dict())) == probed.as_dict()
+    assert isinstance(probed.source, Source)

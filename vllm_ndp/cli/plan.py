@@ -1,0 +1,132 @@
+"""`vllm-ndp plan`: what of a model fits where, before it is loaded. Knows options and tables; operating/ computes."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ndp_device.command_line import command, print_json
+from vllm_ndp.cli.options import JsonOption, hardware_values
+
+if TYPE_CHECKING:
+    from vllm_ndp.operating.proposal import Proposal
+
+app = typer.Typer()
+
+
+@command(
+    app,
+    "plan",
+    examples=(
+        "vllm-ndp plan mixtral-8x7b --gpu-memory 24GB --host-memory 64GB --context 8192 --batch 4",
+        "vllm-ndp plan models/tiny-mixtral/config.json --host-memory 8GB --json",
+        "vllm-ndp plan models/tiny-mixtral --host-memory 8GB --probe",
+    ),
+)
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Checkpoint directory, config.json, public shape, or id of the hub."),
+    ],
+    gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: this machine's.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    hardware: Annotated[str, typer.Option(help="What simulated times are for (ndp-device time hardware).")] = (
+        "h100-ndp512"
+    ),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure this machine for a few seconds: expected wall time.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what fits where, how fast, and the line that serves it.
+
+    Reads sizes only. Exit code 2 with one sentence where nothing fits.
+    """
+    from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.operating.proposal import propose
+    from vllm_ndp.operating.sizing import Demand, Machine, Sizing, parse_bytes
+    from vllm_ndp.operating.sources import source_named
+    from vllm_ndp.operating.speed import measure
+    from vllm_ndp.simulation.costs import Costs
+
+    machine = Machine(
+        host_bytes=_this_machine() if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+        gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
+    )
+    source = source_named(model)
+    sizing = Sizing(source.model, machine, Demand(context, batch))
+    costs = Costs(load_hardware(hardware, **hardware_values(set_)), source.model)
+    proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
+    if not as_json:
+        _print(proposal)
+    print_json(proposal.as_dict())
+
+
+def _this_machine() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
+
+
+def _print(proposal: Proposal) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_ndp.operating.sizing import human
+
+    sizing, model, best = proposal.sizing, proposal.sizing.model, proposal.ways[0].option
+    console = Console(width=118, highlight=False)
+    console.print(
+        f"{model.name} ({proposal.source.read_from}): {_count(model.num_parameters)} parameters, "
+        f"{human(sizing.checkpoint_bytes)} as {model.dtype}; {model.num_layers} MoE layers with {model.num_experts} "
+        f"experts of {human(model.expert_bytes)}, {model.top_k} per token"
+    )
+    ways = Table(title=f"ways that fit; times for batch {sizing.demand.batch}, {sizing.demand.context} tokens each")
+    for name in ("replicas\nup to", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory"):
+        ways.add_column(name, justify="right")
+    for name in ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms", "measured\nTPOT ms, at best"):
+        ways.add_column(name, justify="right")
+    for way in proposal.ways:
+        option, step_s = way.option, way.measured_decode_step_s
+        ways.add_row(
+            f"{option.widest} bit",
+            f"{option.num_hot} of {model.num_experts}",
+            str(option.kv_tokens_left),
+            f"{100 * option.pool_cached:.0f} %",
+            f"{way.simulated.decode_step_ps / 1e6:.1f}",
+            f"{way.simulated.decode_tokens_per_s:.1f}",
+            f"{way.simulated.prefill_ps / 1e9:.2f}",
+            "-" if step_s is None else f"{1e3 * step_s:.2f}",
+        )
+    console.print(ways)
+    parts = Table(title="the first of them, in bytes")
+    for name in ("where", "what", "bytes"):
+        parts.add_column(name, justify="right" if name == "bytes" else "left")
+    for where, held in (("GPU", best.gpu), ("host", best.host), ("moves", sizing.moved(best))):
+        for what, num_bytes in held.items():
+            parts.add_row(where, what, human(num_bytes))
+    console.print(parts)
+    console.print(
+        f"Simulated: {proposal.hardware}, even routing (the worst case for a hot set), "
+        f"{best.avg_bits:g} bits on average. The two clocks are never mixed."
+    )
+    if proposal.measured is not None:
+        probed = proposal.measured
+        console.print(
+            f"Measured now: {human(probed.read_bytes_per_s)}/s read; one expert at {probed.bits} bits "
+            f"{1e3 * probed.expert_s:.3f} ms ({probed.isa})."
+        )
+    if sizing.advice:
+        console.print(f"Consider: {sizing.advice}.")
+    for line in (proposal.quantize_line(), proposal.serve_line()):
+        print(f"$ {line}")

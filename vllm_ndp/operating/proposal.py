@@ -1,0 +1,131 @@
+"""What `vllm-ndp plan` says: the ways to serve a model that fit, how fast each would be, and the lines that start it.
+
+Puts sizing.py and speed.py together. Knows the command lines of vLLM and of ours; reads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
+from vllm_ndp.operating.sizing import KV_BLOCK, Option, Sizing
+from vllm_ndp.operating.sources import Source
+from vllm_ndp.operating.speed import Measured, Simulated, simulated
+from vllm_ndp.simulation.costs import Costs
+
+REPLICAS = "REPLICAS"
+"""Stands for the directory that `vllm-ndp quantize` is to write."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One option with its two speeds."""
+
+    option: Option
+    simulated: Simulated
+    measured_decode_step_s: float | None
+    """Of one request, at best, where this machine was probed for the option's width."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Ways from the widest replicas down; the first one is recommended."""
+
+    source: Source
+    sizing: Sizing
+    hardware: str
+    ways: Sequence[Way]
+    measured: Measured | None
+
+    def quantize_line(self) -> str:
+        """The replicas of the recommended way: nested, so that they serve every narrower width too."""
+        widths = ",".join(str(width) for width in range(1, self.ways[0].option.widest + 1))
+        return shlex.join(["vllm-ndp", "quantize", self.source.served_as, "--out", REPLICAS, "--bits", widths])
+
+    def serve_line(self) -> str:
+        return shlex.join(["vllm", "serve", self.source.served_as, *self.serve_options()])
+
+    def serve_options(self) -> list[str]:
+        """Of the recommended way."""
+        option, demand, machine = self.ways[0].option, self.sizing.demand, self.sizing.machine
+        settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
+        if 0 < option.num_hot < self.sizing.model.num_experts and option.widest < DEFAULT_OFFLOAD_BITS:
+            settings["offload_bits"] = option.widest
+        words = ["--quantization", "ndp", "--dtype", self.sizing.model.dtype]
+        words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
+        words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]
+        if machine.gpu_bytes is None:
+            words += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+        else:
+            words += ["--gpu-memory-utilization", f"{machine.gpu_share:g}"]
+        return [*words, "--additional-config", json.dumps({"ndp": settings})]
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """What the demand fills, and a block more, which vLLM keeps for itself."""
+        sizing = self.sizing
+        return sizing.kv_cache + sizing.kv_per_request * KV_BLOCK // max(sizing.demand.context, KV_BLOCK)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; simulated_* is the modelled hardware's, measured_* this machine's."""
+        sizing, model = self.sizing, self.sizing.model
+        return {
+            "model": model.name,
+            "read_from": self.source.read_from,
+            "layers": model.num_layers,
+            "experts": model.num_experts,
+            "top_k": model.top_k,
+            "dtype": model.dtype,
+            "parameters": model.num_parameters,
+            "checkpoint_bytes": sizing.checkpoint_bytes,
+            "kv_bytes_per_request": sizing.kv_per_request,
+            "context": sizing.demand.context,
+            "batch": sizing.demand.batch,
+            "gpu_memory_bytes": sizing.machine.gpu_bytes,
+            "host_memory_bytes": sizing.machine.host_bytes,
+            "hardware": self.hardware,
+            "advice": sizing.advice,
+            "ways": [self._way(way) for way in self.ways],
+            "quantize": self.quantize_line(),
+            "serve": self.serve_line(),
+            "probe": None if self.measured is None else asdict(self.measured),
+        }
+
+    def _way(self, way: Way) -> dict[str, Any]:
+        option = way.option
+        return {
+            "hot_experts": option.num_hot,
+            "widest_bits": option.widest,
+            "avg_bits": option.avg_bits,
+            "gpu_bytes": dict(option.gpu),
+            "host_bytes": dict(option.host),
+            "kv_tokens_left": option.kv_tokens_left,
+            "pool_cached": round(option.pool_cached, 3),
+            "moved_bytes": self.sizing.moved(option),
+            "simulated_tpot_us": way.simulated.decode_step_ps / 1e6,
+            "simulated_decode_tokens_per_s": round(way.simulated.decode_tokens_per_s, 1),
+            "simulated_ttft_us": way.simulated.prefill_ps / 1e6,
+            "measured_tpot_ms_at_best": None
+            if way.measured_decode_step_s is None
+            else round(1e3 * way.measured_decode_step_s, 3),
+        }
+
+
+def propose(source: Source, sizing: Sizing, costs: Costs, measure: Callable[[int], Measured] | None = None) -> Proposal:
+    """measure: asked once, at the width that the recommended way uses on average. Raises ConfigError: nothing fits."""
+    options = sizing.require()
+    best = options[0]
+    measured = None if measure is None else measure(round(best.avg_bits))
+    ways = []
+    for option in options:
+        speed = simulated(costs, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)
+        known = measured is not None and sizing.machine.gpu_bytes is None and round(option.avg_bits) == measured.bits
+        step_s = None
+        if known and measured is not None:
+            step_s = measured.decode_step_s(sizing.model, option.num_hot, sizing.other_weights)
+        ways.append(Way(option, speed, step_s))
+    return Proposal(source, sizing, costs.hardware.preset, ways, measured)

@@ -1,0 +1,296 @@
+"""What of a model fits where, before anything is loaded. Bytes only: no time, no file.
+
+    GPU      program + other weights + K experts of every layer + one staging slot + KV cache + routing sidecar + work
+    host     programs + the device's replicas; what is left caches the checkpoint that experts are streamed from
+    no GPU   everything in host memory
+
+Every part is counted as the plugin allocates it (integration/startup_table.py prints the same parts of a running
+engine); the programs' own memory is measured, and what it is on a GPU is a guess, marked so. Knows sizes.
+Does not know config files (sources.py), speed (speed.py) or this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ndp_device.errors import ConfigError
+from ndp_device.model_shape import WholeModel
+from ndp_device.timing.shapes import expert_bytes
+from ndp_device.timing.units import ceil_div
+from ndp_device.widths import WIDTHS, default_group_size
+
+GB = 1_000_000_000
+ENGINE_BYTES = 484_000_000
+"""Anonymous memory of a worker of vLLM's CPU build with nothing loaded: 484 MB for three sizes of model on 2026-11-22,
+vLLM 0.32, torch 2.13; 475 MB without the plugin."""
+SERVER_BYTES = 890_000_000
+"""What `vllm serve` keeps beside its worker, measured likewise: API server 465 MB, engine core 421 MB."""
+DEVICE_BYTES = 31_000_000
+"""The device's process without an expert, measured likewise."""
+GPU_PROGRAM_BYTES = 600_000_000
+"""CUDA context and libraries in GPU memory: a guess, since nothing was run on a GPU here."""
+SIDECAR_BYTES_PER_CHOICE = 6
+"""An int16 id and a float32 weight: integration/routing_sidecar.py."""
+CPU_KERNEL_ELEMENTS = 2**31
+"""vLLM's CPU kernel computes offsets of a layer's slots in 32 bits: K * 2I * H must stay below."""
+KV_BLOCK = 32
+"""Tokens: what vLLM's CPU attention needs, and two blocks of its CUDA default."""
+DEFAULT_AVG_BITS = 3.0
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Read "24GB" or "64GiB"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB|TB|TiB)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{option} must be a size with its unit, such as 24GB or 80GiB, got {text!r}")
+    unit = match[2].lower()
+    base = 1024 if "i" in unit else 1000
+    return int(float(match[1]) * base ** {"m": 2, "g": 3, "t": 4}[unit[0]])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The memories to fit into. Without a GPU the engine runs on the host's cores."""
+
+    host_bytes: int
+    gpu_bytes: int | None = None
+    gpu_share: float = 0.92
+    """Of GPU memory that vLLM may take: its own default."""
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 1 or (self.gpu_bytes is not None and self.gpu_bytes < 1):
+            raise ConfigError("memory to fit into must be positive")
+        if not 0 < self.gpu_share <= 1:
+            raise ConfigError(f"the share of GPU memory that vLLM may take must lie in 0..1, got {self.gpu_share}")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What will be asked of the server at once."""
+
+    context: int = 4096
+    batch: int = 1
+    step_tokens: int = 2048
+    """--max-num-batched-tokens: what one step works on, hence room for activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to serve: K hot experts per layer, replicas of up to `widest` bits."""
+
+    num_hot: int
+    widest: int
+    gpu: Mapping[str, int]
+    """Part -> bytes; empty without a GPU."""
+    host: Mapping[str, int]
+    kv_tokens_left: int
+    """Tokens that the KV cache could hold beyond the demand, in what is free where it lies."""
+    pool_cached: float
+    """0..1: how much of the checkpoint's experts the rest of the host's memory can keep at hand."""
+
+    @property
+    def avg_bits(self) -> float:
+        """The plugin's own default, or the widest there is."""
+        return min(DEFAULT_AVG_BITS, float(self.widest))
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """A model on a machine under a demand; every question about bytes is asked here."""
+
+    model: WholeModel
+    machine: Machine
+    demand: Demand
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def other_weights(self) -> int:
+        """All that is not a routed expert: attention, routers, dense layers, shared experts, embeddings."""
+        model = self.model
+        return model.dtype_bytes * (model.beside_weights + (1 if model.tied else 2) * model.head_weights)
+
+    @property
+    def all_experts(self) -> int:
+        return self.model.num_layers * self.model.num_experts * self.model.expert_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.other_weights + self.all_experts
+
+    @cached_property
+    def kv_per_request(self) -> int:
+        """Of `context` tokens; a layer with a window keeps that window and what one step adds, as vLLM does."""
+        tokens = ceil_div(self.demand.context, KV_BLOCK) * KV_BLOCK
+        cached = 0
+        for layer in self.model.decoder:
+            window = layer.attention.window
+            kept = min(tokens, window + self.demand.step_tokens) if window else tokens
+            cached += layer.attention.kv_values * kept
+        return self.model.dtype_bytes * cached + self.model.state_bytes
+
+    @property
+    def kv_cache(self) -> int:
+        return self.demand.batch * self.kv_per_request
+
+    @property
+    def sidecar(self) -> int:
+        """Every router choice beside its KV entry."""
+        tokens = self.demand.batch * ceil_div(self.demand.context, KV_BLOCK) * KV_BLOCK
+        return tokens * self._sidecar_per_token
+
+    @property
+    def _sidecar_per_token(self) -> int:
+        return self.model.num_layers * self.model.top_k * SIDECAR_BYTES_PER_CHOICE
+
+    @property
+    def activations(self) -> int:
+        """An estimate: a few rows of activations, the widest product of the experts, and the logits in float32."""
+        model, tokens = self.model, min(self.demand.step_tokens, self.demand.batch * self.demand.context)
+        rows = tokens * (6 * model.hidden_size + model.top_k * (2 * model.intermediate_size + model.hidden_size))
+        return rows * model.dtype_bytes + 2 * 4 * self.demand.batch * model.vocab_size
+
+    def hot(self, num_hot: int) -> int:
+        return self.model.num_layers * num_hot * self.model.expert_bytes
+
+    def replicas(self, widest: int) -> int:
+        """Of every expert, as `vllm-ndp quantize` nests them: bit planes once, scales and offsets for each width."""
+        model, (hidden, inner) = self.model, (self.model.hidden_size, self.model.intermediate_size)
+        group = default_group_size(hidden, inner)
+        codes = expert_bytes(hidden, inner, widest, group, scales=False)
+        scales = expert_bytes(hidden, inner, widest, group) - codes
+        return model.num_layers * model.num_experts * (codes + scales * len([w for w in WIDTHS if w <= widest]))
+
+    # -- what fits ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> dict[str, int]:
+        """Where the model runs, hot experts apart."""
+        return {
+            "other weights": self.other_weights,
+            "staging slot": self.model.expert_bytes,
+            "KV cache": self.kv_cache,
+            "routing sidecar": self.sidecar,
+            "activations": self.activations,
+        }
+
+    @property
+    def _room(self) -> int:
+        """Where the model runs."""
+        machine = self.machine
+        return machine.host_bytes if machine.gpu_bytes is None else int(machine.gpu_bytes * machine.gpu_share)
+
+    def option(self, num_hot: int, widest: int) -> Option | None:
+        """The parts of this K and width, or None where they do not fit."""
+        engine = {"hot experts": self.hot(num_hot), **self._engine}
+        host = {"server": SERVER_BYTES, "worker": ENGINE_BYTES, "device": DEVICE_BYTES + self.replicas(widest)}
+        gpu = {} if self.machine.gpu_bytes is None else {"program": GPU_PROGRAM_BYTES, **engine}
+        if not gpu:
+            host |= engine
+        free_host = self.machine.host_bytes - sum(host.values())
+        free_here = self._room - sum(gpu.values()) if gpu else free_host
+        if min(free_host, free_here) < 0:
+            return None
+        per_token = self.kv_cache // (self.demand.batch * self.demand.context) + self._sidecar_per_token
+        return Option(
+            num_hot=num_hot,
+            widest=widest,
+            gpu=gpu,
+            host=host,
+            kv_tokens_left=free_here // max(per_token, 1),
+            pool_cached=min(1.0, free_host / self.all_experts),
+        )
+
+    @property
+    def most_hot(self) -> int:
+        """What is worth holding, whatever the memory: on a CPU low-bit experts are the faster ones, so that half of
+        them hot, the plugin's default, is the most that is proposed; and its kernel has a limit of its own."""
+        if self.machine.gpu_bytes is not None:
+            return self.model.num_experts
+        elements = 2 * self.model.intermediate_size * self.model.hidden_size
+        return min(self.model.num_experts // 2, (CPU_KERNEL_ELEMENTS - 1) // elements)
+
+    def options(self) -> Iterator[Option]:
+        """For each width, from the widest down, the most hot experts that fit."""
+        for widest in reversed(WIDTHS):
+            smallest = self.option(0, widest)
+            if smallest is None:
+                continue
+            free = self._room - sum((smallest.gpu or smallest.host).values())
+            best = self.option(min(free // self.hot(1), self.most_hot), widest)
+            assert best is not None
+            yield best
+
+    def require(self) -> list[Option]:
+        """`options`, at least one. Raises ConfigError with what is missing where there is none."""
+        self._require_kernel()
+        if found := list(self.options()):
+            return found
+        fixed = sum(self._engine.values())
+        narrow = DEVICE_BYTES + self.replicas(WIDTHS[0])
+        programs = SERVER_BYTES + ENGINE_BYTES
+        if self.machine.gpu_bytes is None:
+            needs = [("host", fixed + narrow + programs, self._room)]
+        else:
+            needs = [
+                ("GPU", fixed + GPU_PROGRAM_BYTES, self._room),
+                ("host", narrow + programs, self.machine.host_bytes),
+            ]
+        place, need, room = next(one for one in needs if one[1] > one[2])
+        raise ConfigError(
+            f"{self.model.name} does not fit: without a hot expert and at {WIDTHS[0]} bit it needs "
+            f"{need / GB:.1f} GB of {place} memory, of which {room / GB:.1f} GB may be used: take a smaller --context "
+            "or --batch, or more memory"
+        )
+
+    def _require_kernel(self) -> None:
+        model = self.model
+        if self.machine.gpu_bytes is None and (model.hidden_size % 32 or model.intermediate_size % 32):
+            raise ConfigError(
+                f"vLLM's CPU kernel needs hidden and intermediate sizes that are multiples of 32, got "
+                f"{model.hidden_size} and {model.intermediate_size}: give --gpu-memory"
+            )
+
+    # -- what else would do -------------------------------------------------------------------------------------------
+
+    @property
+    def advice(self) -> str:
+        """What a user with a GPU would do instead where no expert needs to be cold; empty where one does."""
+        if self.machine.gpu_bytes is None:
+            return ""
+        base = sum(self._engine.values()) - self.model.expert_bytes + GPU_PROGRAM_BYTES
+        if base + self.all_experts <= self._room:
+            return (
+                "everything fits into GPU memory in full precision: stock vLLM serves it without a device, and faster"
+            )
+        hidden, inner = self.model.hidden_size, self.model.intermediate_size
+        four = expert_bytes(hidden, inner, 4, default_group_size(hidden, inner))
+        if base + self.model.num_layers * self.model.num_experts * four <= self._room:
+            return "all experts fit into GPU memory at 4 bits: a 4-bit checkpoint under stock vLLM is faster"
+        return ""
+
+    def moved(self, option: Option) -> dict[str, int]:
+        """Bytes that cross from the checkpoint to where the model runs: at start-up, and for a new prompt at most."""
+        model, cold = self.model, self.model.num_experts - option.num_hot
+        return {
+            "read at start-up": self.other_weights + self.hot(option.num_hot),
+            "streamed by a long prompt": model.num_layers * cold * model.expert_bytes,
+            "become hot after a prompt, at most": self.hot(min(option.num_hot, cold)),
+        }
+
+
+def human(num_bytes: float) -> str:
+    """Decimal units, as memory is sold by."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} B"
+    exponent = min(int(math.log10(num_bytes) // 3), 4)
+    return f"{num_bytes / 1000**exponent:.3g} {('kB', 'MB', 'GB', 'TB')[exponent - 1]}"

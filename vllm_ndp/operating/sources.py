@@ -1,0 +1,86 @@
+"""The model that a person names before anything is loaded: a public shape, a config.json, a checkpoint, an id of a hub.
+
+Only sizes are read: no weight, and of a hub nothing but config.json. Knows names and where each leads. Does not know
+memory or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ndp_device import strict_json
+from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.names import text_config
+from ndp_device.errors import ConfigError
+from ndp_device.model_config import public_model
+from ndp_device.model_shape import WholeModel
+from ndp_device.strict_files import Refused
+from ndp_device.timing.public_models import PUBLIC_MODELS
+from ndp_device.timing.shapes import SHAPES, public_shape
+from vllm_ndp.simulation.costs import model_named
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and what `vllm serve` is told of it."""
+
+    model: WholeModel
+    served_as: str
+    """A directory or an id: what stands after `vllm serve`."""
+    read_from: str
+    """For people: what the sizes were taken from."""
+
+
+def source_named(name: str) -> Source:
+    """Find the model. Raises ConfigError in one sentence where it has no sizes, or no experts."""
+    path = Path(name)
+    if path.is_file():
+        return Source(_of_config(path.parent.resolve().name, path), str(path.parent), f"{name} alone")
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        return Source(_of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone")
+    if path.is_dir():
+        return Source(_as_served(model_named(name)), name, "config.json and the headers of its tensors")
+    if name in SHAPES:
+        return Source(SHAPES[name], PUBLIC_MODELS[name].source, "its published sizes")
+    known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
+    if shape := known.get(name.lower()):
+        return Source(SHAPES[shape], name, "its published sizes")
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return Source(_of_config(name, _config_of_hub(name)), name, "config.json on the hub")
+    return Source(public_shape(name), name, "")  # raises, and names the nearest one
+
+
+def _of_config(name: str, path: Path) -> WholeModel:
+    try:
+        config = read_config(path.parent) if path.name == "config.json" else strict_json.read(path, constants=True)
+    except (OSError, Refused) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    inner = text_config(config)
+    dtype = next((str(one[key]) for one in (inner, config) for key in ("dtype", "torch_dtype") if one.get(key)), "")
+    return _as_served(replace(public_model(name, inner), dtype=dtype or "bfloat16"))
+
+
+def _as_served(model: WholeModel) -> WholeModel:
+    """In the type that vLLM takes by itself: 16 bits for a checkpoint of 32."""
+    return replace(model, dtype="bfloat16") if model.dtype == "float32" else model
+
+
+def _config_of_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"there is no directory {name}, and ids of a hub need huggingface_hub: give a config.json"
+        ) from None
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        raise ConfigError(
+            f"there is no directory {name}, and no config.json of it on the hub or in its cache ({why}): give a "
+            "config.json, or a public shape such as mixtral-8x7b"
+        ) from None
