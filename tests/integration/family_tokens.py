@@ -1,6 +1,8 @@
-"""A program: the tokens one tiny family model makes on stock vLLM and with the plugin, and what the plugin counted.
+"""A program: the tokens tiny family models make on stock vLLM and with the plugin, and what the plugin counted.
 
-python family_tokens.py MODEL [stock] [ndp] [hot] [bfloat16]     prints JSON: side -> passes, totals, or its refusal
+python family_tokens.py MODEL... [stock] [ndp] [hot] [bfloat16]   prints of each: side -> passes, totals, or its refusal
+
+One process for all of them: to import vLLM takes longer than to start an engine of such a model.
 """
 
 from __future__ import annotations
@@ -65,13 +67,14 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    model = Path(sys.argv[1])
-    dtype = dtype_of(json.loads((model / "config.json").read_text()))
-    if "bfloat16" in sys.argv:
-        sys.argv.remove("bfloat16")
-        dtype = "bfloat16"
-    sides = sys.argv[2:] or ["stock", "ndp"] + ["hot"] * (dtype != "float32")
-    print(json.dumps({"dtype": dtype} | {side: run(model, side, dtype) for side in sides}), flush=True)
+    models = [Path(word) for word in sys.argv[1:] if word not in SETTINGS and word != "bfloat16"]
+    for model in models:
+        config = json.loads((model / "config.json").read_text())
+        dtype = "bfloat16" if "bfloat16" in sys.argv else dtype_of(config)
+        asked = [side for side in SETTINGS if side in sys.argv]
+        sides = asked or ["stock", "ndp"] + ["hot"] * (dtype != "float32")
+        said = {"model": str(model), "dtype": dtype} | {side: run(model, side, dtype) for side in sides}
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,23 @@ def _families() -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny models are made; NDP_FAMILY_MODELS names a directory that keeps them."""
     kept = os.environ.get("NDP_FAMILY_MODELS")
     return Path(kept) if kept else tmp_path_factory.mktemp("families")
 
 
-def program(*arguments: object, timeout_s: float = 600) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def by_default(models: Path) -> dict[str, dict[str, Any]]:
+    """What each family of BY_DEFAULT said, in one process."""
+    paths = made(models, *BY_DEFAULT)
+    said = {entry.pop("model"): entry for entry in program("family_tokens.py", *paths.values(), timeout_s=1800)}
+    return {family: said[str(path)] for family, path in paths.items()}
+
+
+def program(*arguments: object, timeout_s: float = 600) -> list[Any]:
+    """The JSON lines it prints."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=user_environment(),
@@ -71,13 +80,17 @@ def program(*arguments: object, timeout_s: float = 600) -> dict[str, Any]:
         timeout=timeout_s,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert isinstance(result, dict)
-    return result
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def made(models: Path, family: str) -> Path:
-    return Path(program(MAKER, models, family)[family])
+def made(models: Path, *families: str) -> dict[str, Path]:
+    return {family: Path(path) for family, path in program(MAKER, models, *families)[-1].items()}
+
+
+def said_of(model: Path, *words: str) -> dict[str, Any]:
+    (said,) = program("family_tokens.py", model, *words)
+    assert isinstance(said, dict)
+    return said
 
 
 def note(family: str, entry: dict[str, Any]) -> None:
@@ -102,9 +115,11 @@ def note(family: str, entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", _families())
-def test_every_token_is_stocks(models: Path, family: str) -> None:
+def test_every_token_is_stocks(request: pytest.FixtureRequest, models: Path, family: str) -> None:
     """3 prompts x 32 tokens, twice: in chunks of 64 tokens, and out of the prefix cache where the model allows one."""
-    ran = program("family_tokens.py", made(models, family))
+    ran = (
+        request.getfixturevalue("by_default")[family] if family in BY_DEFAULT else said_of(made(models, family)[family])
+    )
     stock, ours = ran["stock"], ran["ndp"]
     assert "error" not in stock, stock
     assert "error" not in ours, ours
@@ -142,7 +157,7 @@ def test_every_token_is_stocks(models: Path, family: str) -> None:
 @pytest.mark.families
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_served_here_is_refused_by_name(models: Path, family: str) -> None:
-    error = program("family_tokens.py", made(models, family), "ndp")["ndp"]["error"]
+    error = said_of(made(models, family)[family], "ndp")["ndp"]["error"]
     note(family, {"refused": error})
     assert REFUSED[family] in error
 
@@ -151,7 +166,7 @@ def test_what_cannot_be_served_here_is_refused_by_name(models: Path, family: str
 @pytest.mark.parametrize("family", NOT_RUN)
 def test_what_stock_vllm_cannot_import_here_is_said_to_be_not_run(models: Path, family: str) -> None:
     """Its experts are still compared with transformers': tests/ndp_device/checkpoint/test_checkpoint_families.py."""
-    error = program("family_tokens.py", made(models, family), "stock")["stock"]["error"]
+    error = said_of(made(models, family)[family], "stock")["stock"]["error"]
     note(family, {"not_run": error.splitlines()[0]})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from family_tokens import PROMPT_COUNT, TOKENS
 from paths import ROOT
-from test_integration_families import models, note, program
+from test_integration_families import models, note, program, said_of
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -24,11 +24,15 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=() if name == SERVED[0] else pytest.mark.families)
 
 
+def made(models: Path, name: str) -> Path:
+    return Path(program(MAKER, models, name)[-1][name])
+
+
 @pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
 def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path, name: str) -> None:
-    directory = Path(program(MAKER, models, name)[name])
-    ours = program("family_tokens.py", directory, "ndp")["ndp"]
-    stock = program("family_tokens.py", directory.with_name(f"{name}-dequantized"), "stock")["stock"]
+    directory = made(models, name)
+    ours = said_of(directory, "ndp")["ndp"]
+    stock = said_of(directory.with_name(f"{name}-dequantized"), "stock")["stock"]
     assert "error" not in ours, ours
     assert "error" not in stock, stock
     pairs = [
@@ -59,7 +63,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path,
 def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
     """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
     name = "qwen3_moe-fp8-all"
-    error = program("family_tokens.py", Path(program(MAKER, models, name)[name]), "ndp", "bfloat16")["ndp"]["error"]
+    error = said_of(made(models, name), "ndp", "bfloat16")["ndp"]["error"]
     note(name, {"refused": error})
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import PROMPTS, ROOT, engine, greedy, token_ids
+from engines import PROMPTS, ROOT, engine
 
 from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.planning.bitwidths import LossTable
@@ -22,7 +22,7 @@ FAMILIES = ("deepseek_v3", "qwen2_moe", "llama4")
 """Latent attention, a dense layer and an unweighted shared expert; one behind a gate of its own; one whose input is not
 weighed as that of the routed ones is."""
 WINDOWS = "gpt_oss"
-TOKENS = 8
+SEVERAL_KINDS = ("deepseek_v3", "llama4")
 
 
 @pytest.fixture(scope="module")
@@ -60,52 +60,90 @@ def watched(llm: Any) -> list[tuple[str, int]]:
     return events
 
 
-@pytest.mark.parametrize(
-    ("family", "eager"),
-    [*((family, True) for family in FAMILIES), (FAMILIES[0], False)],
-    ids=[*FAMILIES, f"{FAMILIES[0]}-compiled"],
-)
-def test_the_message_leaves_before_the_shared_expert_runs_and_tokens_are_stocks(
-    models: Path, family: str, eager: bool
-) -> None:
-    options = {"enforce_eager": eager}
-    with engine(models / family, **options) as llm:
-        wanted = token_ids(greedy(llm, PROMPTS[:2], TOKENS))
-    with engine(models / family, settings={"cold_precision": "full"}, **options) as llm:
-        events = watched(llm)
-        tokens = token_ids(greedy(llm, PROMPTS[:2], TOKENS))
-        totals = llm.collective_rpc("ndp_totals")[0]
-        controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-        num_layers, is_native = len(controller.hot.layers), controller.status()["decode_layers"]
-    assert tokens == wanted
-    assert totals["fallback_pairs"] == 0
-    assert "native" in is_native, "few decode rows take the native layer in every family"
+OPTIONS: dict[str, Any] = {"max_num_batched_tokens": 128, "max_model_len": 512}
+LONG = (PROMPTS[0] * 4, PROMPTS[1], PROMPTS[2] * 3)
+
+
+def generate(llm: Any) -> list[list[int]]:
+    """Prompts in chunks beside decode rows, requests that end at different steps."""
+    from vllm import SamplingParams
+
+    lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(LONG))]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(list(LONG), lengths)]
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(models: Path) -> dict[str, list[list[int]]]:
+    """Of each family, eager."""
+    tokens = {}
+    for family in FAMILIES:
+        with engine(models / family, **OPTIONS) as llm:
+            tokens[family] = generate(llm)
+    return tokens
+
+
+def assert_the_message_leaves_first(events: list[tuple[str, int]], num_layers: int, num_steps: int) -> None:
     calls = [i for i, (what, _) in enumerate(events) if what == "send"]
     assert len(calls) > num_layers, "too few layers asked the device to show anything"
     for i in calls:
         layer = events[i][1]
         assert events[i : i + 3] == [("send", layer), ("shared", layer), ("answer", layer)]
     shared = [layer for what, layer in events if what == "shared"]
-    assert shared == list(range(num_layers)) * totals["steps"], "each layer's shared expert runs once a step, in order"
+    assert shared == list(range(num_layers)) * num_steps, "each layer's shared expert runs once a step, in order"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "llama4", WINDOWS])
-def test_a_family_s_live_run_takes_its_simulated_time_again_when_replayed(
-    models: Path, tmp_path: Path, family: str
-) -> None:
+def assert_replays(model: Path, recorded: Path) -> None:
     """Attention layers of several kinds, dense layers and shared experts, through the trace, to the picosecond."""
-    from vllm import SamplingParams
-
-    settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
-    with engine(models / family, settings=settings, max_num_batched_tokens=128, max_model_len=512) as llm:
-        lengths = [SamplingParams(temperature=0.0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)]
-        llm.generate([PROMPTS[0] * 4, PROMPTS[1], PROMPTS[2] * 3], lengths)
-        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.shape
-    assert len(shape.kinds) >= 2, "decoder layers of several kinds"
-    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(models / family))
+    trace = Trace.load(recorded, model_digest=model_digest(model))
     assert trace.provenance.live is not None
     loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 8
     assert np.array_equal(replayed.step_ps, replayed.recorded_step_ps)
     assert replayed.identical
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_replays_are_equal(
+    models: Path, stock_tokens: dict[str, list[list[int]]], tmp_path: Path, family: str
+) -> None:
+    settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
+    with engine(models / family, settings=settings, **OPTIONS) as llm:
+        events = watched(llm)
+        tokens = generate(llm)
+        totals = llm.collective_rpc("ndp_totals")[0]
+        controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
+        num_layers, is_native = len(controller.hot.layers), controller.status()["decode_layers"]
+        kinds = controller.shape.kinds
+    assert tokens == stock_tokens[family]
+    assert totals["fallback_pairs"] == 0
+    assert "native" in is_native, "few decode rows take the native layer in every family"
+    assert_the_message_leaves_first(events, num_layers, totals["steps"])
+    assert len(kinds) >= 2 or family not in SEVERAL_KINDS, "decoder layers of several kinds"
+    assert_replays(models / family, tmp_path / "trace")
+
+
+def test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_too(
+    models: Path, stock_tokens: dict[str, list[list[int]]]
+) -> None:
+    settings = {"cold_precision": "full"}
+    compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}  # traced and split as always
+    with engine(models / FAMILIES[0], settings=settings, **compiled, **OPTIONS) as llm:
+        events = watched(llm)
+        tokens = generate(llm)
+        totals = llm.collective_rpc("ndp_totals")[0]
+        num_layers = len(llm.llm_engine.model_executor.driver_worker.worker.ndp.hot.layers)
+    assert tokens == stock_tokens[FAMILIES[0]]
+    assert totals["fallback_pairs"] == 0
+    assert_the_message_leaves_first(events, num_layers, totals["steps"])
+
+
+def test_layers_with_and_without_a_window_take_their_simulated_time_again_when_replayed(
+    models: Path, tmp_path: Path
+) -> None:
+    settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
+    with engine(models / WINDOWS, settings=settings, **OPTIONS) as llm:
+        generate(llm)
+        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.shape
+    assert len(shape.kinds) >= 2, "decoder layers of several kinds"
+    assert_replays(models / WINDOWS, tmp_path / "trace")
