@@ -20,6 +20,7 @@ from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.connection import Received
+from ndp_device.transport.system import Clock
 from ndp_device.transport.zmq_server import ZmqServer
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
@@ -39,13 +40,15 @@ class Server:
         parent_pid: int | None = None,
         private_dir: Path | None = None,
         failpoints: Callable[[Frames], Iterable[Frames]] | None = None,
+        clock: Clock = time,
     ) -> None:
+        self._clock = clock
         self._transport, self._handler = transport, handler
         self._parent_pid = parent_pid
         self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
         self._failpoints = failpoints  # of tests: what really leaves for one reply
         self._cores = IdleCores()
-        self._served_ns = time.monotonic_ns()
+        self._served_ns = clock.monotonic_ns()
         self._preparing = False
         handler.offer_memory = transport.offer_memory
         transport.on_gone = handler.forget
@@ -60,7 +63,7 @@ class Server:
         announce()
         while not (self._stopping or self._handler.stopping or self._orphaned()):
             if (received := self._wait()) is not None:
-                self._serve(received)
+                self.serve(received)
         if self._orphaned():
             self._remove_private_dir()
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
@@ -74,14 +77,15 @@ class Server:
             self._preparing = (
                 self._handler.can_prepare_ahead
                 and self._cores.are_idle()
-                and time.monotonic_ns() - self._served_ns > _SILENT_NS
+                and self._clock.monotonic_ns() - self._served_ns > _SILENT_NS
                 and self._handler.prepare_ahead()
             )
         return received
 
-    def _serve(self, received: Received) -> None:
+    def serve(self, received: Received) -> None:
+        """Answer one request."""
         handler, client = self._handler, received.client
-        start_ns, executed = time.monotonic_ns(), handler.num_executed
+        start_ns, executed = self._clock.monotonic_ns(), handler.num_executed
         handler.queue_depth = self._transport.num_waiting
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
@@ -95,7 +99,7 @@ class Server:
         else:
             for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
                 self._transport.send_as_is(client, outgoing)
-        self._served_ns = time.monotonic_ns()
+        self._served_ns = self._clock.monotonic_ns()
         self._transport.served(
             client,
             self._served_ns - start_ns,

@@ -7,9 +7,6 @@ when it is served. What it cannot go on after is raised as ConnectionEnded: its 
 from __future__ import annotations
 
 import logging
-import select
-import socket
-import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -20,6 +17,7 @@ from ndp_device.protocol.codec import Buffer, Frames
 from ndp_device.transport import checksum, fragments, zmtp
 from ndp_device.transport.curve import CurveSession, Unwelcome
 from ndp_device.transport.shm import ShmChannel
+from ndp_device.transport.system import READABLE, WRITABLE, Clock, Stream
 
 MAX_WAITING = 16
 """Messages of one peer that wait here; more stay in its own queues. A host has 8 Execute in flight at most."""
@@ -83,15 +81,16 @@ class Connection:
     def __init__(
         self,
         client: bytes,
-        connected: socket.socket,
-        now_ns: int,
+        connected: Stream,
+        clock: Clock,
         curve: CurveSession | None,
         handshake_time: HandshakeTime,
     ) -> None:
         """client: its name in `Received`; curve: the keys that are wanted, None = none; connected: does not block."""
         self._client, self._socket, self._handshake_time = client, connected, handshake_time
+        self._clock = clock
         self._reader = zmtp.Reader(curve)
-        self.opened_ns = self.heard_ns = now_ns
+        self.opened_ns = self.heard_ns = clock.monotonic_ns()
         self.waiting: deque[Received] = deque()
         self._waiting_bytes = 0
         self._has_more = False  # bytes that were read but not looked at
@@ -124,7 +123,7 @@ class Connection:
     def wanted_events(self) -> int:
         """What the system should wake us for: bytes to read if there is room, room to write if there are any."""
         reads = self.may_wait and not self._has_more
-        return (select.EPOLLIN if reads else 0) | (select.EPOLLOUT if self._unread else 0)
+        return (READABLE if reads else 0) | (WRITABLE if self._unread else 0)
 
     @property
     def peer_key(self) -> bytes | None:
@@ -180,7 +179,7 @@ class Connection:
         shakes_hands = self._reader.curve is not None and not self._reader.is_ready
         if self._is_unwelcome or (shakes_hands and self._handshake_time.left_ns <= 0):
             return
-        start_ns = time.monotonic_ns() if shakes_hands else 0
+        start_ns = self._clock.monotonic_ns() if shakes_hands else 0
         try:
             while self.may_wait and self._has_more:
                 message, self._has_more = self._reader.next()
@@ -198,7 +197,7 @@ class Connection:
             raise ConnectionEnded(f"a connection was ended: {error}", level) from None
         finally:
             if shakes_hands:
-                self._handshake_time.left_ns -= time.monotonic_ns() - start_ns
+                self._handshake_time.left_ns -= self._clock.monotonic_ns() - start_ns
         if self._reader.is_empty and self.joining is None:
             self._began_ns = 0
         elif not self._began_ns:
@@ -280,7 +279,7 @@ class Connection:
             self.send_message(part)
 
     def _send(self, buffers: Iterable[Buffer]) -> None:
-        self.sent_s = time.monotonic()
+        self.sent_s = self._clock.monotonic()
         for buffer in buffers:
             self._unread.append(memoryview(buffer))  # the codec makes a new body for each message: safe to keep
             self.unread_bytes += len(buffer)

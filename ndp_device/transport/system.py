@@ -10,10 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from ndp_device.protocol.codec import Buffer
 from ndp_device.transport.address import Address
+from ndp_device.transport.listener import Listener
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
@@ -71,6 +73,35 @@ class HostSystem(Protocol):
         ...
 
 
+class Listening(Protocol):
+    """listener.Listener is one."""
+
+    @property
+    def path(self) -> Path | None: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def fileno(self) -> int: ...
+
+    def accept(self) -> Stream | None: ...
+
+    def close(self) -> None: ...
+
+
+class DeviceSystem(Protocol):
+    """What the device's end of all connections needs."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def listen(self, address: str, *, has_keys: bool, backlog: int) -> Listening: ...
+
+    def poller(self) -> Poller: ...
+
+    def run_beside(self, work: Callable[[], None]) -> None: ...
+
+
 class System:
     """The real one."""
 
@@ -96,11 +127,14 @@ class System:
             raise
         return connection
 
+    def listen(self, address: str, *, has_keys: bool, backlog: int) -> Listening:
+        return Listener(address, has_keys=has_keys, backlog=backlog)
+
     def poller(self) -> Poller:
         return select.epoll()
 
     def run_beside(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=work, name="ndp-send", daemon=True).start()
+        threading.Thread(target=work, name="ndp-beside", daemon=True).start()
 
 
 SYSTEM = System()

@@ -14,10 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import select
-import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -37,8 +34,8 @@ from ndp_device.transport.connection import (
 )
 from ndp_device.transport.curve import CurveSession
 from ndp_device.transport.keys import AllowList, DeviceKeys
-from ndp_device.transport.listener import Listener
 from ndp_device.transport.shm import ShmChannel
+from ndp_device.transport.system import ENDED, READABLE, SYSTEM, WRITABLE, DeviceSystem, Stream
 
 MAX_PEERS = 64
 MAX_HELD_BYTES = 512 << 20
@@ -91,8 +88,9 @@ class _Peer:
 class ZmqServer:
     """The device's end: receives frames from any client, answers one client by its name."""
 
-    def __init__(self, address: str, keys: DeviceKeys | None = None) -> None:
+    def __init__(self, address: str, keys: DeviceKeys | None = None, *, system: DeviceSystem = SYSTEM) -> None:
         """keys: only hosts that have the right ones come in, and everything is encrypted."""
+        self._clock = system.clock
         self._keys = keys
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         self._handshake_time = HandshakeTime()
@@ -107,17 +105,17 @@ class ZmqServer:
         self._computed_ns = 0
         self._accepts_from_ns = 0
         self._checked_ns = self._polled_ns = 0
-        self._unparsed: set[_Peer] = set()  # with bytes that were read but not looked at
+        self._unparsed: dict[_Peer, None] = {}  # with bytes that were read but not looked at
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
         self._active_ns = 0
-        self._poll = select.epoll()
+        self._poll = system.poller()
         self._turn = threading.RLock()
-        self._looked_ns = time.monotonic_ns()
+        self._looked_ns = self._clock.monotonic_ns()
         self._looks_soon = False  # the serving loop itself
         self._closed = threading.Event()
-        self._listener = Listener(address, has_keys=keys is not None, backlog=MAX_PEERS)
-        self._poll.register(self._listener.fileno(), select.EPOLLIN)
-        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
+        self._listener = system.listen(address, has_keys=keys is not None, backlog=MAX_PEERS)
+        self._poll.register(self._listener.fileno(), READABLE)
+        system.run_beside(self._heartbeat)
 
     # -- what the serving loop uses ------------------------------------------------------------------------------
 
@@ -132,7 +130,7 @@ class ZmqServer:
 
     def receive(self, timeout_ms: int) -> Received | None:
         """The next request, or None after timeout_ms. Frames are whatever was sent, at most zmtp.MAX_FRAMES."""
-        now = self._looked_ns = time.monotonic_ns()
+        now = self._looked_ns = self._clock.monotonic_ns()
         received: Received | None = None
         # While requests come by memory, a look at the sockets before each would cost more than the request.
         hot = timeout_ms and now - self._active_ns < self._spinner.spin_ns and now - self._polled_ns < _SPIN_SLICE_NS
@@ -146,17 +144,17 @@ class ZmqServer:
             self._looks_soon = True
             try:
                 received = self._spin()
-                end_s = time.monotonic() + timeout_ms / 1e3 if received is None else 0.0
-                while received is None and (left_s := end_s - time.monotonic()) > 0:
+                end_s = self._clock.monotonic() + timeout_ms / 1e3 if received is None else 0.0
+                while received is None and (left_s := end_s - self._clock.monotonic()) > 0:
                     received = self._sleep(left_s)
             finally:
-                self._looked_ns = time.monotonic_ns()
+                self._looked_ns = self._clock.monotonic_ns()
                 self._looks_soon = False
         return received
 
     def served(self, client: bytes, cost_ns: int, *, computed: bool, greeted: bool) -> None:
         """How long the request last received took, and what it showed of its peer."""
-        now = time.monotonic_ns()
+        now = self._clock.monotonic_ns()
         peer = self._peers.get(client)
         if computed:
             self._computed_ns = now
@@ -183,7 +181,7 @@ class ZmqServer:
             if peer.channel is None:
                 return None
             peer.connection.has_memory = True
-            self._poll.register(peer.channel.doorbell, select.EPOLLIN)
+            self._poll.register(peer.channel.doorbell, READABLE)
             return peer.channel.offer
 
     def send(self, client: bytes, frames: Frames) -> None:
@@ -219,14 +217,17 @@ class ZmqServer:
         """Send what can be sent within half a second, then end every connection."""
         self._closed.set()
         with self._turn:
-            deadline = time.monotonic() + _FLUSH_S
-            while any(peer.connection.unread_bytes for peer in self._peers.values()) and time.monotonic() < deadline:
+            deadline = self._clock.monotonic() + _FLUSH_S
+            while (
+                any(peer.connection.unread_bytes for peer in self._peers.values())
+                and self._clock.monotonic() < deadline
+            ):
                 for peer in list(self._peers.values()):
                     self._do(peer, peer.connection.write)
-                time.sleep(0.001)
+                self._clock.sleep(0.001)
             # libzmq throws away what has arrived but was not read yet when it sees that a connection ended
             sent_s = max((peer.connection.sent_s for peer in self._peers.values()), default=0.0)
-            time.sleep(max(sent_s + _LAST_ANSWER_S - time.monotonic(), 0.0))
+            self._clock.sleep(max(sent_s + _LAST_ANSWER_S - self._clock.monotonic(), 0.0))
             for peer in list(self._peers.values()):
                 self._drop(peer)
             self._listener.close()
@@ -241,7 +242,7 @@ class ZmqServer:
         for peer in self._peers.values():
             if not peer.is_waiting:
                 continue
-            now = now or time.monotonic_ns()
+            now = now or self._clock.monotonic_ns()
             if not peer.connection.waiting and not peer.ring_seen_ns:
                 peer.ring_seen_ns = now
             if peer.rank < Rank.COMPUTES and not self._may_strangers(now):
@@ -281,7 +282,11 @@ class ZmqServer:
     def _spin(self) -> Received | None:
         """A client that was served within the last milliseconds is likely to ask again before it could ring."""
         channels = [p.channel for p in self._peers.values() if p.channel is not None and p.channel.has_spoken]
-        while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
+        while (
+            channels
+            and self._clock.monotonic_ns() - self._active_ns < self._spinner.spin_ns
+            and not self._spinner.is_calm
+        ):
             seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
             with self._turn:
                 if not seen:
@@ -298,7 +303,7 @@ class ZmqServer:
             if any(peer.connection.may_wait for peer in self._unparsed):
                 ready = False
             if any(peer.is_waiting for peer in self._peers.values()):  # strangers whose turn has not come
-                timeout_s = min(timeout_s, max(self._strangers_from_ns - time.monotonic_ns(), 0) / 1e9)
+                timeout_s = min(timeout_s, max(self._strangers_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
         self._look(timeout_s if ready else 0.0)
         with self._turn:
             for channel in channels:
@@ -311,7 +316,7 @@ class ZmqServer:
         """Accept, read and write what can be without waiting longer; everything one peer can cause here is bounded."""
         events = self._poll.poll(timeout_s)
         with self._turn:
-            now = self._polled_ns = time.monotonic_ns()
+            now = self._polled_ns = self._clock.monotonic_ns()
             for fd, event in events:
                 if fd == self._listener.fileno():
                     self._accept(now)
@@ -319,12 +324,12 @@ class ZmqServer:
                 peer = self._by_fd.get(fd)
                 if peer is None:
                     continue  # a doorbell, or a peer that has just gone
-                if event & (select.EPOLLHUP | select.EPOLLERR):
+                if event & ENDED:
                     self._drop(peer)  # nobody is there to read an answer
                     continue
-                if event & select.EPOLLOUT:
+                if event & WRITABLE:
                     self._do(peer, peer.connection.write)
-                if event & select.EPOLLIN and peer.name in self._peers:
+                if event & READABLE and peer.name in self._peers:
                     num_read = self._do(peer, peer.connection.read, now)
                     if num_read is not None and num_read > READ_AT_ONCE // 16:
                         self._bound_memory()
@@ -346,7 +351,7 @@ class ZmqServer:
                 self._drop(peer)
         if self._accepts_from_ns and now_ns > self._accepts_from_ns:
             self._accepts_from_ns = 0
-            self._poll.modify(self._listener.fileno(), select.EPOLLIN)
+            self._poll.modify(self._listener.fileno(), READABLE)
 
     def _accept(self, now_ns: int) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
@@ -366,12 +371,12 @@ class ZmqServer:
                 _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
                 connected.close()
             else:
-                self._welcome(connected, now_ns)
+                self._welcome(connected)
 
-    def _welcome(self, connected: socket.socket, now_ns: int) -> None:
+    def _welcome(self, connected: Stream) -> None:
         self._last_name += 1
         name = b"%d" % self._last_name
-        connection = Connection(name, connected, now_ns, self._new_session(), self._handshake_time)
+        connection = Connection(name, connected, self._clock, self._new_session(), self._handshake_time)
         peer = _Peer(name, connection, self._spent_ns + _NEWCOMER_NS)
         self._peers[name] = self._by_fd[connection.fileno()] = peer
         self._poll.register(connection.fileno(), 0)
@@ -396,7 +401,7 @@ class ZmqServer:
         owners = [peer for peer in self._peers.values() if peer.channel is not None]
         if len(owners) < shm.MAX_CHANNELS:
             return True
-        before = time.monotonic_ns() - _KEEP_MEMORY_NS
+        before = self._clock.monotonic_ns() - _KEEP_MEMORY_NS
         idle = [peer for peer in owners if peer.rank < Rank.COMPUTES and peer.connection.opened_ns < before]
         if not idle:
             return False
@@ -444,7 +449,10 @@ class ZmqServer:
                 _log.log(ended.level, "%s", ended)
             self._drop(peer)
         elif peer.name in self._peers:
-            (self._unparsed.add if connection.is_unparsed else self._unparsed.discard)(peer)
+            if connection.is_unparsed:
+                self._unparsed[peer] = None
+            else:
+                self._unparsed.pop(peer, None)
             if (wanted := connection.wanted_events) != peer.events:
                 peer.events = wanted
                 self._poll.modify(connection.fileno(), wanted)
@@ -459,7 +467,7 @@ class ZmqServer:
             self._poll.unregister(peer.connection.fileno())
         self._num_waiting -= len(peer.connection.waiting)
         peer.connection.close()
-        self._unparsed.discard(peer)
+        self._unparsed.pop(peer, None)
         self._gone.append(peer.name)
 
     def _close_channel(self, peer: _Peer) -> None:
@@ -481,5 +489,5 @@ class ZmqServer:
                         self._look()
 
     def _loop_is_late(self) -> bool:
-        late = time.monotonic_ns() - self._looked_ns > _HEARTBEAT_S * 1e9
+        late = self._clock.monotonic_ns() - self._looked_ns > _HEARTBEAT_S * 1e9
         return late and not self._looks_soon and not self._closed.is_set()

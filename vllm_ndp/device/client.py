@@ -28,6 +28,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
 from ndp_device.transport.base import ClientTransport
 from ndp_device.transport.keys import HostKeys
+from ndp_device.transport.system import Clock
 from ndp_device.transport.zmq_client import ZmqTransport
 from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
 from vllm_ndp.device.connection import Connection, Stage
@@ -58,6 +59,8 @@ class DeviceClient:
         transport: Callable[[str], ClientTransport] = ZmqTransport,
         keys: Path | None = None,
         accept: Callable[[msg.Welcome], object] = lambda welcome: None,
+        clock: Clock = time,
+        jitter: random.Random | None = None,
     ) -> None:
         """keys: the file of this host, for a device that wants one. accept: raises ConfigError for a device that serves
         something else than its host plans with; asked at every connection, because a device may come back as another
@@ -68,7 +71,7 @@ class DeviceClient:
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
         if keys is not None:
             transport = partial(ZmqTransport, keys=HostKeys.read(keys))
-        self._make_transport, self._accept_welcome = transport, accept
+        self._make_transport, self._accept_welcome, self._clock = transport, accept, clock
         self._connection: Connection | None = None
         self._pid = os.getpid()
         self._shares_memory = shared_memory
@@ -78,7 +81,7 @@ class DeviceClient:
         self._installing: ControlCall | None = None  # its request, until its answer is waited for
         self._last_id = 0
         self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
-        self._jitter = random.Random(self._pid)
+        self._jitter = jitter or random.Random(self._pid)
         self._reason: Exception = DeviceUnavailable(f"the device at {address} was not asked yet")
 
     @property
@@ -108,7 +111,7 @@ class DeviceClient:
     def connect(self, timeout_s: float = 5.0) -> msg.Welcome:
         """Wait until the device is up. Raises DeviceError if it refuses us, ConfigError if we do not accept it,
         VersionMismatch, or DeviceUnavailable."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.monotonic() + timeout_s
         while not self._up:
             self.poll()
             if isinstance(self._reason, DeviceError) and not self._reason.retryable:
@@ -117,13 +120,13 @@ class DeviceClient:
                 raise self._reason
             if isinstance(self._reason, codec.VersionMismatch):
                 raise codec.VersionMismatch(f"the device at {self.address} cannot be used: {self._reason}")
-            remaining = deadline - time.monotonic()
+            remaining = deadline - self._clock.monotonic()
             if remaining <= 0:
                 raise DeviceUnavailable(
                     f"no device answered at {self.address} within {timeout_s:g} s: {self._reason}; is it running?"
                 )
             if self._connection is None:
-                time.sleep(min(max(self._retry_at_s - time.monotonic(), 0.0), remaining))
+                self._clock.sleep(min(max(self._retry_at_s - self._clock.monotonic(), 0.0), remaining))
             else:
                 self._receive(min(remaining, 0.02))
         assert self.welcome is not None
@@ -134,10 +137,10 @@ class DeviceClient:
         if self._pid != os.getpid():
             self._forget_parent()
         if self._connection is None:
-            if time.monotonic() < self._retry_at_s:
+            if self._clock.monotonic() < self._retry_at_s:
                 return False
             try:
-                self._connection = Connection(self._make_transport(self.address), self.counters)
+                self._connection = Connection(self._make_transport(self.address), self.counters, self._clock)
             except DeviceUnavailable as error:  # this process has no descriptor left
                 self._fail(error)
                 return False
@@ -204,7 +207,7 @@ class DeviceClient:
             raise LocalProtocolError("a plan must be activated before the first Execute")
         if self._connection is not None and len(self._connection.handles) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
-        now = time.monotonic()
+        now = self._clock.monotonic()
         handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + self._deadline_s)
         if not self._up or self._pid != os.getpid():
             self.poll()
@@ -236,7 +239,7 @@ class DeviceClient:
     def finish_execute(self, handle: ExecuteHandle) -> ExecuteResult:
         """The result of `handle`. Raises DeviceUnavailable, within the deadline that began with begin_execute."""
         while handle.result is None and handle.failure is None:
-            remaining = handle.deadline_s - time.monotonic()
+            remaining = handle.deadline_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))  # at least one look, however late we come
             if remaining <= 0 and handle.result is None and handle.failure is None:
                 self._fail(DeviceUnavailable(f"no answer within {self._deadline_s * 1e3:g} ms"))
@@ -285,7 +288,7 @@ class DeviceClient:
             model_digest=self.expected_digest,
             wants_slots=self._shares_memory and connection.can_share_memory and not self._doubts_memory,
         )
-        if connection.ask(hello, time.monotonic() + GREETING_S) is None:
+        if connection.ask(hello, self._clock.monotonic() + GREETING_S) is None:
             return False
         connection.stage = Stage.GREETING
         self._doubts_memory = False
@@ -319,7 +322,7 @@ class DeviceClient:
         """Send a control request; None: the device was lost."""
         assert self._connection is not None
         try:
-            control = self._connection.ask(message, time.monotonic() + self._control_s, plan)
+            control = self._connection.ask(message, self._clock.monotonic() + self._control_s, plan)
             if control is None:
                 raise DeviceUnavailable("the device takes no more requests")
         except (DeviceUnavailable, RemoteProtocolError) as error:
@@ -332,7 +335,7 @@ class DeviceClient:
         while control is None or control.reply is None:
             if control is None or self._connection is None or self._connection.control is not control:
                 raise self._reason
-            remaining = control.deadline_s - time.monotonic()
+            remaining = control.deadline_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))
             if remaining <= 0 and control.reply is None:
                 self._fail(DeviceUnavailable(f"no answer within {self._control_s:g} s"))
@@ -351,7 +354,7 @@ class DeviceClient:
             _log.warning("the NDP device that answers now is not used: %s", reason)
         self._reason = reason
         self._drop(DeviceUnavailable(f"the device was lost: {reason}"))
-        self._retry_at_s = time.monotonic() + self._retry_s * self._jitter.uniform(0.5, 1.0)
+        self._retry_at_s = self._clock.monotonic() + self._retry_s * self._jitter.uniform(0.5, 1.0)
         self._retry_s = min(2 * self._retry_s, RETRY_LAST_S)
 
     def _drop(self, failure: DeviceUnavailable) -> None:

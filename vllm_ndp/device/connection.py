@@ -9,7 +9,6 @@ finite wherever its input was. Knows the protocol and a transport; when to conne
 from __future__ import annotations
 
 import enum
-import time
 from collections import deque
 
 import numpy as np
@@ -18,6 +17,7 @@ from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolErro
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.base import ClientTransport
+from ndp_device.transport.system import Clock
 from vllm_ndp.device.calls import (
     AnnouncedPlan,
     ControlCall,
@@ -48,14 +48,14 @@ class Stage(enum.Enum):
 class Connection:
     """Made for one transport; whatever breaks it, the next one is another object."""
 
-    def __init__(self, transport: ClientTransport, counters: Counters) -> None:
+    def __init__(self, transport: ClientTransport, counters: Counters, clock: Clock) -> None:
         self.stage = Stage.CONNECTING
         self.handles: dict[int, ExecuteHandle] = {}
         self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
         self.replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()  # to be asked before it is up
         self.incarnation = ""
         self.uses_shared_memory = False
-        self._transport, self._counters = transport, counters
+        self._transport, self._counters, self._clock = transport, counters, clock
         self._config_hash = ""
         self._last_id = 0
 
@@ -111,7 +111,7 @@ class Connection:
 
     def is_overdue(self) -> bool:
         """A control request waits longer than it may."""
-        return self.control is not None and time.monotonic() > self.control.deadline_s
+        return self.control is not None and self._clock.monotonic() > self.control.deadline_s
 
     def close(self, failure: DeviceUnavailable) -> None:
         """End it, and every call on it."""
