@@ -7,7 +7,8 @@ yet. Knows scheduler messages, block tables and the order of vLLM's runner; does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 _FEW_ROWS = 64
 """Up to so many rows, lists are faster than arrays."""
@@ -56,6 +57,7 @@ class Span:
     request: TrackedRequest
     start: int
     num_tokens: int
+    is_drafted: bool = False  # whether the scheduler has handed it guesses of a proposer to check
 
     @property
     def ends_prefill(self) -> bool:
@@ -93,9 +95,9 @@ class RequestTracker:
             self.requests.pop(request_id, None)
         starts: dict[str, int] = {}
         for new in scheduler_output.scheduled_new_reqs:
-            known = self.requests.get(new.req_id)
-            if known is None or known.prompt_len != new.prompt_len:
-                known = self.requests[new.req_id] = TrackedRequest(new.req_id, new.prompt_len, [])
+            known, prompt_len = self.requests.get(new.req_id), _prompt_len(new)
+            if known is None or known.prompt_len != prompt_len:
+                known = self.requests[new.req_id] = TrackedRequest(new.req_id, prompt_len, [])
             known.blocks = list(new.block_ids[self.kv_group])
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
@@ -108,10 +110,31 @@ class RequestTracker:
                 request.blocks.extend(blocks[self.kv_group])
             request.num_output_tokens = cached.num_output_tokens[index]
             starts[request_id] = cached.num_computed_tokens[index]
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         return {
-            request_id: Span(self.requests[request_id], starts[request_id], num_tokens)
+            request_id: Span(self.requests[request_id], starts[request_id], num_tokens, bool(drafts.get(request_id)))
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
         }
+
+
+def _prompt_len(new: NewRequestData) -> int:
+    """Of a new request, whose message does not say it before vLLM 0.30."""
+    if (length := getattr(new, "prompt_len", None)) is not None:
+        return int(length)
+    return len(new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds)
+
+
+def row_order(runner: Any, spans: Mapping[str, Span]) -> list[str]:
+    """Whose rows come first in the running step, by vLLM's runner, once it has updated its own state."""
+    if (batch := getattr(runner, "input_batch", None)) is not None:  # model runner V1
+        return [request_id for request_id in batch.req_ids if request_id in spans]
+    from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids  # V2 keeps no batch: it sorts, and so do we
+
+    tokens = {request_id: span.num_tokens for request_id, span in spans.items()}
+    if "draft_tokens" not in inspect.signature(sort_batch_req_ids).parameters:  # before 0.28
+        return list(sort_batch_req_ids(tokens, decode_query_len=runner.decode_query_len))
+    drafted = {request_id: [0] for request_id, span in spans.items() if span.is_drafted}  # whether, not which
+    return list(sort_batch_req_ids(tokens, drafted, decode_query_len=runner.decode_query_len))
 
 
 @dataclass(frozen=True)
@@ -207,8 +230,7 @@ class RowLocator:
 
     def locate(self, spans: dict[str, Span]) -> tuple[BatchRows, torch.Tensor]:
         """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them."""
-        order = [request_id for request_id in self._runner.input_batch.req_ids if request_id in spans]
-        rows = BatchRows(tuple(spans[request_id] for request_id in order))
+        rows = BatchRows(tuple(spans[request_id] for request_id in row_order(self._runner, spans)))
         entries = get_forward_context().slot_mapping[self.group.layer_name]
         if len(entries) != rows.num_rows or entries.dtype is not torch.int64:  # each of the two costs some us
             entries = entries[: rows.num_rows].to(torch.int64)

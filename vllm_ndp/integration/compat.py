@@ -23,6 +23,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.batch import KvGroup
+from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
         return NdpSettings()
     if "ndp" not in additional:
         _refuse_misplaced(additional)
-    return NdpSettings.from_mapping(additional.get("ndp"), notice=say)
+    settings = NdpSettings.from_mapping(additional.get("ndp"), notice=say)
+    return settings if _on_cpu() else limits.settings_on_gpu(settings)
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
@@ -104,10 +106,11 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          f"report: use a proposer without one ({', '.join(MODEL_FREE_PROPOSERS)}) in --speculative-config"),
         (load_format == "dummy", "dummy weights (the device reads the checkpoint): drop --load-format dummy"),
         (vllm_config.model_config.enable_sleep_mode, "sleep mode: drop --enable-sleep-mode"),
-        (_asks_for_full_graphs(vllm_config), 'full CUDA graphs: set "cudagraph_mode":"NONE" in --compilation-config'),
         (parallel.worker_cls not in ("auto", "vllm_ndp.integration.worker.NdpWorker"),
          f"another worker class ({parallel.worker_cls}): drop --worker-cls"),
     ]  # fmt: skip
+    if not _on_cpu():
+        refusals += limits.refusals(vllm_config, settings)
     for refused, what in refusals:
         if refused:
             raise ConfigError(f"quantization 'ndp' does not work together with {what}")
@@ -232,11 +235,6 @@ def _drafts_with_a_model(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method not in MODEL_FREE_PROPOSERS
 
 
-def _asks_for_full_graphs(vllm_config: VllmConfig) -> bool:
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and "FULL" in str(getattr(mode, "name", mode)).upper() and not _on_cpu()
-
-
 def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
@@ -292,10 +290,10 @@ def device_cores(bound: set[int]) -> list[int]:
     bound: of every rank, because a rank that waits for the others keeps its core busy. Asked in the worker, whose own
     thread OpenMP has bound to one core; its parent still has them all.
     """
-    if bound:
-        usable = os.sched_getaffinity(os.getppid())
-        return sorted(usable - bound or usable)
-    return []
+    usable = os.sched_getaffinity(os.getppid())
+    if not _on_cpu():
+        return limits.cores_beside_engine(usable)
+    return sorted(usable - bound or usable) if bound else []
 
 
 def engine_cores() -> set[int]:
@@ -312,13 +310,10 @@ def bound_cores() -> set[int]:
 
 
 def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
-    """CUDA graphs cannot wait for a device in another process, so they are off; torch.compile stays on."""
+    """A captured graph cannot wait for a device in another process; torch.compile stays on."""
     if _on_cpu():
         return  # no graphs on CPU; the opaque operator is enough
-    from vllm.config import CUDAGraphMode
-    from vllm.logger import init_logger
-
-    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    init_logger(__name__).warning(
-        "vllm-ndp: cudagraph_mode is NONE, since a captured graph cannot wait for the device of each layer"
-    )
+    if limits.configure_graphs(vllm_config):
+        say("captured graphs end before each MoE layer (cudagraph_mode PIECEWISE)")
+    else:
+        say("cudagraph_mode is NONE, since a captured graph cannot wait for the device; PIECEWISE may be asked for")

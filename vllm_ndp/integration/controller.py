@@ -109,6 +109,7 @@ class NdpController:
         self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
         self._ended_ps = 0
+        self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
         self.num_steps = 0
         self.num_preempted = 0
         self.pairs = dict.fromkeys(PAIR_KINDS, 0)
@@ -271,7 +272,7 @@ class NdpController:
         self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self._few)
         try:
             yield
-            self.take_report()  # unless the connector already did
+            self._left = self._close_report()  # unless the connector already did: model runner V2 asks when it samples
             self.planner.score_ended(self.running.step)
         except BaseException:
             self.running.step.abandon()
@@ -287,7 +288,14 @@ class NdpController:
             )
 
     def take_report(self) -> StepReport | None:
-        """What happened in the running step, once, as the leader tells it; its simulated clock is closed with it."""
+        """What happened in the running step, or in the last one, once, as the leader tells it."""
+        if self.running.step is not None:
+            return self._close_report()
+        left, self._left = self._left, None
+        return left
+
+    def _close_report(self) -> StepReport | None:
+        """Close the running step's simulated clock; what happened in it, once."""
         step = self.running.step
         closed = None if step is None else step.report(self._planned)
         if step is None or closed is None:

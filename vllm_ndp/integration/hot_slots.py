@@ -152,13 +152,33 @@ class CpuSlotKernel:
 
 
 class CudaSlotKernel:
-    """vLLM's Triton kernel over plain [2I, H] slots. Written from vLLM's source; status in docs/compatibility.md."""
+    """vLLM's Triton kernel over plain [2I, H] slots. Written from vLLM's source; status in docs/gpu.md."""
 
-    def __init__(self, activation: Any) -> None:
-        from vllm.model_executor.layers.fused_moe import fused_experts
+    def __init__(
+        self, activation: Any, num_experts: int, fused: Callable[..., torch.Tensor], tiles: Callable[..., Any]
+    ) -> None:
+        """fused: vLLM's fused_experts. tiles(w13 shape, w2 shape, k, dtype, T): a context in which it uses the tiles
+        that stock vLLM, with all num_experts in one tensor, would use: it looks them up by the number of slots."""
+        self._activation, self._num_experts = activation, num_experts
+        self._fused, self._tiles = fused, tiles
+        self._maps: dict[int, torch.Tensor] = {}
 
-        self._fused = fused_experts
-        self._activation = activation
+    @classmethod
+    def of_vllm(cls, activation: Any, num_experts: int) -> CudaSlotKernel:
+        from vllm.model_executor.layers.fused_moe import fused_experts, override_config
+        from vllm.model_executor.layers.fused_moe.config import _get_config_dtype_str
+        from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+
+        found: dict[Any, Any] = {}
+
+        def tiles(*key: Any) -> Any:
+            if key not in found:
+                w13, w2, top_k, dtype, num_rows = key
+                name = _get_config_dtype_str(dtype=dtype)
+                found[key] = try_get_optimal_moe_config(w13, w2, top_k, name, num_rows)
+            return override_config(found[key])
+
+        return cls(activation, num_experts, fused_experts, tiles)
 
     def check_slots(self, num_slots: int) -> None:
         return
@@ -170,21 +190,40 @@ class CudaSlotKernel:
         to.w2[slot].copy_(expert.w2)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        # -1 must stay in the expert map, never in the ids: give "elsewhere" one id past the slots and map it to -1.
         num_slots = held.w13.shape[0]
-        expert_map = torch.arange(num_slots + 1, dtype=torch.int32, device=x.device)
-        expert_map[num_slots] = -1
-        ids = torch.where(slots >= 0, slots, num_slots)
-        return self._fused(
-            x,
-            held.w13,
-            held.w2,
-            weights,
-            ids,
-            activation=self._activation,
-            global_num_experts=num_slots + 1,
-            expert_map=expert_map,
-        )
+        if num_slots == self._num_experts:  # no id past the slots then: a pair that is elsewhere counts nothing here
+            return self.run_named(x, held, weights.masked_fill(slots < 0, 0), slots.clamp(min=0))
+        return self.run_named(x, held, weights, torch.where(slots >= 0, slots, num_slots))
+
+    def run_named(
+        self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The same where a pair that runs elsewhere has a slot past the last one; none does where all experts are here.
+
+        -1 must stay in the expert map, never in the ids, which the kernel looks up first.
+        """
+        num_slots, *rest = held.w13.shape
+        w2_shape = (self._num_experts, *held.w2.shape[1:])
+        all_here = num_slots == self._num_experts
+        with self._tiles((self._num_experts, *rest), w2_shape, slots.shape[1], x.dtype, x.shape[0]):
+            return self._fused(
+                x,
+                held.w13,
+                held.w2,
+                weights,
+                slots,
+                activation=self._activation,
+                global_num_experts=num_slots + (not all_here),
+                expert_map=None if all_here else self._map(num_slots, x.device),  # stock's own path, with its shortcut
+            )
+
+    def _map(self, num_slots: int, device: torch.device) -> torch.Tensor:
+        """Slot -> itself, and the one past the last to none."""
+        if num_slots not in self._maps:
+            found = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+            found[num_slots] = -1
+            self._maps[num_slots] = found
+        return self._maps[num_slots]
 
 
 def make_slot_kernel(layer: Any, dtype: torch.dtype) -> CpuSlotKernel | CudaSlotKernel:
@@ -194,7 +233,7 @@ def make_slot_kernel(layer: Any, dtype: torch.dtype) -> CpuSlotKernel | CudaSlot
         raise ConfigError(
             f"quantization 'ndp' runs experts with biases or the activation {layer.activation.value} on CPU only so far"
         )
-    return CudaSlotKernel(layer.activation)
+    return CudaSlotKernel.of_vllm(layer.activation, layer.moe_config.num_experts)
 
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,11 @@ class RoutingSidecar:
         return self._host
 
     @property
+    def bytes_per_entry(self) -> int:
+        """What one KV entry costs here."""
+        return self._num_layers * self.top_k * (self._ids.itemsize + self._weights.itemsize)
+
+    @property
     def num_bytes(self) -> int:
         return int(self._ids.nbytes + self._weights.nbytes)
 

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from ndp_device.errors import NdpError
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
+from vllm_ndp.integration.cuda import limits
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -18,6 +19,8 @@ else:
 
 
 class NdpWorker(_Base):
+    _warms_up = False
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         try:
             self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
@@ -33,13 +36,31 @@ class NdpWorker(_Base):
         super().initialize_from_config(kv_cache_config)
         self.ndp.allocate(kv_cache_config)
 
+    def determine_available_memory(self) -> int:
+        """Leave room for the routing sidecar, which lies beside the KV cache. A size that was asked for is kept."""
+        available: int = super().determine_available_memory()
+        if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
+            return available
+        kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
+        return limits.leave_room(available, self.ndp.sidecar.bytes_per_entry, kv_bytes)
+
+    def compile_or_warm_up_model(self) -> Any:
+        self._warms_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warms_up = False
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._warms_up:  # model runner V2 warms up with requests of its own making: no step of anybody
+            return super().execute_model(scheduler_output, *args, **kwargs)
         with self.ndp.step(scheduler_output):
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        self.ndp.note_sampled(output)
+        if not self._warms_up:
+            self.ndp.note_sampled(output)
         return output
 
     def shutdown(self) -> None:

@@ -1,0 +1,114 @@
+"""What the plugin cannot do together with vLLM on a GPU, and what it changes there: sentences, settings, shares of memory.
+
+Written from vLLM's source and checked against it by benchmarks/vllm_hooks.py; docs/gpu.md says what ran where. Knows
+vLLM's configuration objects. Does not know tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ndp_device.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_ndp.config import NdpSettings
+
+ENGINE_CORES = 2
+"""Cores that an embedded device leaves to a GPU engine: one launches kernels, one hands out tokens."""
+SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")
+"""Operators that a captured graph must end before: vLLM's own around our layer, and ours where vLLM's is not opaque."""
+
+
+def settings_on_gpu(settings: NdpSettings) -> NdpSettings:
+    """`auto` is the paper's placement: balancing decides on the host by simulated hardware, which costs a wait a layer."""
+    if settings.execution == "auto" and settings.offload_bits is None:
+        return dataclasses.replace(settings, execution="paper")
+    return settings
+
+
+def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[bool, str]]:
+    """(whether it was asked for, what it is and what to do)."""
+    offload = getattr(vllm_config, "offload_config", None)
+    uva_gb = 0 if offload is None else offload.uva.cpu_offload_gb
+    group_size = 0 if offload is None else offload.prefetch.offload_group_size
+    yield (
+        bool(uva_gb or group_size),
+        "offloaded weights, which would take the hot slots out of GPU memory again: drop --cpu-offload-gb and "
+        "--offload-group-size (cold experts use no GPU memory)",
+    )
+    yield (
+        settings.record is not None and vllm_config.speculative_config is not None,
+        "a recording of drafts on a GPU, where sampled tokens are not on the host when the step ends: drop 'record' or "
+        "--speculative-config",
+    )
+    mode = graph_mode(vllm_config)
+    yield (
+        "FULL" in mode,
+        'full CUDA graphs: set "cudagraph_mode":"NONE" in --compilation-config, or "PIECEWISE"',
+    )
+    yield (
+        mode == "PIECEWISE" and bool(os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH", "0") not in ("", "0")),
+        "VLLM_USE_BREAKABLE_CUDAGRAPH, under which a graph is not split at our operator: unset it, or set "
+        '"cudagraph_mode":"NONE" in --compilation-config',
+    )
+    yield (
+        mode == "PIECEWISE" and bool(vllm_config.compilation_config.use_inductor_graph_partition),
+        'use_inductor_graph_partition beside "cudagraph_mode":"PIECEWISE": drop one of the two',
+    )
+
+
+def graph_mode(vllm_config: VllmConfig) -> str:
+    """The name of the mode that was asked for; empty where none was."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return "" if mode is None else str(getattr(mode, "name", mode)).upper()
+
+
+def configure_graphs(vllm_config: VllmConfig) -> bool:
+    """Split captured graphs at our operator where piecewise ones were asked for, else capture none. Returns which."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if graph_mode(vllm_config) != "PIECEWISE":
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        return False
+    if compilation.splitting_ops is None:
+        compilation.splitting_ops = [
+            *compilation._attention_ops,
+            "vllm::unified_kv_cache_update",
+            "vllm::unified_mla_kv_cache_update",
+        ]
+    compilation.splitting_ops = [*compilation.splitting_ops, *SPLITTING]  # a new list: vLLM's own is shared
+    return True
+
+
+def refuse_shared_experts_in_pieces(names: Iterable[str]) -> None:
+    """names: of layers with shared experts. Their output is a fresh tensor of vLLM's, whose address no graph knows."""
+    if name := next(iter(names), None):
+        raise ConfigError(
+            f'quantization \'ndp\' does not work together with "cudagraph_mode":"PIECEWISE" for {name}, which has '
+            'shared experts: set "cudagraph_mode":"NONE" in --compilation-config'
+        )
+
+
+def cores_beside_engine(usable: Iterable[int]) -> list[int]:
+    """Those of an embedded device on a machine with a GPU, whose engine binds no cores."""
+    cores = sorted(usable)
+    return cores[min(ENGINE_CORES, len(cores) // 4) :]
+
+
+def leave_room(available: int, sidecar_bytes: int, kv_bytes: int) -> int:
+    """Of the bytes available for the KV cache, those left when its sidecar lies beside it; both sizes are of a token."""
+    return available * kv_bytes // (kv_bytes + sidecar_bytes)
+
+
+def kv_bytes_per_token(specs: Mapping[str, Any]) -> int:
+    """Of the layers whose KV entries hold every position of a request. specs: vLLM's, by layer."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    pages = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
+    return sum(spec.page_size_bytes // spec.block_size for spec in pages)
