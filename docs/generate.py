@@ -3,6 +3,7 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
+    docs/compatibility.md   its table of vLLM's hooks, from docs/measured/vllm_hooks.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     README.md               the sentences with measured figures
 
@@ -189,6 +190,26 @@ def rendered(template: str, root: Path = ROOT) -> str:
     return templates.get_template(template).render(load_measured(root / "docs" / "measured"))
 
 
+# -- vLLM's hooks ------------------------------------------------------------------------------------------------------
+
+TESTED = "0.32.0"
+"""The version that the tests run with."""
+
+
+def vllm_hooks(root: Path = ROOT) -> str:
+    """What each version of vLLM has for the hooks, beside what the tested one has."""
+    versions = load_measured(root / "docs" / "measured")["vllm_hooks"].figures["versions"]
+    others = [version for version in versions if version != TESTED]
+    lines = [f"| hook | {TESTED} | {' | '.join(others)} |", f"|{'---|' * (len(others) + 2)}"]
+    for hook, found in versions[TESTED]["hooks"].items():
+        cells = ["same" if (text := versions[other]["hooks"][hook]) == found else f"**{text}**" for other in others]
+        lines.append(f"| {hook} | `{found}` | {' | '.join(cells)} |")
+    imports = [
+        f"{v['imports'] - len(v['lacking'])} of {v['imports']}" for v in (versions[v] for v in (TESTED, *others))
+    ]
+    return "\n".join([*lines, f"| names that we import | {' | '.join(imports)} |"])
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +271,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "files of ndp_device": lambda: file_tables("ndp_device", root),
         "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
         "published models": published_models,
+        "hooks of vLLM": lambda: vllm_hooks(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
 
@@ -270,7 +292,7 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    for name in ("docs/architecture.md", "docs/timing.md", "README.md"):
+    for name in ("docs/architecture.md", "docs/compatibility.md", "docs/timing.md", "README.md"):
         path = root / name
         found[path] = filled(path.read_text(), root)
     return found

@@ -195,9 +195,7 @@ class CudaSlotKernel:
             return self.run_named(x, held, weights.masked_fill(slots < 0, 0), slots.clamp(min=0))
         return self.run_named(x, held, weights, torch.where(slots >= 0, slots, num_slots))
 
-    def run_named(
-        self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def run_named(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """The same where a pair that runs elsewhere has a slot past the last one; none does where all experts are here.
 
         -1 must stay in the expert map, never in the ids, which the kernel looks up first.

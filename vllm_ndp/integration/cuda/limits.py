@@ -1,4 +1,4 @@
-"""What the plugin cannot do together with vLLM on a GPU, and what it changes there: sentences, settings, shares of memory.
+"""What the plugin cannot do together with vLLM on a GPU, and what it changes there: sentences, settings, sizes.
 
 Written from vLLM's source and checked against it by benchmarks/vllm_hooks.py; docs/gpu.md says what ran where. Knows
 vLLM's configuration objects. Does not know tensors.
@@ -25,7 +25,7 @@ SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")
 
 
 def settings_on_gpu(settings: NdpSettings) -> NdpSettings:
-    """`auto` is the paper's placement: balancing decides on the host by simulated hardware, which costs a wait a layer."""
+    """`auto` is the paper's execution: to balance by simulated hardware on the host costs every layer a wait."""
     if settings.execution == "auto" and settings.offload_bits is None:
         return dataclasses.replace(settings, execution="paper")
     return settings
@@ -102,7 +102,7 @@ def cores_beside_engine(usable: Iterable[int]) -> list[int]:
 
 
 def leave_room(available: int, sidecar_bytes: int, kv_bytes: int) -> int:
-    """Of the bytes available for the KV cache, those left when its sidecar lies beside it; both sizes are of a token."""
+    """Of the bytes available for the KV cache, those left when its sidecar lies beside it. Both sizes: of a token."""
     return available * kv_bytes // (kv_bytes + sidecar_bytes)
 
 

@@ -1,0 +1,183 @@
+"""What vLLM's versions for GPUs do differently, without a GPU: their messages, their order of rows, their warm-up.
+
+The record of hooks (docs/measured/vllm_hooks.json) is compared with the vLLM that is installed; with wheels of others
+in NDP_VLLM_WHEELS (`pip download --no-deps vllm==0.33.0 -d FOLDER`) with those too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import vllm_hooks
+
+from vllm_ndp.integration.batch import RequestTracker, Span, TrackedRequest, row_order
+
+WHEELS = sorted(Path(os.environ.get("NDP_VLLM_WHEELS", "/nonexistent")).glob("vllm-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def versions() -> dict[str, Any]:
+    return json.loads(vllm_hooks.RECORD.read_text())["figures"]["versions"]
+
+
+def test_the_installed_vllm_has_what_the_record_says_of_its_version(versions: dict[str, Any]) -> None:
+    version, read = vllm_hooks.of_installed()
+    assert vllm_hooks.record(read) == versions[version]
+
+
+@pytest.mark.skipif(not WHEELS, reason="no wheels in NDP_VLLM_WHEELS")
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda path: path.name.split("-")[1])
+def test_a_wheel_has_what_the_record_says_of_its_version(wheel: Path, versions: dict[str, Any]) -> None:
+    version, read = vllm_hooks.of_wheel(wheel)
+    assert vllm_hooks.record(read) == versions[version]
+
+
+def test_no_recorded_version_lacks_a_name_that_we_import(versions: dict[str, Any]) -> None:
+    assert set(versions) >= {"0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"}
+    assert {version: found["lacking"] for version, found in versions.items()} == {version: [] for version in versions}
+    assert {found["imports"] for found in versions.values()} == {len(set(vllm_hooks.imported_names()))}
+
+
+def test_versions_differ_only_in_what_the_code_allows_for(versions: dict[str, Any]) -> None:
+    """A hook that is absent or has another signature somewhere must be in this list, beside who handles it."""
+    handled = {
+        "length of its prompt": "batch._prompt_len",
+        "order of rows, runner V2": "batch.row_order",
+    }
+    differing = {
+        hook
+        for hook, found in versions["0.32.0"]["hooks"].items()
+        if any(other["hooks"][hook] != found for other in versions.values()) or found == vllm_hooks.ABSENT
+    }
+    assert differing == set(handled)
+
+
+@pytest.mark.parametrize("hook", vllm_hooks.HOOKS, ids=lambda hook: hook.what)
+def test_a_hook_that_vanishes_is_seen(hook: vllm_hooks.Hook) -> None:
+    """Of an empty file nothing is found, whatever is looked for."""
+    assert vllm_hooks.look_up(lambda file: "", hook) == vllm_hooks.ABSENT
+    assert vllm_hooks.look_up(lambda file: None, hook) == vllm_hooks.ABSENT
+
+
+# -- messages of the scheduler -----------------------------------------------------------------------------------------
+
+
+def message(*new: Any, drafts: dict[str, list[int]] | None = None) -> Any:
+    return SimpleNamespace(
+        finished_req_ids=set(),
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+        num_scheduled_tokens={request.req_id: 3 for request in new},
+        scheduled_spec_decode_tokens=drafts or {},
+    )
+
+
+def test_the_length_of_a_prompt_is_counted_where_the_message_does_not_say_it() -> None:
+    """vLLM 0.26: no `prompt_len`; a prompt of tokens, and one of embeddings."""
+    of_tokens = SimpleNamespace(req_id="a", prompt_token_ids=[5, 6, 7], block_ids=([1],), num_computed_tokens=0)
+    of_embeds = SimpleNamespace(
+        req_id="b", prompt_token_ids=None, prompt_embeds=[0.0] * 4, block_ids=([2],), num_computed_tokens=0
+    )
+    spans = RequestTracker().update(message(of_tokens, of_embeds, drafts={"b": [9]}))
+    assert {name: span.request.prompt_len for name, span in spans.items()} == {"a": 3, "b": 4}
+    assert {name: span.is_drafted for name, span in spans.items()} == {"a": False, "b": True}
+
+
+# -- the order of rows -------------------------------------------------------------------------------------------------
+
+
+def spans_of(**num_tokens: int) -> dict[str, Span]:
+    return {
+        name: Span(TrackedRequest(name, 1, []), 0, count, is_drafted=name.startswith("drafted"))
+        for name, count in num_tokens.items()
+    }
+
+
+def before_0_28(num_tokens_per_req: dict[str, int], decode_query_len: int) -> list[str]:
+    """Copied from vLLM 0.26.0."""
+    key = lambda r: ((num := num_tokens_per_req[r]) != decode_query_len, num)  # noqa: E731
+    return sorted(num_tokens_per_req, key=key)
+
+
+def since_0_28(
+    num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]], decode_query_len: int
+) -> list[str]:
+    """Copied from vLLM 0.33.0."""
+    key = lambda r: (not draft_tokens.get(r), (num := num_tokens_per_req[r]) != decode_query_len, num)  # noqa: E731
+    return sorted(num_tokens_per_req, key=key)
+
+
+def test_runner_v1_keeps_the_order_in_its_batch() -> None:
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["c", "unscheduled", "a"]))
+    assert row_order(runner, spans_of(a=1, c=9)) == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        (before_0_28, ["decode", "drafted", "prompt"]),
+        (since_0_28, ["drafted", "decode", "prompt"]),
+    ],
+    ids=["0.26", "0.33"],
+)
+def test_runner_v2_sorts_and_so_do_we(
+    sort: Callable[..., list[str]], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One decode row, a request with two drafts, a prompt of 20: drafts come first since they are told apart."""
+    module = ModuleType("vllm.v1.worker.gpu.model_runner")
+    module.sort_batch_req_ids = sort  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spans = spans_of(prompt=20, drafted=3, decode=1)
+    assert row_order(SimpleNamespace(decode_query_len=1), spans) == order
+
+
+# -- the worker --------------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_warm_up_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runner V2 warms up with requests of its own making, through the worker's own execute_model and sample_tokens."""
+    from vllm_ndp.integration import worker
+
+    seen: list[str] = []
+
+    def warm_up(self: Any) -> str:
+        self.execute_model("made up")
+        self.sample_tokens(None)
+        return "times"
+
+    monkeypatch.setattr(worker._Base, "compile_or_warm_up_model", warm_up)
+    monkeypatch.setattr(worker._Base, "execute_model", lambda self, output: seen.append(output))
+    monkeypatch.setattr(worker._Base, "sample_tokens", lambda self, output: seen.append("sampled"))
+    warmed = object.__new__(worker.NdpWorker)  # without `ndp`: whoever asks for it fails
+    assert warmed.compile_or_warm_up_model() == "times"
+    assert seen == ["made up", "sampled"]
+    with pytest.raises(AttributeError, match="ndp"):
+        warmed.execute_model("a real step")
+
+
+@pytest.mark.parametrize(("asked", "left"), [(0, 65536 * 9 // 10), (1 << 30, 65536)], ids=["profiled", "asked for"])
+def test_memory_for_the_sidecar_is_left_unless_a_size_was_asked_for(
+    asked: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 bytes of KV and 4 of routing per token: 9 tenths are left."""
+    from vllm_ndp.integration import worker
+
+    monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(worker._Base, "determine_available_memory", lambda self: 65536)
+    monkeypatch.setattr(worker.limits, "kv_bytes_per_token", lambda specs: 36)
+    sized = object.__new__(worker.NdpWorker)
+    sized.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
+    sized.ndp = SimpleNamespace(sidecar=SimpleNamespace(bytes_per_entry=4))  # type: ignore[assignment]
+    sized.get_kv_cache_spec = dict  # type: ignore[method-assign]
+    assert sized.determine_available_memory() == left

@@ -1,0 +1,123 @@
+"""What is refused or changed where the hot experts lie on a GPU: sentences and sizes, from configurations alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.cuda import limits
+
+
+def configuration(mode: str | None = None, **changed: Any) -> Any:
+    compilation = SimpleNamespace(
+        cudagraph_mode=None if mode is None else SimpleNamespace(name=mode),
+        splitting_ops=None,
+        _attention_ops=["vllm::unified_attention_with_output"],
+        use_inductor_graph_partition=False,
+    )
+    offload = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0))
+    config = SimpleNamespace(compilation_config=compilation, offload_config=offload, speculative_config=None)
+    for name, value in changed.items():
+        *path, last = name.split("__")
+        target: Any = config
+        for part in path:
+            target = getattr(target, part)
+        setattr(target, last, value)
+    return config
+
+
+def refused(config: Any, settings: NdpSettings | None = None) -> list[str]:
+    return [what for asked, what in limits.refusals(config, settings or NdpSettings()) if asked]
+
+
+@pytest.mark.parametrize("mode", [None, "NONE", "PIECEWISE"])
+def test_a_plain_configuration_is_not_refused(mode: str | None) -> None:
+    assert refused(configuration(mode)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "switch"),
+    [
+        ({"offload_config__uva__cpu_offload_gb": 4}, "--cpu-offload-gb"),
+        ({"offload_config__prefetch__offload_group_size": 2}, "--offload-group-size"),
+        ({"mode": "FULL"}, '"cudagraph_mode":"NONE"'),
+        ({"mode": "FULL_AND_PIECEWISE"}, '"PIECEWISE"'),
+        (
+            {"mode": "PIECEWISE", "compilation_config__use_inductor_graph_partition": True},
+            "use_inductor_graph_partition",
+        ),
+    ],
+    ids=["offload", "prefetch", "full", "full and piecewise", "inductor's partition"],
+)
+def test_what_would_not_be_effective_is_refused_with_its_switch(changed: dict[str, Any], switch: str) -> None:
+    (what,) = refused(configuration(**changed))
+    assert switch in what
+
+
+def test_breakable_graphs_are_refused_only_where_graphs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert refused(configuration("NONE")) == []
+    (what,) = refused(configuration("PIECEWISE"))
+    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" in what
+
+
+def test_a_recording_of_drafts_is_refused() -> None:
+    settings = NdpSettings(record="somewhere")
+    assert refused(configuration(), settings) == []
+    (what,) = refused(configuration(speculative_config=object()), settings)
+    assert "'record'" in what
+
+
+def test_graphs_are_off_unless_pieces_were_asked_for() -> None:
+    off = configuration()
+    assert not limits.configure_graphs(off)
+    assert off.compilation_config.cudagraph_mode.name == "NONE"
+    assert off.compilation_config.splitting_ops is None
+    pieces = configuration("PIECEWISE")
+    assert limits.configure_graphs(pieces)
+    assert pieces.compilation_config.cudagraph_mode.name == "PIECEWISE"
+    assert pieces.compilation_config.splitting_ops[0] in pieces.compilation_config._attention_ops
+    assert set(limits.SPLITTING) <= set(pieces.compilation_config.splitting_ops)
+    assert pieces.compilation_config._attention_ops == ["vllm::unified_attention_with_output"]  # vLLM's own list
+
+
+def test_shared_experts_beside_pieces_of_graphs_are_refused_by_the_name_of_a_layer() -> None:
+    limits.refuse_shared_experts_in_pieces([])
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp.*NONE"):
+        limits.refuse_shared_experts_in_pieces(["model.layers.1.mlp"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "execution"),
+    [({}, "paper"), ({"execution": "balanced"}, "balanced"), ({"offload_bits": 2}, "auto")],
+    ids=["nothing asked", "balanced asked", "its bits asked"],
+)
+def test_balancing_by_simulated_hardware_must_be_asked_for_on_a_gpu(asked: dict[str, Any], execution: str) -> None:
+    assert limits.settings_on_gpu(NdpSettings(**asked)).execution == execution
+
+
+@pytest.mark.parametrize(("cores", "left"), [(1, 1), (4, 3), (16, 14)])
+def test_the_engine_keeps_cores_of_a_machine_that_has_some(cores: int, left: int) -> None:
+    assert limits.cores_beside_engine(range(cores)) == list(range(cores - left, cores))
+
+
+def test_sidecar_and_kv_cache_fit_into_what_is_available() -> None:
+    """Mixtral-8x7B: 128 KiB of KV and 32 * 2 * 6 bytes of routing a token: 0.3 % of the memory goes to the sidecar."""
+    available, kv, side = 65 << 30, 128 << 10, 32 * 2 * 6
+    left = limits.leave_room(available, side, kv)
+    tokens = left // kv
+    assert tokens * (kv + side) <= available < (tokens + 2) * (kv + side)
+    assert 1 - left / available == pytest.approx(0.003, rel=0.05)
+
+
+def test_kv_bytes_are_those_of_layers_that_keep_every_position() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=128)
+    assert limits.kv_bytes_per_token({"a": full, "b": full, "c": window}) == 2 * (2 * 2 * 64 * 2)
