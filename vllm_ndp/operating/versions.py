@@ -48,7 +48,7 @@ TESTED: Mapping[Literal["cpu", "cuda"], Matrix] = {
     "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 32),)),
     "cuda": Matrix(Version(0, 26), Version(0, 33), ()),
 }
-"""docs/measured/versions.json has what each version was run with."""
+"""What each version was run with: docs/compatibility.md."""
 
 
 def newest_tested(build: Literal["cpu", "cuda"]) -> str:
