@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, NdpError
+from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize
-from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers

@@ -24,9 +24,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option

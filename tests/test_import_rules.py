@@ -47,7 +47,12 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("ndp_device.replicas", "ndp_device.kernels", "ndp_device.handler", "ndp_device.transport", "socket", "time"),
         (),
     ),
-    ("ndp_device/kernels/", ("ndp_device.protocol", "ndp_device.timing"), ()),
+    (
+        "ndp_device/experts/",
+        ("ndp_device.kernels", "ndp_device.replicas", "ndp_device.checkpoint", "os", "pathlib"),
+        (),
+    ),
+    ("ndp_device/kernels/", ("ndp_device.protocol", "ndp_device.timing", "ndp_device.replicas"), ()),
     ("ndp_device/replicas/", ("ndp_device.protocol", "ndp_device.timing"), ()),
     # offline work: serving and replay read what it left behind
     ("ndp_device/", ("ndp_device.calibration",), ("ndp_device/calibration/",)),

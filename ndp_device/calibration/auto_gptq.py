@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ndp_device.errors import ConfigError
-from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import QuantizedMatrix
+from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.experts.packing import pack
 
 BITS = (2, 3, 4)
 """Its levels are scale * (code - integer zero): at one bit these are zero and one other value, which is useless."""

@@ -18,10 +18,9 @@ from torch import Tensor
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.kernels.reference import to_float32
+from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.model_shape import Activation
 from ndp_device.replicas.format import LayerReplicas
-from ndp_device.replicas.replica import Biases, FullExpert, QuantizedExpert, QuantizedMatrix
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 """(W [N, C], H [C, C], damp) -> the matrix at every width, its column order in perm."""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ndp_device.calibration.hessian import inverse_factor
 from ndp_device.calibration.nested import LevelTable, Tracks, fit_levels, refit
-from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import QuantizedMatrix
+from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.experts.packing import pack
 
 POLISH_SWEEPS = 2
 """Passes of coordinate descent over all codes after GPTQ; measured: 5-15 % less loss, a third pass gives 1 %."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel
-from ndp_device.replicas.replica import FullExpert, QuantizedExpert
 from ndp_device.widths import WIDTHS
 
 ROWS_BYTES = 64 << 20

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.replicas.replica import Expert
+from ndp_device.experts.expert import Expert
 
 
 class Kernel(Protocol):

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.experts.expert import Expert, FullExpert, QuantizedMatrix
 from ndp_device.kernels import _native
-from ndp_device.replicas.replica import Expert, FullExpert, QuantizedMatrix
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.packing import unpack
 from ndp_device.model_shape import Activation
-from ndp_device.replicas.packing import unpack
-from ndp_device.replicas.replica import Biases, Expert, FullExpert, QuantizedMatrix
 
 Float32 = NDArray[np.float32]
 
@@ -109,10 +108,3 @@ def clamped_swiglu(gate: Float32, up: Float32) -> Float32:
     with np.errstate(over="ignore"):
         y: Float32 = (up + 1) * (gate / (1 + np.exp(np.float32(-1.702) * gate)))
         return y
-
-
-def to_float32(values: NDArray[Any], dtype: str) -> Float32:
-    """Checkpoint values as float32: exact for float32, float16 and bfloat16 (which numpy holds as uint16)."""
-    if dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(values, dtype=np.float32)

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from ndp_device import strict_json
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.experts.expert import Biases, QuantizedExpert, QuantizedMatrix
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
-from ndp_device.replicas.replica import Biases, QuantizedExpert, QuantizedMatrix
 from ndp_device.strict_files import open_plain
 from ndp_device.widths import WIDTHS
 

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.experts.expert import Expert
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
-from ndp_device.replicas.replica import Expert
 from ndp_device.widths import FULL_PRECISION_BITS
 
 _AHEAD = 1  # prepared but never asked for: forgotten before everything else

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from family_tokens import PROMPT_COUNT, TOKENS
 from paths import ROOT
-from test_integration_families import models, note, program, said_of
+from test_integration_families import models, note, noted, program, said_of
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -35,26 +35,8 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path,
     stock = said_of(directory.with_name(f"{name}-dequantized"), "stock")["stock"]
     assert "error" not in ours, ours
     assert "error" not in stock, stock
-    pairs = [
-        (mine, theirs)
-        for my_pass, their_pass in zip(ours["passes"], stock["passes"], strict=True)
-        for mine_of, theirs_of in zip(my_pass, their_pass, strict=True)
-        for mine, theirs in zip(mine_of, theirs_of, strict=True)
-    ]
-    identical, totals = sum(mine == theirs for mine, theirs in pairs), ours["totals"]
-    note(
-        name,
-        {
-            "tokens_identical": identical,
-            "tokens_total": len(pairs),
-            "chunked_prefill": stock["chunked_prefill"],
-            "prefix_cache": stock["prefix_cache"],
-            "stock_passes_equal": stock["passes"][0] == stock["passes"][1],
-            "dtype": "float32",
-            "cold_pairs": totals["cold_pairs"],
-        },
-    )
-    assert identical == len(pairs) == 2 * PROMPT_COUNT * TOKENS
+    identical, total, totals = noted(name, ours, stock, "float32")
+    assert identical == total == 2 * PROMPT_COUNT * TOKENS
     assert totals["cold_pairs"] > 50
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels.native import NativeKernel
 from ndp_device.model_shape import WholeModel
-from ndp_device.replicas.replica import QuantizedExpert, QuantizedMatrix
 from ndp_device.timing.units import PS_PER_S
 from ndp_device.widths import default_group_size
 from vllm_ndp.simulation.costs import Costs

@@ -23,12 +23,12 @@ from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.text import CalibrationText, file_digest
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
-from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
+from ndp_device.experts.expert import QuantizedExpert, to_float32
+from ndp_device.experts.packing import unpack
+from ndp_device.kernels.reference import ReferenceKernel, dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table
-from ndp_device.replicas.packing import unpack
-from ndp_device.replicas.replica import QuantizedExpert
 
 SHIPPED = MODEL.with_name("tiny-mixtral-replicas")
 SEQUENCES, LENGTH = 16, 64

@@ -13,9 +13,9 @@ from paths import MODEL
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.data_free import Fitted, fit_in_numpy, fit_natively
 from ndp_device.calibration.loss_table import expert_losses
-from ndp_device.kernels.reference import dequantize, to_float32
-from ndp_device.replicas.packing import unpack
-from ndp_device.replicas.replica import FullExpert, QuantizedExpert, QuantizedMatrix
+from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.packing import unpack
+from ndp_device.kernels.reference import dequantize
 
 ALL_WIDTHS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 

@@ -22,7 +22,7 @@ from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.quantized import Packed, unpacked  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
-from ndp_device.kernels.reference import to_float32  # noqa: E402
+from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
-from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix
+from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.packing import pack
+from ndp_device.kernels.reference import ReferenceKernel, dequantize
 
 _native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
 from ndp_device.kernels.native import NativeKernel  # noqa: E402
@@ -445,7 +445,7 @@ def test_a_forked_child_computes_with_threads_of_its_own() -> None:
 import os, sys
 import numpy as np
 from ndp_device.kernels.native import NativeKernel
-from ndp_device.replicas.replica import FullExpert
+from ndp_device.experts.expert import FullExpert
 rng = np.random.default_rng(0)
 w = [rng.standard_normal(s).astype(np.float32) for s in ((512, 512), (512, 512), (512, 512))]
 kernel = NativeKernel(threads=3)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ndp_device.replicas.packing import pack
+from ndp_device.experts.packing import pack
 
 _native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
 

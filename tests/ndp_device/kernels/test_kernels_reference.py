@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, as_stored, write_small_checkpoint
 
 from ndp_device.errors import ConfigError
+from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.packing import pack
 from ndp_device.kernels import load_kernel
-from ndp_device.kernels.reference import ReferenceKernel, dequantize, to_float32
+from ndp_device.kernels.reference import ReferenceKernel, dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
-from ndp_device.replicas.packing import pack
-from ndp_device.replicas.replica import FullExpert, QuantizedExpert, QuantizedMatrix
 
 KERNEL = ReferenceKernel()
 

@@ -17,11 +17,11 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.experts.packing import unpack
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles, read_manifest, write_layer, write_manifest
 from ndp_device.replicas.loss_table import load_loss_table
-from ndp_device.replicas.packing import unpack
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import default_group_size
 

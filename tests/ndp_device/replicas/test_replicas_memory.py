@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, LAYERS, write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.experts.expert import Expert
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.replicas.prefetch_order import PrefetchOrder
-from ndp_device.replicas.replica import Expert
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
 

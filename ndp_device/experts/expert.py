@@ -1,6 +1,6 @@
-"""What one expert looks like to a kernel: quantized at one bit width, or the checkpoint's own weights.
+"""What one expert is in memory: quantized at one bit width, or the checkpoint's own weights.
 
-Knows shapes and dtypes. Does not know files (format.py, checkpoint.py) or arithmetic (kernels/).
+Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ndp_device.model_shape import Activation
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
-
-"""The widths an expert can be quantized to; a loss table has one column for each."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +150,10 @@ def _check_biases(biases: Biases | None, intermediate: int, hidden: int) -> None
 
 def _is_permutation(perm: NDArray[np.int32], columns: int) -> bool:
     return perm.shape == (columns,) and bool((np.sort(perm) == np.arange(columns)).all())
+
+
+def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Checkpoint values as float32: exact for float32, float16 and bfloat16 (which numpy holds as uint16)."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(values, dtype=np.float32)
