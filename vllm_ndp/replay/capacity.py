@@ -77,8 +77,15 @@ def with_memory(row: Summary, one: Planned, costs: Costs) -> Summary:
     )
 
 
+def _with_the_rest(one: Planned, costs: Costs) -> Planned:
+    footprint = _footprint(one, costs)
+    free = costs.hardware.gpu.hbm_capacity_bytes - (footprint.gpu - footprint.experts.gpu)
+    return one._replace(options=replace(one.options, gpu_bytes=free))
+
+
 def _largest(one: Planned, costs: Costs) -> Planned:
-    """The same with the most hot experts and then the widest replicas that fit, asked from the largest down."""
+    """The same with the most hot experts and then the widest replicas that fit, asked from the largest down; a system
+    that can use any number of bytes gets what is then left over too."""
     wanted = one.options
     smallest: DoesNotFit | None = None
     for widest in reversed(WIDTHS):
@@ -86,7 +93,8 @@ def _largest(one: Planned, costs: Costs) -> Planned:
             budget = Budget(num_hot, min(wanted.budget.avg_bits, widest))
             options = replace(wanted, budget=budget, widest=widest)
             try:
-                return _require(one._replace(options=options), costs, "nothing of it fits, take another hardware")
+                found = _require(one._replace(options=options), costs, "nothing of it fits, take another hardware")
+                return _with_the_rest(found, costs) if one.system.fills_memory else found
             except DoesNotFit as reason:
                 smallest = reason
     assert smallest is not None

@@ -307,3 +307,21 @@ def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
     outcome = run("hobbit", batches, machine(), 2, low_slots=0)
     assert outcome.moe_ps.ravel() == near([2 * C, (F + C) / 4, C, F + C])
     assert outcome.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
+
+
+def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
+    """Three places are 18 MB, four experts at 8 bits and their scales 12.4: two reads take 2 x C x 8.25 / 16, and
+    nothing waits for the device. At most 1e-4 may be lost: 8 bits lose 4.4^-7 = 3e-5."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]]))
+    costs = machine()
+    outcome = run("joint", batches, costs, 3, max_loss=1e-4)
+    assert outcome.moe_ps.ravel() == near([2 * C * costs.replica_bytes(8) / 6e6] * 2)
+    assert (outcome.hot_pairs, outcome.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
+
+
+def test_joint_without_gpu_memory_computes_everything_on_the_device():
+    """At the paper's 2 bits: 6 MB x 2.25 / 16 at 600 GB/s are 1.4 us an expert, two of them and the message."""
+    batches = trace(PROMPT, chosen([[0, 1]]))
+    outcome = run("joint", batches, machine(), 0)
+    assert outcome.hot_pairs == 0
+    assert outcome.moe_ps.ravel() == run("context_aware", batches, machine(), 0).moe_ps.ravel()

@@ -16,6 +16,7 @@ from vllm_ndp.replay.systems.fiddler import FIDDLER
 from vllm_ndp.replay.systems.gpu_on_demand import GPU_ON_DEMAND
 from vllm_ndp.replay.systems.hobbit import HOBBIT
 from vllm_ndp.replay.systems.hybrimoe import HYBRIMOE
+from vllm_ndp.replay.systems.joint import JOINT
 from vllm_ndp.replay.systems.klotski import KLOTSKI
 from vllm_ndp.replay.systems.ktransformers import KTRANSFORMERS
 from vllm_ndp.replay.systems.llama_cpp import LLAMA_CPP
@@ -34,6 +35,7 @@ SYSTEMS: dict[str, System] = {
         CONTEXT_AWARE,
         BALANCED,
         ADAPTIVE,
+        JOINT,
         MONDE,
         HOBBIT,
         GPU_ON_DEMAND,
@@ -57,6 +59,7 @@ SYSTEMS: dict[str, System] = {
 OPTIONS: dict[str, tuple[str, ...]] = {
     "balanced": ("spill_bits",),
     "adaptive": ("frequency", "memory_tokens"),
+    "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
     "monde": ("h_rounding",),
     "hobbit": ("t1", "t2", "low_slots"),
     "gpu_on_demand": ("cache",),

@@ -53,6 +53,8 @@ class ReplayOptions:
     """What systems prefetch by; None: as accurately as each has published."""
     widest: int = WIDTHS[-1]
     """The widest width that the device's replicas hold; plans that ask for more get it."""
+    gpu_bytes: int | None = None
+    """GPU memory for experts, where a system can use any number of bytes; None: that of num_hot full-precision ones."""
     own: dict[str, float | str] = field(default_factory=dict)
     """What single systems have beside it (OPTIONS), by name."""
 
@@ -102,6 +104,8 @@ class System:
     follows_policy: bool
     replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
     memory: Callable[[Costs, ReplayOptions], Memory]
+    fills_memory: bool = False
+    """Whether it can use any number of bytes on the GPU (`ReplayOptions.gpu_bytes`), not only whole experts."""
     is_bounded: bool = False
     """Whether its schedules are of the class that replay/bound.py bounds."""
 
