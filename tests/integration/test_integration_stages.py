@@ -139,6 +139,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.families  # of stock vLLM alone, three processes: it can only change with the pinned version
 def test_stock_vllm_still_needs_the_room_that_our_worker_makes(tmp_path: Any):
     """When this fails, vLLM runs two stages without compilation itself: drop `_make_room_for_the_stage_before`."""
     (tmp_path / "stock.py").write_text(STOCK)
