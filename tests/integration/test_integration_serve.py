@@ -23,6 +23,7 @@ import psutil
 import pytest
 from engines import (
     MODEL,
+    NDP_PROGRAM,
     PATIENCE_S,
     PATIENT_DEADLINE_MS,
     PROMPTS,
@@ -396,6 +397,43 @@ def test_metrics_count_what_reports_count(server: Server):
     assert grown["ndp_measured_plan_seconds_count{}"] == grown["ndp_planned_prompts_total{}"] == len(reports)
     assert grown["ndp_requests_total{finish=length}"] == len(reports)
     assert after["ndp_device_up{}"] == 1
+
+
+def test_top_shows_what_the_server_does(server: Server):
+    """The terminal's view, twice a second while a request runs: rates of both clocks, requests, the plan."""
+    top = [NDP_PROGRAM, "top", server.address]
+    done = subprocess.run(top, capture_output=True, text=True, timeout=60, env=user_environment())
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "give --api-key" in done.stderr
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(complete, server, PROMPTS[0], max_tokens=200)
+        done = subprocess.run(
+            [*top, "--json", "--interval", "0.5", "--count", "6"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=user_environment(VLLM_API_KEY=KEY),
+        )
+        asked.result()
+    assert done.returncode == 0, done.stderr
+    looks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(looks) == 5
+    assert max(look["rates"]["per_s"]["output tokens"] for look in looks) > 0
+    assert max(look["levels"]["running"] for look in looks) >= 1
+    assert any(look["status"]["running"] for look in looks)
+    assert 0 < max(look["rates"]["hot_share"] or 0 for look in looks) < 1
+    assert looks[-1]["levels"]["device up"] == 1
+    assert looks[-1]["totals"]["cold pairs"] > 0 < looks[-1]["totals"]["simulated TPOT sum"]
+    drawn = subprocess.run(
+        [*top, "--count", "2", "--interval", "0.2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=user_environment(VLLM_API_KEY=KEY, COLUMNS="160"),
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    for word in ("measured", "simulated", "hot share", "experts hot", "h100-ndp512"):
+        assert word in drawn.stdout
 
 
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):

@@ -1,0 +1,220 @@
+"""`vllm-ndp top`: a running server or device in the terminal. Knows options and the picture; operating/ asks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ndp_device.command_line import command, print_json
+from ndp_device.errors import DeviceUnavailable
+from vllm_ndp.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from vllm_ndp.operating.watch import Rates, Sample, Watched
+
+app = typer.Typer()
+SERVER = "http://127.0.0.1:8000"
+
+
+@command(
+    app,
+    "top",
+    examples=(
+        f"vllm-ndp top {SERVER}",
+        f"vllm-ndp top {SERVER} --count 1 --json",
+        "vllm-ndp top ipc://$HOME/.ndp/device --count 2",
+    ),
+)
+def top(
+    target: Annotated[str, typer.Argument(metavar="ADDR", help="http:// of vllm serve; ipc:// or tcp:// of a device.")],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    count: Annotated[int, typer.Option(min=0, help="So many looks, then end; 0: until Ctrl-C.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key, for /v1/ndp/status.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This host's key file, where the device wants keys.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a running server or device.
+
+    One that stops answering is waited for; one that never answered is an error.
+    """
+    from vllm_ndp.operating.watch import watched
+
+    view = _View(watched(target, api_key=api_key, key=key), interval, count)
+    if as_json:
+        view.lines()
+    else:
+        view.live()
+        print_json(view.last())
+
+
+class _View:
+    def __init__(self, target: Watched, interval_s: float, count: int) -> None:
+        self._target, self._interval_s, self._count = target, interval_s, count
+        self._before: Sample | None = None
+        self._after = target.look()
+        self._lost = ""
+
+    def live(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(highlight=False)
+        with Live(self.picture(), console=console, auto_refresh=False, screen=False) as live:
+            try:
+                for _ in self._looks():
+                    live.update(self.picture(), refresh=True)
+            except KeyboardInterrupt:
+                pass
+
+    def lines(self) -> None:
+        """One JSON object for each look but the first, which has no rates, unless it is the only one."""
+        if self._count == 1:
+            print_json(self.last())
+        try:
+            for _ in self._looks():
+                print_json(self.last())
+        except KeyboardInterrupt:
+            pass
+
+    def _looks(self) -> Any:
+        """Yield after each look but the first, which the constructor took."""
+        number = 1
+        while self._count == 0 or number < self._count:
+            time.sleep(self._interval_s)
+            try:
+                self._before, self._after = self._after, self._target.look()
+                self._lost = ""
+            except DeviceUnavailable as error:
+                self._lost = str(error)
+            number += 1
+            yield number
+
+    def last(self) -> dict[str, Any]:
+        """The last look as plain values."""
+        from vllm_ndp.operating.watch import rates
+
+        result: dict[str, Any] = {"target": self._target.name, "answers": not self._lost}
+        result |= {"levels": dict(self._after.levels), "totals": dict(self._after.sums)}
+        if self._before is not None:
+            result["rates"] = vars(rates(self._before, self._after))
+        return result | {"status": dict(self._after.status)}
+
+    def picture(self) -> RenderableType:
+        from rich.console import Group
+
+        from vllm_ndp.operating.watch import rates
+
+        between = None if self._before is None else rates(self._before, self._after)
+        head = f"[bold]{self._target.name}[/]  " + (f"[red]{self._lost}[/]" if self._lost else "answers")
+        if "protocol" in self._after.status:
+            return Group(head, _device(self._after, between))
+        return Group(head, _load(self._after, between), _times(between), *_plugin(self._after, between))
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(show_header=bool(columns), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right" if name != columns[0] else "left")
+    return table
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _load(now: Sample, between: Rates | None) -> RenderableType:
+    table = _table("requests", "running", "waiting", "KV cache", "prompt tokens/s", "output tokens/s", "ended/s")
+    per_s = {} if between is None else between.per_s
+    table.add_row(
+        "",
+        _number(now.levels.get("running"), ".0f"),
+        _number(now.levels.get("waiting"), ".0f"),
+        f"{100 * now.levels.get('KV cache used', 0.0):.1f} %",
+        *(_number(per_s.get(name)) for name in ("prompt tokens", "output tokens", "requests")),
+    )
+    return table
+
+
+def _times(between: Rates | None) -> RenderableType:
+    """Two rows, one for each clock."""
+    table = _table("clock", "TTFT ms", "TPOT ms", "device round trip ms", "planning ms")
+    means = {} if between is None else between.means
+
+    def milliseconds(name: str) -> str:
+        value = means.get(name)
+        return "-" if value is None else f"{1e3 * value:.3g}"
+
+    table.add_row(
+        "measured",
+        *(milliseconds(f"measured {what}") for what in ("TTFT", "TPOT", "device round trip", "planning")),
+    )
+    table.add_row("simulated", milliseconds("simulated TTFT"), milliseconds("simulated TPOT"), "", "")
+    return table
+
+
+def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
+    if not any(name.endswith(" pairs") for name in now.sums):
+        return ["vllm-ndp is not active in this server, or has served nothing yet"]
+    pairs = _table("pairs/s", "hot", "spilled", "cold", "fallback", "prefill", "hot share", "experts moved/s", "device")
+    per_s = {} if between is None else between.per_s
+    up = now.levels.get("device up")
+    pairs.add_row(
+        "",
+        *(_number(per_s.get(f"{place} pairs"), ".0f") for place in ("hot", "spilled", "cold", "fallback", "prefill")),
+        "-" if between is None or between.hot_share is None else f"{100 * between.hot_share:.0f} %",
+        _number(per_s.get("experts moved")),
+        "-" if up is None else "up" if up else "[red]down: the host computes for it[/]",
+    )
+    return [pairs, *_requests(now.status)]
+
+
+def _requests(status: Any) -> list[RenderableType]:
+    """What the middleware adds: which plan, which requests. Nothing where the server has none."""
+    workers = status.get("workers") or []
+    if not workers:
+        return ["[dim]more with --middleware vllm_ndp.integration.serving.routes.NdpRoutes[/]"]
+    plan, effective = workers[0].get("plan") or {}, workers[0].get("effective") or {}
+    bits = plan.get("avg_bits")
+    told = (
+        f"plan {plan.get('epoch')}: {plan.get('hot_experts')} of {effective.get('experts')} experts hot, "
+        f"{'-' if bits is None else bits} bits; simulates {effective.get('hardware')}"
+    )
+    running = _table("running", "phase", "prompt", "output")
+    for request in status.get("running", [])[:10]:
+        running.add_row(
+            str(request["id"])[:40], request["phase"], str(request["prompt_tokens"]), str(request["output_tokens"])
+        )
+    return [told, running] if status.get("running") else [told]
+
+
+def _device(now: Sample, between: Rates | None) -> RenderableType:
+    from vllm_ndp.operating.sizing import human
+
+    status = now.status
+    table = _table("device", "")
+    rows = {
+        "model": status["model"],
+        "replicas": f"{status['replicas']}, {human(status['resident_bytes'])}",
+        "kernel": status["kernel"],
+        "simulates": f"{status['hardware']}, {status['pe_mode']}",
+        "hosts": f"{now.levels['sessions']:.0f}",
+        "answered": f"{now.sums['executed']:.0f}",
+        "answered/s": "-" if between is None else f"{between.per_s['executed']:.1f}",
+        "refused": f"{now.sums['refused']:.0f}",
+        "pid": str(status["pid"]),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

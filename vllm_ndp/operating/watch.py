@@ -1,0 +1,212 @@
+"""What a running server or device says of itself, read again and again: samples, and the rates between two of them.
+
+A server is asked over HTTP: `/metrics`, which every vLLM has, and `/v1/ndp/status`, where its middleware serves it. A
+device is asked for its Description. Knows names of metrics and fields. Does not know terminals (cli/top.py) or vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
+
+PLACES = ("hot", "spilled", "cold", "fallback", "prefill")
+STATUS = "/v1/ndp/status"
+_MOST_BYTES = 64 << 20
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look. `sums` only grow, `levels` go up and down; `status` is what the middleware or the device says."""
+
+    at_s: float
+    sums: Mapping[str, float]
+    levels: Mapping[str, float]
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What happened between two looks, per second, and means over what ended in between. None: nothing did."""
+
+    seconds: float
+    per_s: Mapping[str, float]
+    means: Mapping[str, float | None]
+    hot_share: float | None
+
+
+class Watched(Protocol):
+    name: str
+
+    def look(self) -> Sample:
+        """Raises NdpError in one sentence where nobody answers."""
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+SUMS = {
+    "vllm:prompt_tokens_total": "prompt tokens",
+    "vllm:generation_tokens_total": "output tokens",
+    "vllm:request_success_total": "requests",
+    "vllm:ndp_device_messages_total": "device messages",
+    "vllm:ndp_planned_prompts_total": "plans",
+    "vllm:ndp_migrated_experts_total": "experts moved",
+    "vllm:ndp_simulated_seconds_total": "simulated seconds",
+}
+LEVELS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "KV cache used",
+    "vllm:ndp_device_up": "device up",
+}
+MEANS = {
+    "vllm:time_to_first_token_seconds": "measured TTFT",
+    "vllm:inter_token_latency_seconds": "measured TPOT",
+    "vllm:ndp_simulated_ttft_seconds": "simulated TTFT",
+    "vllm:ndp_simulated_tpot_seconds": "simulated TPOT",
+    "vllm:ndp_measured_device_round_trip_seconds": "measured device round trip",
+    "vllm:ndp_measured_plan_seconds": "measured planning",
+}
+"""Histograms, read as sum and count. Simulated and measured stay names of their own."""
+_PAIRS = "vllm:ndp_pairs_total"
+
+
+class Server:
+    """`vllm serve`, by the address that its clients use. api_key: as theirs; it is sent nowhere else."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        base = url.rstrip("/")
+        self.name = base.removesuffix("/v1")
+        self._api_key = api_key
+        self._has_status = True
+
+    def look(self) -> Sample:
+        sums, levels = read_metrics(self._get("/metrics"))
+        return Sample(time.monotonic(), sums, levels, self._status())
+
+    def _status(self) -> Mapping[str, Any]:
+        """Empty where this server has no such path; asked once then."""
+        if not self._has_status:
+            return {}
+        try:
+            status = json.loads(self._get(STATUS))
+        except _Refused as refusal:
+            if refusal.code in (401, 403):
+                raise ConfigError(
+                    f"{self.name}{STATUS} wants the server's key: give --api-key, or set VLLM_API_KEY"
+                ) from None
+            self._has_status = False
+            return {}
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{self.name}{STATUS} is no JSON: {error}") from None
+        return status if isinstance(status, dict) else {}
+
+    def _get(self, path: str) -> str:
+        request = urllib.request.Request(self.name + path)
+        if self._api_key and path.startswith("/v1"):
+            request.add_header("Authorization", f"Bearer {self._api_key}")
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                return str(answer.read(_MOST_BYTES).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            if path == STATUS:
+                raise _Refused(error.code) from None
+            raise ConfigError(f"{self.name}{path} answers {error.code}: is this the address of vllm serve?") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise DeviceUnavailable(f"no server answers at {self.name} ({reason})") from None
+
+
+class _Refused(Exception):
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+def read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
+    """(sums, levels) of a page in Prometheus' text format; engines and models are added up, a share is their mean."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    levels: defaultdict[str, list[float]] = defaultdict(list)
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        raise ConfigError(f"what /metrics answers is not in Prometheus' text format: {error}") from None
+    for family in families:
+        for sample in family.samples:
+            base = sample.name.removesuffix("_sum").removesuffix("_count")
+            if sample.name in SUMS:
+                sums[SUMS[sample.name]] += sample.value
+            elif sample.name in LEVELS:
+                levels[LEVELS[sample.name]].append(sample.value)
+            elif base in MEANS and base != sample.name:
+                sums[f"{MEANS[base]} {sample.name.removeprefix(base + '_')}"] += sample.value
+            elif sample.name == _PAIRS:
+                sums[f"{sample.labels['where'].removesuffix('_pairs')} pairs"] += sample.value
+    shared = ("KV cache used",)
+    return dict(sums), {
+        name: sum(values) / len(values) if name in shared else min(values) if name == "device up" else sum(values)
+        for name, values in levels.items()
+    }
+
+
+def rates(before: Sample, after: Sample) -> Rates:
+    """Between two looks at one server. A counter that fell back was started anew: it counts from zero."""
+    seconds = max(after.at_s - before.at_s, 1e-9)
+    grown = {
+        name: value - (old if (old := before.sums.get(name, 0.0)) <= value else 0.0)
+        for name, value in after.sums.items()
+    }
+    means = {}
+    for name in MEANS.values():
+        count = grown.get(f"{name} count", 0.0)
+        means[name] = grown[f"{name} sum"] / count if count else None
+    plain = {name: value / seconds for name, value in grown.items() if not name.endswith((" sum", " count"))}
+    decoded = [grown.get(f"{place} pairs", 0.0) for place in PLACES if place != "prefill"]
+    return Rates(seconds, plain, means, decoded[0] / sum(decoded) if sum(decoded) else None)
+
+
+# -- a device ----------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """`ndp-device serve`, by its address."""
+
+    def __init__(self, address: str, key: Path | None = None) -> None:
+        self.name, self._key = address, key
+
+    def look(self) -> Sample:
+        import msgspec
+
+        from ndp_device.probe import Probe
+
+        with Probe(self.name, timeout_s=_TIMEOUT_S, keys=self._key) as probe:
+            fields: dict[str, Any] = msgspec.to_builtins(probe.describe())
+        counts = {name.removeprefix("num_"): float(fields[name]) for name in ("num_executed", "num_refused")}
+        kept = {name: value for name, value in fields.items() if name not in ("id", "ndp", "tensors", "crc", "type")}
+        return Sample(time.monotonic(), counts, {"sessions": float(fields["num_sessions"])}, kept)
+
+
+def watched(target: str, *, api_key: str | None = None, key: Path | None = None) -> Watched:
+    """Raises ConfigError for what is neither a server's address nor a device's."""
+    if target.startswith(("http://", "https://")):
+        if key is not None:
+            raise ConfigError("--key is for devices behind tcp://: a server takes --api-key")
+        return Server(target, api_key)
+    if target.startswith(("ipc://", "tcp://")):
+        return Device(target, key)
+    raise ConfigError(
+        f"what to watch must be http://HOST:PORT of vllm serve, or ipc:// or tcp:// of a device, got {target!r}"
+    )
+
+
+__all__ = ["Device", "NdpError", "Rates", "Sample", "Server", "Watched", "rates", "read_metrics", "watched"]
