@@ -73,10 +73,18 @@ class NdpSettings:
     """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`)."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
-    device: str = EMBEDDED
-    """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://)."""
-    device_keys: str | None = None
-    """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys."""
+    device: str | tuple[str, ...] = EMBEDDED
+    """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://), or a list
+    of addresses, whose devices share the experts."""
+    devices: int = 1
+    """How many embedded devices share the experts."""
+    device_copies: int | None = None
+    """On how many of several devices each expert lies; None = 2 where they fit, else 1."""
+    device_moves: int = 0
+    """How many copies of experts a plan may move between several devices."""
+    device_keys: str | tuple[str, ...] | None = None
+    """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys; a list of them
+    where several devices have keys of their own."""
     hardware: str = "h100-ndp512"
     """Timing preset; see docs/timing.md."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -127,19 +135,66 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'deadline_ms' must be positive and at most {MAX_DEADLINE_MS:.0f}, got {self.deadline_ms}"
             )
-        if not (self.device == EMBEDDED or self.device.startswith(("ipc://", "tcp://"))):
-            raise ConfigError(
-                f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {self.device!r}"
-            )
-        if self.device_keys is not None and not self.device.startswith("tcp://"):
-            raise ConfigError(
-                f"ndp setting 'device_keys' has no effect on the device {self.device}: keys are for tcp:// addresses"
-            )
+        self._check_devices()
         if self.prepare != "idle" and self.device != EMBEDDED:
             raise ConfigError(
                 f"ndp setting 'prepare' has no effect on the running device {self.device}: "
                 f"drop it, and start that device with --prepare {self.prepare}"
             )
+
+    def _check_devices(self) -> None:
+        for address in self.addresses:
+            if not address.startswith(("ipc://", "tcp://")):
+                raise ConfigError(
+                    f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {address!r}"
+                )
+        if self.device == () or len(set(self.addresses)) < len(self.addresses):
+            raise ConfigError(f"ndp setting 'device' must name each device once, got {list(self.device)}")
+        if self.devices < 1 or (self.devices > 1 and self.device != EMBEDDED):
+            raise ConfigError(
+                f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices} beside "
+                f"'device' {self.device!r}: of running devices, list the addresses in 'device'"
+            )
+        if self.device_copies is not None and not 1 <= self.device_copies <= self.num_devices:
+            raise ConfigError(
+                f"ndp setting 'device_copies' must lie in 1..{self.num_devices}, the number of devices, "
+                f"got {self.device_copies}"
+            )
+        if self.device_moves < 0:
+            raise ConfigError(f"ndp setting 'device_moves' must be 0 or more, got {self.device_moves}")
+        if self.device_moves and self.num_devices <= (self.device_copies or 2):
+            raise ConfigError(
+                f"ndp setting 'device_moves' has no effect where every device holds every expert, as with "
+                f"{self.num_devices} of them: drop it, or ask for fewer 'device_copies'"
+            )
+        if self.device_keys is None:
+            return
+        if plain := [address for address in self.addresses or (EMBEDDED,) if not address.startswith("tcp://")]:
+            raise ConfigError(
+                f"ndp setting 'device_keys' has no effect on the device {plain[0]}: keys are for tcp:// addresses"
+            )
+        if not isinstance(self.device_keys, str) and len(self.device_keys) != len(self.addresses):
+            raise ConfigError(
+                f"ndp setting 'device_keys' must be one file for all devices or one for each, got "
+                f"{len(self.device_keys)} for {len(self.addresses)} devices"
+            )
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of running devices; empty where devices are embedded."""
+        if self.device == EMBEDDED:
+            return ()
+        return (self.device,) if isinstance(self.device, str) else self.device
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.addresses) or self.devices
+
+    def keys_of(self, device: int) -> Path | None:
+        """The key file of this host for one of the devices."""
+        if self.device_keys is None:
+            return None
+        return Path(self.device_keys if isinstance(self.device_keys, str) else self.device_keys[device])
 
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
@@ -231,6 +286,12 @@ def _typed(name: str, value: Any, wanted: str) -> Any:
         return value
     if (kind == "str" and isinstance(value, str) and "\0" not in value) or (kind == "bool" and isinstance(value, bool)):
         return value
+    if (
+        "tuple" in wanted
+        and isinstance(value, list | tuple)
+        and all(isinstance(one, str) and "\0" not in one for one in value)
+    ):
+        return tuple(value)
     if kind == "Mapping" and isinstance(value, Mapping):
         return dict(value)
     raise ConfigError(f"ndp setting {name!r} must be {wanted}, got {value!r}")

@@ -221,10 +221,10 @@ ranks = Ranks.of_this_worker(holds_whole_experts=False)
 print("cores", sorted(ranks.merge({rank, 5})))
 print("told", ranks.from_leader(f"by {rank}"))
 ranks.require_equal({"settings": "A", "replicas with digest": "B"})
-print("up", ranks.agree(device_is_up=rank == 1, plans=7))
+print("up", *ranks.agree(devices_up=(rank == 1, True), plans=7))
 for tell in (
     lambda: ranks.require_equal({"settings": "A", "replicas with digest": "BC"[rank]}),
-    lambda: ranks.agree(device_is_up=True, plans=7 + rank),
+    lambda: ranks.agree(devices_up=(True,), plans=7 + rank),
 ):
     try:
         tell()
@@ -253,7 +253,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 def test_ranks_hear_the_leader_and_know_each_others_cores(two_processes: list[list[str]]):
     for lines in two_processes:
-        assert lines[:3] == ["cores [0, 1, 5]", "told by 0", "up False"]
+        assert lines[:3] == ["cores [0, 1, 5]", "told by 0", "up False True"]
 
 
 def test_the_rank_that_was_started_with_something_else_says_so(two_processes: list[list[str]]):

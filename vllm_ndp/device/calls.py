@@ -31,6 +31,7 @@ class ExecuteHandle:
     x: NDArray[Any]
     submit_ps: int  # simulated time at which the host handed the work over
     deadline_s: float
+    patience_s: float  # from the beginning to the deadline
     result: ExecuteResult | None = None
     failure: DeviceError | DeviceUnavailable | RemoteProtocolError | None = None
 

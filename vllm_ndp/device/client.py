@@ -201,14 +201,20 @@ class DeviceClient:
         pair_experts: NDArray[np.int32],
         pair_bits: NDArray[np.uint8],
         gates: NDArray[np.float32],
+        *,
+        deadline_s: float | None = None,
     ) -> ExecuteHandle:
-        """Send the pairs without waiting. A device that is down shows in finish_execute, not here."""
+        """Send the pairs without waiting. A device that is down shows in finish_execute, not here.
+
+        deadline_s: on the monotonic clock; None = the client's own deadline from now on.
+        """
         if self._active is None:
             raise LocalProtocolError("a plan must be activated before the first Execute")
         if self._connection is not None and len(self._connection.handles) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
         now = self._clock.monotonic()
-        handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + self._deadline_s)
+        patience_s = self._deadline_s if deadline_s is None else max(deadline_s - now, 0.0)
+        handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + patience_s, patience_s)
         if not self._up or self._pid != os.getpid():
             self.poll()
         connection = self._connection
@@ -221,7 +227,7 @@ class DeviceClient:
             layer=layer,
             step=step,
             submit_ps=submit_ps,
-            ttl_us=round(self._deadline_s * 1e6),
+            ttl_us=round(patience_s * 1e6),
         )
         tensors = {
             "x": x,
@@ -242,7 +248,7 @@ class DeviceClient:
             remaining = handle.deadline_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))  # at least one look, however late we come
             if remaining <= 0 and handle.result is None and handle.failure is None:
-                self._fail(DeviceUnavailable(f"no answer within {self._deadline_s * 1e3:g} ms"))
+                self._fail(DeviceUnavailable(f"no answer within {handle.patience_s * 1e3:g} ms"))
         if handle.result is not None:
             self.counters.executed += 1
             self._retry_s = RETRY_FIRST_S

@@ -48,6 +48,7 @@ from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 from vllm_ndp.traces.format import Provenance, Scheduling
 
@@ -99,6 +100,7 @@ class NdpController:
         self.recorder: RunRecorder | None = None
         self._few: FewRows | None = None
         self._balancer: Balancer | None = None
+        self._device_rules: DeviceRules | None = None  # where there are several
         self._operators: dict[int, str] = {}  # layer -> name
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
@@ -171,6 +173,7 @@ class NdpController:
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
         costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
+        self._device_rules = self._share_among_devices(costs)
         self._balancer = Balancer(costs, offload_bits) if offload_bits else None
         shared = compat.shared_experts(runner.model)
         for index, name in self._operators.items():
@@ -182,7 +185,7 @@ class NdpController:
                 self.sidecar,
                 self.locator,
                 self.running,
-                self._balancer,
+                self._balancer_of(index),
                 weighs_input=self._weighs_input,
                 shared=shared.get(name.partition(":")[2]),
             )
@@ -195,7 +198,8 @@ class NdpController:
         offload_bits = settings.resolve_offload_bits(shape.num_experts)
         cores = self.ranks.merge(compat.bound_cores())
         if not self.ranks.leads:
-            return LeadersDevice(offload_bits, self.ranks.from_leader())
+            group_size, expert_bytes = self.ranks.from_leader()
+            return LeadersDevice(offload_bits, group_size, expert_bytes, (True,) * settings.num_devices)
         agreement = Agreement(
             shape,
             self.hardware,
@@ -206,8 +210,29 @@ class NdpController:
         device = DeviceLink(
             settings, agreement, self.model_dir, self._digest, replicas, offload_bits, cores, self.layers
         )
-        self.ranks.from_leader(device.group_size)
+        self.ranks.from_leader((device.group_size, device.expert_bytes))
         return device
+
+    def _share_among_devices(self, costs: Costs) -> DeviceRules | None:
+        """Where there are several devices: who holds what, the same on every rank."""
+        settings, device = self.settings, self.device
+        if settings.num_devices == 1:
+            return None
+        rules = DeviceRules.that_fit(
+            costs,
+            settings.num_devices,
+            settings.device_copies,
+            max_moves=settings.device_moves,
+            full_precision=settings.cold_precision == "full",
+        )
+        device.share_among(Devices(costs, rules, device.expert_bytes, device.offload_bits))
+        return rules
+
+    def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer | None:
+        """None where hot experts never leave the GPU."""
+        if self._balancer is None or self.device.devices is None:
+            return self._balancer
+        return self.device.devices.balancer(self._balancer, layer, lambda: self.device.alive)
 
     def _is_quantized(self) -> bool:
         """Whether some experts are cold and run from 1-4 bit replicas."""
@@ -226,7 +251,8 @@ class NdpController:
         self.sidecar.allocate(kv_cache_config.num_blocks, group.block_size)
         self.requests.kv_group = group.index
         self.locator.group = group
-        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not self.ranks.holds_whole_experts:
+        splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
+        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not (self.ranks.holds_whole_experts or splits_here):
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
             )
@@ -268,7 +294,7 @@ class NdpController:
         self._planned = self._describe(planned)
         if self.ranks.size > 1:
             plans = self.planner.checksum
-            self.device.steer(self.ranks.agree(device_is_up=self.device.state == "up", plans=plans))
+            self.device.steer(self.ranks.agree(devices_up=self.device.up, plans=plans))
         self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self._few)
         try:
             yield
@@ -423,6 +449,7 @@ class NdpController:
             num_gpus=self.ranks.size,
             whole_experts=self.ranks.holds_whole_experts,
             stage=self.ranks.stage,
+            device_rules=self._device_rules,
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,
         )

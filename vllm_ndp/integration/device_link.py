@@ -1,6 +1,7 @@
-"""The device as this worker sees it: start or find it, agree on the model, install plans, submit layers, stand in.
+"""The device, or several of them, as this worker sees it: start or find, agree on the model, install plans, submit
+layers, stand in.
 
-Knows the device client and the pairs of a layer. Does not know how plans are made, nor slots.
+Knows device clients and the pairs of a layer. Does not know how plans are made, nor slots.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +22,22 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.kernels import load_kernel
 from ndp_device.probe import Probe
+from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device.agreement import Agreement
-from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
+from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
+from vllm_ndp.device.several import DeviceSet
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split, add_sums
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.simulation.devices import Devices, slowest
 
 _LOOK_EVERY_S = 0.02
 _LOOK_PATIENCE_S = 0.2
@@ -105,20 +110,19 @@ class LocalReplicas:
 
 @dataclass
 class DeviceCall:
-    """One message under way: the rows it covers, and the widths its pairs were asked at."""
+    """One layer's call under way: the rows it covers, and the widths its pairs were asked at."""
 
     layer: int  # of the model
     bits: NDArray[np.uint8]  # [P], of each pair
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
-    _client: DeviceClient
-    _handle: ExecuteHandle
+    _finish: Callable[[], ExecuteResult]
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         try:
-            answer = self._client.finish_execute(self._handle)
+            answer = self._finish()
         except DeviceUnavailable:
             return None
         self._round_trips_s.append(time.perf_counter() - self._sent_s)
@@ -133,8 +137,48 @@ class DeviceCall:
         self.result()
 
 
+@dataclass
+class _Member:
+    """One of the devices; `process` is set when we started it."""
+
+    address: str
+    keys: Path | None
+    process: DeviceProcess | None
+    client: DeviceClient
+    description: msg.Description | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+    def describe(self, timeout_s: float = 5.0) -> None:
+        """Ask it what it is and holds."""
+        with Probe(self.address, timeout_s=timeout_s, keys=self.keys) as probe:
+            self.description = probe.describe()
+
+    def look(self) -> dict[str, Any]:
+        now: dict[str, Any] = {
+            "state": self.client.state,
+            "reason": "" if self.client.state == "up" else self.client.reason,
+            "address": self.address,
+            "pid": self.pid,
+            "calls": asdict(self.client.counters),
+        }
+        if self.client.state == "up":
+            with contextlib.suppress(DeviceUnavailable, DeviceError):
+                self.describe(_LOOK_PATIENCE_S)
+        assert self.description is not None
+        return now | {"resident_bytes": self.description.resident_bytes, "sessions": self.description.num_sessions}
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process is not None:
+            self.process.terminate()
+
+
 class DeviceLink:
-    """`client` speaks to the device; `process` is set when we started it; `served` is what plans are made from."""
+    """`client` speaks to the device, or to all of them; `served` is what plans are made from. `devices` says who holds
+    and serves what where there are several."""
 
     def __init__(
         self,
@@ -152,20 +196,36 @@ class DeviceLink:
         layers: the MoE layers of the model that this worker runs, which it counts from 0.
         """
         self._layers, self._num_layers = layers, agreement.shape.num_layers
-        self.process: DeviceProcess | None = None
+        self._settings, self._agreement, self._model_dir, self._digest = settings, agreement, model_dir, digest
         self.cores: list[int] = []
         self.replicas = replicas
         self.offload_bits = offload_bits
+        self.devices: Devices | None = None
+        self._members: list[_Member] = []
         self._installing: int | None = None  # epoch whose plan is on its way
-        self._look_at_s = 0.0  # whether the embedded device lives
-        self._agreed_up: bool | None = None  # among several ranks: what all of them go by in this step
+        self._look_at_s = 0.0  # whether the embedded devices live
+        self._agreed: tuple[bool, ...] | None = None  # among several ranks: what all of them go by in this step
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
-        address = settings.device
-        if settings.device == EMBEDDED:
-            self.cores = compat.device_cores(engine_cores)
-            self.process = DeviceProcess.spawn(
-                model_dir,
-                replicas,
+        try:
+            if not settings.addresses:
+                self.cores = compat.device_cores(engine_cores)
+            for number in range(settings.num_devices):
+                self._open(number)
+            self.served = self._agree()
+            self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
+        except BaseException:
+            self.close()  # nobody else knows the processes we started
+            raise
+        self.client: DeviceClient | DeviceSet = self._members[0].client
+
+    def _open(self, number: int) -> None:
+        settings, process = self._settings, None
+        if settings.addresses:
+            address = settings.addresses[number]
+        else:
+            process = DeviceProcess.spawn(
+                self._model_dir,
+                self.replicas,
                 hardware=settings.hardware,
                 hardware_overrides=settings.hardware_overrides,
                 pe_mode=settings.pe_mode,
@@ -173,28 +233,96 @@ class DeviceLink:
                 cores=self.cores,
                 extra_arguments=("--prepare", settings.prepare),
             )
-            address = self.process.address
-        self.address = address
-        accept = partial(agreement.check, address)
-        keys = self._keys = None if settings.device_keys is None else Path(settings.device_keys)
-        self.client = DeviceClient(address, digest, deadline_ms=settings.deadline_ms, accept=accept, keys=keys)
-        try:
-            self.served = accept(self.client.connect())
-            with self._probe() as probe:
-                self.description = probe.describe()
-            self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
-        except BaseException:
-            self.close()  # nobody else knows the process we started
-            raise
+            address = process.address
+        keys = settings.keys_of(number)
+        accept = partial(self._agreement.check, address)
+        client = DeviceClient(address, self._digest, deadline_ms=settings.deadline_ms, accept=accept, keys=keys)
+        self._members.append(_Member(address, keys, process, client))
+
+    def _agree(self) -> msg.Served:
+        """What all devices serve. Raises ConfigError or what connecting raises, in one sentence with the address."""
+        served: list[msg.Served] = []
+        seen: dict[str, str] = {}
+        for member in self._members:
+            try:
+                welcome = member.client.connect()
+            except DeviceError as error:  # what a device says does not name it
+                said = error.message if len(self._members) == 1 else f"at {member.address}: {error.message}"
+                raise DeviceError(error.code, said, retryable=error.retryable) from None
+            served.append(self._agreement.check(member.address, welcome))
+            member.describe()
+            if (other := seen.setdefault(welcome.incarnation, member.address)) != member.address:
+                raise ConfigError(
+                    f"{other} and {member.address} are one device: name each device once in ndp setting 'device'"
+                )
+            if served[-1].widths != served[0].widths:
+                raise ConfigError(
+                    f"the device at {member.address} serves the widths {sorted(served[-1].expert_bytes)}, the one at "
+                    f"{self._members[0].address} serves {sorted(served[0].expert_bytes)}: start them alike"
+                )
+        return served[0]
+
+    def share_among(self, devices: Devices) -> None:
+        """There are several devices: these rules say who holds and serves what."""
+        self.devices = devices
+        self.client = DeviceSet(
+            [member.client for member in self._members],
+            self._route,
+            self._holds,
+            slowest,
+            num_copies=devices.rules.num_copies,
+            deadline_ms=self._settings.deadline_ms,
+        )
+
+    def _route(
+        self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
+    ) -> NDArray[np.int64]:
+        """layer: of the model."""
+        assert self.devices is not None
+        return self.devices.route_pairs(layer - self._layers.start, experts, bits, usable)
+
+    def _holds(self, device: int) -> NDArray[np.bool_]:
+        """[L, E] of the model."""
+        assert self.devices is not None
+        of_stage = self.devices.copies.held[:, :, device]
+        held = np.zeros((self._num_layers, of_stage.shape[1]), np.bool_)
+        held[self._layers.start : self._layers.stop] = of_stage
+        return held
 
     @property
-    def pid(self) -> int | None:
-        return None if self.process is None else self.process.pid
+    def pids(self) -> list[int | None]:
+        """Of each device that we started."""
+        return [member.pid for member in self._members]
+
+    @property
+    def address(self) -> str:
+        return ", ".join(member.address for member in self._members)
+
+    @property
+    def description(self) -> msg.Description:
+        """Of the first device; the others serve the same."""
+        return self.descriptions[0]
+
+    @property
+    def descriptions(self) -> list[msg.Description]:
+        return [member.description for member in self._members if member.description is not None]
+
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """[D], which devices this step's experts may run on."""
+        if self._agreed is not None:
+            return self._agreed
+        return self.up
+
+    @property
+    def up(self) -> tuple[bool, ...]:
+        """[D], which devices are up now."""
+        return tuple(member.client.state == "up" for member in self._members)
 
     @property
     def is_up(self) -> bool:
-        """Whether this step's hot experts may run on the device."""
-        return self.client.state == "up" if self._agreed_up is None else self._agreed_up
+        """Whether this step's hot experts may run on a device."""
+        return self.client.state == "up" if self._agreed is None else any(self._agreed)
 
     @property
     def state(self) -> str:
@@ -205,38 +333,38 @@ class DeviceLink:
         """Weights that share a scale in the device's replicas."""
         return self.served.group_size
 
-    def steer(self, is_up: bool) -> None:
+    @property
+    def expert_bytes(self) -> dict[int, int]:
+        """What one read of an expert moves in the device's DRAM, by width."""
+        return self.served.expert_bytes
+
+    def steer(self, devices_up: tuple[bool, ...]) -> None:
         """Among several ranks: go by this in the step to come, whatever happens in it."""
-        self._agreed_up = is_up
+        self._agreed = devices_up
 
     def revive(self) -> None:
-        """Between steps: start an embedded device that died again; the client finds it when it is ready.
+        """Between steps: start embedded devices that died again; their clients find them when they are ready.
 
-        To ask the system costs 10 us, so a device that answers is asked after now and then only.
+        To ask the system costs 10 us, so devices that answer are asked after now and then only.
         """
-        if self.process is None or (self.is_up and time.monotonic() < self._look_at_s):
+        if self._settings.addresses or (time.monotonic() < self._look_at_s and all(self.up)):
             return
         self._look_at_s = time.monotonic() + _LOOK_EVERY_S
-        if self.process.poll() is not None:
-            self.process.respawn()
+        for member in self._members:
+            if member.process is not None and member.process.poll() is not None:
+                member.process.respawn()
 
     def look(self) -> dict[str, Any]:
-        """The device's state, calls and memory now, between steps. A device that does not answer at once tells less."""
-        now: dict[str, Any] = {
-            "state": self.client.state,
-            "reason": "" if self.client.state == "up" else self.client.reason,
-            "address": self.address,
-            "pid": self.pid,
-            "calls": asdict(self.client.counters),
-        }
-        if self.client.state == "up":
-            with contextlib.suppress(DeviceUnavailable, DeviceError), self._probe(_LOOK_PATIENCE_S) as probe:
-                self.description = probe.describe()
-        now["resident_bytes"], now["sessions"] = self.description.resident_bytes, self.description.num_sessions
-        return now
-
-    def _probe(self, timeout_s: float = 5.0) -> Probe:
-        return Probe(self.address, timeout_s=timeout_s, keys=self._keys)
+        """The device's state, calls and memory now, between steps; of several the sums, and `devices` with each. A
+        device that does not answer at once tells less."""
+        each = [member.look() for member in self._members]
+        if len(each) == 1:
+            return each[0]
+        calls = {name: sum(one["calls"][name] for one in each) for name in each[0]["calls"]}
+        sums = {name: sum(one[name] for one in each) for name in ("resident_bytes", "sessions")}
+        reasons = "; ".join(f"{one['address']}: {one['reason']}" for one in each if one["reason"])
+        whole = {"state": self.client.state, "reason": reasons, "address": self.address, "pid": each[0]["pid"]}
+        return whole | {"calls": calls} | sums | {"devices": each}
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -283,7 +411,7 @@ class DeviceLink:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        handle = self.client.begin_execute(
+        finish = self._begin(
             layer,
             step.number,
             step.clock.now_ps,
@@ -293,7 +421,7 @@ class DeviceLink:
             bits,
             pairs.topk_weights,
         )
-        return DeviceCall(layer, bits, sent, self.client, handle, sent_s, self._round_trips_s)
+        return DeviceCall(layer, bits, sent, finish, sent_s, self._round_trips_s)
 
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
         """The same for the `count` pairs that a native split found. number: of the step."""
@@ -301,7 +429,7 @@ class DeviceLink:
         bits = few.pair_bits[:count]
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        handle = self.client.begin_execute(
+        finish = self._begin(
             layer,
             number,
             few.native.submit_ps,
@@ -312,7 +440,14 @@ class DeviceLink:
             few.pair_weights[:count],
         )
         rows = few.sent_rows[: few.native.num_sent]
-        return DeviceCall(layer, bits, rows, self.client, handle, sent_s, self._round_trips_s)
+        return DeviceCall(layer, bits, rows, finish, sent_s, self._round_trips_s)
+
+    def _begin(self, *request: Any) -> Callable[[], ExecuteResult]:
+        """Send an Execute; returns what waits for its answer."""
+        client = self.client
+        if isinstance(client, DeviceSet):
+            return partial(client.finish_execute, client.begin_execute(*request))
+        return partial(client.finish_execute, client.begin_execute(*request))
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
@@ -337,9 +472,8 @@ class DeviceLink:
         return torch.from_numpy(partial).to(x.device)
 
     def close(self) -> None:
-        self.client.close()
-        if self.process is not None:
-            self.process.terminate()
+        for member in self._members:
+            member.close()
 
 
 def _as_numpy(x: torch.Tensor) -> NDArray[Any]:

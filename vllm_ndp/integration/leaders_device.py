@@ -16,6 +16,7 @@ from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split
 from vllm_ndp.integration.step import Step
+from vllm_ndp.simulation.devices import Devices
 
 
 @dataclass
@@ -23,12 +24,27 @@ class LeadersDevice:
     offload_bits: int
     group_size: int
     """Weights that share a scale in the device's replicas."""
-    is_up: bool = field(default=True, init=False)
-    """As the leader said before this step."""
+    expert_bytes: dict[int, int]
+    """What one read of an expert moves in the device's DRAM, by width."""
+    alive: tuple[bool, ...]
+    """Which devices are up, as the leader said before this step."""
     state: str = field(default="the leader's", init=False)
+    devices: Devices | None = field(default=None, init=False)
 
-    def steer(self, is_up: bool) -> None:
-        self.is_up = is_up
+    @property
+    def is_up(self) -> bool:
+        return any(self.alive)
+
+    @property
+    def up(self) -> tuple[bool, ...]:
+        return self.alive
+
+    def steer(self, devices_up: tuple[bool, ...]) -> None:
+        self.alive = devices_up
+
+    def share_among(self, devices: Devices) -> None:
+        """There are several devices: these rules say who holds and serves what, here as on the leader."""
+        self.devices = devices
 
     def revive(self) -> None: ...
 

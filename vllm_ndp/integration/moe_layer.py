@@ -28,6 +28,7 @@ from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.devices import DevicesBalancer
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts: [T, H] -> [T, H], a fresh tensor."""
@@ -46,7 +47,7 @@ class MoELayer:
         sidecar: RoutingSidecar,
         locator: RowLocator,
         running: RunningStep,
-        balancer: Balancer | None,
+        balancer: Balancer | DevicesBalancer | None,
         *,
         weighs_input: bool = False,
         shared: Shared | None = None,
@@ -228,7 +229,7 @@ class MoELayer:
             weights = [[1.0] * len(row) for row in weights]
         return split_lists(expert_map, ids, weights, self._applied(topk_weights))._replace(offloaded=offloaded)
 
-    def _balancer_now(self, step: Step) -> Balancer | None:
+    def _balancer_now(self, step: Step) -> Balancer | DevicesBalancer | None:
         """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""
         return self._balancer if self._balancer and step.rows.all_decode and self._device.is_up else None
 

@@ -65,6 +65,9 @@ class Planner:
         change = self.replanner.replan({name: r.score for name, r in running.items() if r.score is not None})
         for name, plan in change.plans.items():
             running[name].plan = plan
+        if (devices := self._device.devices) is not None:
+            scores = [score for name in change.plans if (score := running[name].score) is not None]
+            self._clock.wait_until(self._clock.now_ps + devices.follow(change.plans.values(), scores))
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
         self._device.begin_install(change.epoch, widths, change.placement.hot)
         self._migrate(change.num_moved)

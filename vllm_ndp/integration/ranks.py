@@ -117,16 +117,16 @@ class Ranks:
                         "start every rank with the same settings, checkpoint and replicas"
                     )
 
-    def agree(self, *, device_is_up: bool, plans: int) -> bool:
-        """Before a step of several ranks: whether the leader's device is up, which every rank then goes by.
+    def agree(self, *, devices_up: tuple[bool, ...], plans: int) -> tuple[bool, ...]:
+        """Before a step of several ranks: which of the leader's devices are up, which every rank then goes by.
 
         plans: checksum of the plans in force, which must be the same on every rank: another plan on one of them would
         leave pairs out or count them twice, in silence.
         """
-        is_up, leaders = self.from_leader((device_is_up, plans))
+        leaders_up, leaders = self.from_leader((devices_up, plans))
         if plans != leaders:
             raise RuntimeError(
                 f"rank {self.rank} planned otherwise than rank 0 (checksums {plans:08x} and {leaders:08x}): "
                 "the router did not choose the same experts on both; nothing that follows would be right"
             )
-        return bool(is_up)
+        return tuple(leaders_up)

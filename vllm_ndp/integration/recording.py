@@ -30,6 +30,7 @@ from vllm_ndp.integration.ranks import Stage
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
+from vllm_ndp.simulation.devices import DeviceRules
 from vllm_ndp.simulation.gpu_timing import StepTime
 from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, REJECTED, LiveSetup, Provenance, Scheduling
 from vllm_ndp.traces.recorder import TraceWriter
@@ -146,10 +147,14 @@ def run_provenance(
     num_gpus: int,
     whole_experts: bool,
     stage: Stage,
+    device_rules: DeviceRules | None,
     activation_bytes: int,
     scheduling: Scheduling,
 ) -> Provenance:
-    """Everything that a replay needs to make the same plans and the same simulated times again."""
+    """Everything that a replay needs to make the same plans and the same simulated times again.
+
+    device_rules: None where there is one device.
+    """
     tokenizer = model_dir / "tokenizer.json"
     return Provenance(
         model=shape.name,
@@ -183,5 +188,8 @@ def run_provenance(
             whole_experts=whole_experts,
             stage=stage.index,
             num_stages=stage.count,
+            num_devices=1 if device_rules is None else device_rules.num_devices,
+            device_copies=1 if device_rules is None else device_rules.num_copies,
+            device_moves=0 if device_rules is None else device_rules.max_moves,
         ),
     )

@@ -63,15 +63,29 @@ def status(
 def _device(device: DeviceLink) -> dict[str, Any]:
     description = device.description
     return {
-        "device_pid": device.pid,
+        "device_pid": device.pids[0],
+        "device_pids": device.pids,
         "device_cores": device.cores,
         "device_address": device.address,
-        "device_bytes": description.resident_bytes,
+        "device_bytes": sum(one.resident_bytes for one in device.descriptions),
+        "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
         "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
         "hardware": description.hardware,
         "pe_mode": description.pe_mode,
     }
+
+
+def _device_row(status: dict[str, Any]) -> tuple[str, str]:
+    pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
+    where = f"{status['device_address']} (pid {pids}), kernel {status['kernel']}"
+    if len(status["device_pids"]) == 1:
+        return "device", where
+    copies = status["device_copies"]
+    return (
+        f"{len(status['device_pids'])} devices",
+        f"{copies} {'copy' if copies == 1 else 'copies'} of each expert: {where}",
+    )
 
 
 def _execution(num_hot: int, offload_bits: int) -> str:
@@ -102,7 +116,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),
         ("replicas", status["replicas"]),
-        ("device", f"{status['device_address']} (pid {status['device_pid'] or 'external'}), kernel {status['kernel']}"),
+        _device_row(status),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),

@@ -112,6 +112,10 @@ class Balancer:
         """What an expert with so many rows takes on the GPU."""
         return self._known.gpu(rows)
 
+    def shared_ps(self, rows: int) -> float:
+        """What the layer's shared experts take on the GPU."""
+        return float(self._known.shared(rows))
+
     def message_ps(self, rows: int, pairs: int) -> float:
         """What a message takes beside its experts."""
         return self._known.message(rows, pairs)

@@ -86,6 +86,11 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     stage: int = 0
     num_stages: int = 1
     """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""
+    num_devices: int = 1
+    device_copies: int = 1
+    """Of each expert, on several devices."""
+    device_moves: int = 0
+    """Copies that one plan may have moved between devices."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

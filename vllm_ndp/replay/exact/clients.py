@@ -1,8 +1,9 @@
-"""Hosts that share one device: always the one with the smallest next submit time goes on, so the device's clock is one.
+"""Hosts that share devices: always the one with the smallest next submit time goes on, so each device's clock is one.
 
-Hosts run side by side and meet only in the device; which of them asks first decides who waits (docs/timing.md,
-"Several clients"). One host alone is the smallest case, and the one that a live run has. Knows when hosts ask and what
-DeviceModel answers. Does not know what hosts do.
+Hosts run side by side and meet only in the devices; which of them asks first decides who waits (docs/timing.md,
+"Several clients"). One host alone is the smallest case, and the one that a live run has. What migrates to a GPU comes
+over that GPU's own link, and is counted on the first device. Knows when hosts ask and what DeviceModel answers. Does
+not know what hosts do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from ndp_device.timing.model import DeviceModel
 from vllm_ndp.replay.exact.engine import Asks, Command, R
 
 
-def alone(host: Asks[R], device: DeviceModel) -> R:
+def alone(host: Asks[R], *devices: DeviceModel) -> R:
     """Run one host to its end."""
-    return together([host], device)[0]
+    return together([host], *devices)[0]
 
 
-def together(hosts: Sequence[Asks[R]], device: DeviceModel) -> list[R]:
+def together(hosts: Sequence[Asks[R]], *devices: DeviceModel) -> list[R]:
     """Run hosts to their ends; their results in order. Of two that ask at the same time the first goes first."""
     results: dict[int, R] = {}
+    first = devices[0]
     queue: list[tuple[int, int]] = []  # when a host asks or its migration ends, and which
     asked: dict[int, Any] = {}
     moving: dict[int, int] = {}  # host -> its migration under way
@@ -40,15 +42,15 @@ def together(hosts: Sequence[Asks[R]], device: DeviceModel) -> list[R]:
     while queue:
         at_ps, host = heapq.heappop(queue)
         if host in moving:
-            ends_ps = device.migration_end_ps(moving[host])
+            ends_ps = first.migration_end_ps(moving[host])
             if ends_ps > at_ps:  # others' activations have passed it meanwhile
                 heapq.heappush(queue, (ends_ps, host))
             else:
                 del moving[host]
                 go_on(host, at_ps)
         elif isinstance(ask := asked[host], Command):
-            go_on(host, device.execute(ask.work, at_ps))
+            go_on(host, devices[ask.device].execute(ask.work, at_ps))
         else:
-            moving[host] = device.begin_migration(ask.num_bytes, at_ps)
-            heapq.heappush(queue, (device.migration_end_ps(moving[host]), host))
+            moving[host] = first.begin_migration(ask.num_bytes, at_ps)
+            heapq.heappush(queue, (first.migration_end_ps(moving[host]), host))
     return [results[host] for host in range(len(hosts))]

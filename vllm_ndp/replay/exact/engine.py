@@ -29,6 +29,7 @@ from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -38,10 +39,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Command:
-    """Work for the device; the answer is its Timing."""
+    """Work for a device; the answer is its Timing."""
 
     work: Work
     submit_ps: int
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ Asks = Generator[Command | Migration, Any, R]
 
 @dataclass(frozen=True)
 class StepRun:
-    """One step: its simulated time, what the device said layer by layer (None: not asked), and what moved before it."""
+    """One step: its simulated time, what the device said layer by layer (None: not asked; of several devices what the
+    slowest one said), and what moved before it."""
 
     step: int
     time: StepTime
@@ -90,6 +93,10 @@ class Engine:
         self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus, setup.stage, setup.num_stages))
         self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
         self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
+        self.devices: Devices | None = None
+        if setup.num_devices > 1:
+            device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
+            self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._owners = Owners(setup.num_gpus, *self.hot.shape) if setup.whole_experts else None
         self._own(self.hot)
@@ -139,6 +146,9 @@ class Engine:
         change = self.planner.replan(self._scores())
         for request, plan in change.plans.items():
             self.requests[request].plan = plan
+        if self.devices is not None:
+            scores = [score for request in change.plans if (score := self.requests[request].score) is not None]
+            self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
         return change.num_moved
 
     def _scores(self) -> dict[int, ImportanceScore]:
@@ -178,7 +188,7 @@ class Engine:
                 bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
                 load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits)
                 here = here.copy()
-                here[list(self.balancer.offloaded(load))] = False
+                here[list(self._balancer_of(layer).offloaded(load))] = False
             yield from self._run_layer(layer, ids, here, owner, decode, alone)
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist())
         yielding = alone_yielding = 0
@@ -211,7 +221,7 @@ class Engine:
         to_device = decode[cold_rows]
         timing = None
         if to_device.any():
-            timing = yield self._command(layer, cold_rows[to_device], experts[to_device], owner)
+            timing = yield from self._ask(layer, cold_rows[to_device], experts[to_device], owner)
         device_ps = 0 if timing is None else timing.total_ps
         self._timings.append(timing)
         streamed = experts[~to_device]
@@ -229,13 +239,35 @@ class Engine:
             alone.begin_layer()
             alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps)
 
-    def _command(
+    def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer:
+        assert self.balancer is not None
+        if self.devices is None:
+            return self.balancer
+        everywhere = self.devices.all_alive
+        return self.devices.balancer(self.balancer, layer, lambda: everywhere)
+
+    def _ask(
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
-    ) -> Command:
+    ) -> Asks[Timing]:
+        """The layer's command, or one for each of several devices: all at the same time, the slowest one counts."""
         planned = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
-        bits = [width or self.setup.spill_bits for width in planned]  # 0: a hot expert that was offloaded
+        bits = [int(width) or self.setup.spill_bits for width in planned]  # 0: a hot expert that was offloaded
+        if self.devices is None:
+            only: Timing = yield self._command(layer, rows, experts.tolist(), bits)
+            return only
+        widths = np.array(bits, np.uint8)
+        device_of = self.devices.route_pairs(layer, experts, widths, self.devices.all_alive)
+        timings = []
+        for device in np.unique(device_of).tolist():
+            own = device_of == device
+            timings.append((yield self._command(layer, rows[own], experts[own].tolist(), widths[own].tolist(), device)))
+        return slowest(timings)
+
+    def _command(
+        self, layer: int, rows: NDArray[np.int64], experts: list[int], bits: list[int], device: int = 0
+    ) -> Command:
         tokens: dict[tuple[int, int], int] = {}
-        for expert, width in zip(experts.tolist(), map(int, bits), strict=True):
+        for expert, width in zip(experts, bits, strict=True):
             tokens[expert, width] = tokens.get((expert, width), 0) + 1
         num_rows, shape = len(np.unique(rows)), self.clock.model.shape
         bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, self.setup.activation_bytes)
@@ -251,7 +283,7 @@ class Engine:
                 for (expert, width), count in tokens.items()
             ),
         )
-        return Command(work, self.clock.now_ps)
+        return Command(work, self.clock.now_ps, device)
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:
         plan = self.requests[request].plan

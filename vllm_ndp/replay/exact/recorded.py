@@ -14,11 +14,11 @@ from vllm_ndp.traces.trace import Trace
 
 
 class RecordedRun:
-    """The steps of a trace in order, on a device of its own or beside other hosts."""
+    """The steps of a trace in order, on devices of its own or beside other hosts."""
 
     def __init__(self, trace: Trace, setup: LiveSetup, rules: PlannerRules) -> None:
         self.engine = Engine(trace, setup, rules)
-        self._device = DeviceModel(self.engine.hardware)
+        self._devices = [DeviceModel(self.engine.hardware) for _ in range(setup.num_devices)]
         executed = np.flatnonzero(trace.phase != CACHED)
         self.steps: NDArray[np.int64] = np.unique(trace.step[executed]).astype(np.int64)
         ordered = executed[np.argsort(trace.step[executed], kind="stable")]
@@ -31,8 +31,8 @@ class RecordedRun:
             self._finished.setdefault(step, []).append(request)
 
     def run(self, step: int) -> StepRun:
-        """Run one step on the run's own device. Call for every step of `steps`, in order."""
-        return alone(self._step(step), self._device)
+        """Run one step on the run's own devices. Call for every step of `steps`, in order."""
+        return alone(self._step(step), *self._devices)
 
     def whole(self, start_ps: int = 0) -> Asks[list[StepRun]]:
         """All steps, for clients.together; this host's clock starts at start_ps."""

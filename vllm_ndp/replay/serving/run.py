@@ -88,7 +88,7 @@ def serve_again(trace: Trace, loss: LossTable) -> Served:
     told = setup.scheduling
     rules = SchedulerRules(told.max_num_batched_tokens, told.max_num_seqs, told.block_size, told.kv_blocks)
     host = Host(trace, setup, recorded_rules(trace, loss), at_ps, rules)
-    return alone(host.whole(), DeviceModel(host.engine.hardware))
+    return alone(host.whole(), *(DeviceModel(host.engine.hardware) for _ in range(setup.num_devices)))
 
 
 def repeated(trace: Trace, count: int | None) -> Trace:

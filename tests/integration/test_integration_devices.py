@@ -1,0 +1,264 @@
+"""Two devices behind one engine: stock vLLM's tokens with one of them killed, live times that replay gives again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
+from small_checkpoint import write_small_checkpoint
+
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.errors import ConfigError, NdpError
+from ndp_device.replicas.loss_table import load_loss_table
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.device.agreement import Agreement
+from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.integration.compat import hardware_of
+from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.copies import assign_copies
+from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+LONG_PROMPTS = [prompt * 4 for prompt in PROMPTS]
+TOKENS = 24
+TWO = {"hot_experts": 3, "cold_precision": "full", "devices": 2, "deadline_ms": 10_000}
+SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
+"""With this GPU it pays to send the test model's hot experts to devices."""
+
+
+def totals(llm: Any) -> dict[str, Any]:
+    return dict(llm.collective_rpc("ndp_totals")[0])
+
+
+@pytest.fixture(scope="module")
+def stock_tokens() -> list[list[int]]:
+    with engine(max_num_batched_tokens=64) as llm:
+        return token_ids(greedy(llm, LONG_PROMPTS, TOKENS))
+
+
+@dataclass
+class Told:
+    """What one engine with two devices in full precision did: undisturbed, with a device killed in the middle, when
+    that was back, and with the other one frozen."""
+
+    directory: Path
+    pids: list[list[int]] = field(default_factory=list)
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    executed: list[list[int]] = field(default_factory=list)
+    totals: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, llm: Any, tokens: list[list[int]]) -> None:
+        self.pids.append(llm.collective_rpc("ndp_status")[0]["device_pids"])
+        self.tokens.append(tokens)
+        self.executed.append(executed(llm))
+        self.totals.append(totals(llm))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    made = Told(tmp_path_factory.mktemp("trace") / "two-devices")
+    with engine(settings=TWO | {"record": str(made.directory)}, max_num_batched_tokens=64) as llm:
+        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+        killed, other = made.pids[0]
+        made.note(llm, kill_in_the_middle(llm, killed))
+        wait_until_it_serves_again(llm)
+        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+        os.kill(other, signal.SIGSTOP)
+        try:
+            made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+        finally:
+            os.kill(other, signal.SIGCONT)
+    return made
+
+
+def executed(llm: Any) -> list[int]:
+    """Answers of each device that were used."""
+    from vllm_ndp.integration.controller import current_controller
+
+    return [client.counters.executed for client in current_controller().device.client.clients]  # type: ignore[union-attr]
+
+
+def wait_until_it_serves_again(llm: Any) -> None:
+    before, end = executed(llm)[0], time.monotonic() + 60
+    while executed(llm)[0] == before:
+        assert time.monotonic() < end, "the device that was killed does not serve again"
+        greedy(llm, LONG_PROMPTS[:1], 4)
+
+
+def kill_in_the_middle(llm: Any, pid: int) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(LONG_PROMPTS):
+        llm.llm_engine.add_request(f"k{index}", prompt, sampling)
+    tokens: dict[str, list[int]] = {}
+    killed = False
+    while llm.llm_engine.has_unfinished_requests():
+        if not killed and len(tokens) == len(LONG_PROMPTS):
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+        for output in llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    assert killed
+    return [tokens[name] for name in sorted(tokens)]
+
+
+def test_two_devices_give_the_tokens_of_stock_vllm_and_both_of_them_compute(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
+    assert told.tokens[0] == stock_tokens
+    assert told.totals[0]["fallback_pairs"] == 0
+    assert told.totals[0]["cold_pairs"] > 0
+    assert len(set(told.pids[0])) == 2
+    assert min(told.executed[0]) > 0
+
+
+def test_a_device_killed_in_mid_generation_changes_no_token_and_leaves_no_pair_to_the_engine(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
+    """Each expert has a copy on the other one."""
+    assert told.tokens[1] == stock_tokens
+    assert told.totals[1]["fallback_pairs"] == 0
+    assert told.totals[1]["device_state"] == "up"
+    assert told.executed[1][1] > told.executed[0][1]
+
+
+def test_the_device_that_was_killed_is_started_again_and_serves_without_a_restart_of_the_engine(
+    stock_tokens, told: Told
+):  # type: ignore[no-untyped-def]
+    assert told.tokens[2] == stock_tokens
+    assert told.pids[2][0] != told.pids[0][0]
+    assert told.pids[2][1] == told.pids[0][1]
+    assert told.executed[2][0] > told.executed[1][0]
+    assert told.totals[2]["fallback_pairs"] == 0
+
+
+def test_a_frozen_device_leaves_no_pair_to_the_engine_either(stock_tokens, told: Told):  # type: ignore[no-untyped-def]
+    """It costs half a deadline once; the other half is for the copy."""
+    assert told.tokens[3] == stock_tokens
+    assert told.totals[3]["fallback_pairs"] == 0
+
+
+def test_a_run_on_two_devices_replays_to_the_picosecond(told: Told):
+    """Up to the kill: a step in which a device was down took as long as the other one alone."""
+    trace = Trace.load(told.directory, model_digest=model_digest(MODEL))
+    live, num_steps = trace.provenance.live, told.totals[0]["steps"]
+    assert live is not None
+    assert (live.num_devices, live.device_copies) == (2, 2)
+    replay = replay_live(trace, LossTable.nominal(4, 8))
+    assert len(replay.steps) > num_steps > 20
+    assert replay.fallback_steps == replay.plan_mismatches == 0
+    assert replay.start_ps[:num_steps].tolist() == replay.recorded_start_ps[:num_steps].tolist()
+    assert replay.step_ps[:num_steps].tolist() == replay.recorded_step_ps[:num_steps].tolist()
+
+
+def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
+    settings = {"hot_experts": 5, "avg_bits": 2.0, "devices": 3, "device_moves": 4, "replicas": str(REPLICAS)}
+    settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
+    with engine(settings=settings, max_num_batched_tokens=64) as llm:
+        greedy(llm, LONG_PROMPTS, 8)
+        greedy(llm, LONG_PROMPTS[:1], 8)
+        counts = totals(llm)
+        moved = held_by(llm)
+    assert counts["fallback_pairs"] == 0
+    assert counts["spilled_pairs"] > 0
+    assert counts["cold_pairs"] > 0
+    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    replay = replay_live(trace, LossTable.from_measured(load_loss_table(REPLICAS)[0]))
+    assert len(replay.steps) == counts["steps"]
+    assert replay.identical
+    assert moved, "a plan moved copies"
+
+
+def held_by(llm: Any) -> bool:
+    """Whether copies lie elsewhere than at the start."""
+    from vllm_ndp.integration.controller import current_controller
+
+    devices = current_controller().device.devices
+    assert devices is not None
+    first = assign_copies(np.ones((4, 8)), 3, 2)
+    return bool((devices.copies.held != first.held).any())
+
+
+# -- what is refused, in one sentence, before anything is served ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceProcess]:
+    process = DeviceProcess.spawn(MODEL, None)
+    yield process
+    process.terminate()
+
+
+def refusal(*addresses: str) -> str:
+    """What opening these devices for the bundled model says."""
+    settings = NdpSettings(device=addresses, cold_precision="full")
+    agreement = Agreement(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
+    with pytest.raises(NdpError) as caught:
+        DeviceLink(settings, agreement, MODEL, model_digest(MODEL), None, 0, set(), range(4))
+    return str(caught.value)
+
+
+def test_a_list_that_names_one_device_twice_is_refused(device: DeviceProcess, tmp_path: Path):
+    tmp_path.chmod(0o700)
+    other_name = tmp_path / "again"
+    other_name.symlink_to(device.directory / "device")
+    said = refusal(device.address, f"ipc://{other_name}")
+    assert f"{device.address} and ipc://{other_name} are one device: name each device once" in said
+
+
+def test_a_device_of_another_model_among_several_is_refused_by_its_address(device: DeviceProcess, tmp_path: Path):
+    another = DeviceProcess.spawn(write_small_checkpoint(tmp_path / "another"), None)
+    try:
+        said = refusal(device.address, another.address)
+    finally:
+        another.terminate()
+    assert another.address in said
+    assert device.address not in said
+
+
+def test_a_device_that_serves_no_checkpoint_is_refused_where_experts_are_in_full_precision(device: DeviceProcess):
+    another = DeviceProcess.spawn(None, REPLICAS)
+    try:
+        said = refusal(device.address, another.address)
+    finally:
+        another.terminate()
+    assert f"the device at {another.address} holds no checkpoint" in said
+
+
+def test_a_listed_device_that_does_not_run_is_named(device: DeviceProcess, tmp_path: Path):
+    said = refusal(device.address, f"ipc://{tmp_path}/absent")
+    assert f"no device answered at ipc://{tmp_path}/absent within" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"devices": 2, "device_copies": 3}, "'device_copies' must lie in 1..2, the number of devices, got 3"),
+        ({"devices": 0}, "'devices' counts embedded devices and must be at least 1, got 0"),
+        ({"device": "ipc:///a", "devices": 2}, "of running devices, list the addresses in 'device'"),
+        ({"device": ["ipc:///a", "ipc:///a"]}, "'device' must name each device once"),
+        ({"device": []}, "'device' must name each device once"),
+        ({"device": ["ipc:///a", "here"]}, "must be 'embedded' or an ipc:// or tcp:// address, got 'here'"),
+        (
+            {"device": ["tcp://a:1", "tcp://b:1"], "device_keys": ["k"]},
+            "one file for all devices or one for each, got 1",
+        ),
+        ({"device": ["tcp://a:1", "ipc:///b"], "device_keys": "k"}, "no effect on the device ipc:///b"),
+        ({"devices": 2, "device_moves": 2}, "'device_moves' has no effect where every device holds every expert"),
+        ({"device_moves": 2}, "'device_moves' has no effect"),
+        ({"devices": 3, "device_moves": -1}, "'device_moves' must be 0 or more, got -1"),
+    ],
+)
+def test_settings_of_several_devices_that_cannot_be_are_refused_in_one_sentence(settings, sentence):  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as caught:
+        NdpSettings.from_mapping(settings)
+    assert sentence in str(caught.value)

@@ -1,0 +1,217 @@
+"""Several devices in this process asked like one: lost, late or refusing, no pair goes unserved where a copy lives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_handler
+from numpy.typing import NDArray
+
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.errors import DeviceUnavailable
+from ndp_device.failpoints import Failpoint, Failpoints
+from vllm_ndp.device.calls import ExecuteResult
+from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device.several import DeviceSet
+from vllm_ndp.planning.copies import Copies, assign_copies, route
+from vllm_ndp.simulation.devices import slowest
+
+CALLS = make_calls()
+DEADLINE_MS = 400
+
+
+@dataclass
+class Rack:
+    """Devices, and who holds what."""
+
+    devices: list[FaultyDevice]
+    copies: Copies
+    asked: list[tuple[bool, ...]]  # which devices could be asked, call by call
+    client: DeviceSet
+
+    def serve(self, call: Call, step: int = 0) -> ExecuteResult:
+        handle = self.client.begin_execute(
+            call.layer, step, step * 10**6, call.x, call.rows, call.experts, call.bits, call.gates
+        )
+        return self.client.finish_execute(handle)
+
+    def executed(self) -> list[int]:
+        return [device.handler.num_executed for device in self.devices]
+
+
+def make_rack(num_devices: int, num_copies: int) -> Rack:
+    devices = [FaultyDevice(make_handler()) for _ in range(num_devices)]
+    copies = assign_copies(np.ones((4, 8)), num_devices, num_copies)
+    asked: list[tuple[bool, ...]] = []
+
+    def where(
+        layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
+    ) -> NDArray[np.int64]:
+        asked.append(tuple(usable))
+        distinct, rows = np.unique(experts, return_counts=True)
+        work = {(int(expert), 16): int(count) for expert, count in zip(distinct, rows, strict=True)}
+        found = route(copies.held[layer], usable, work)
+        return np.array([found[int(expert), 16] for expert in experts], np.int64)
+
+    clients = [
+        DeviceClient(f"in-process-{at}", model_digest(MODEL), deadline_ms=DEADLINE_MS, transport=device.connect)
+        for at, device in enumerate(devices)
+    ]
+    for client in clients:
+        client.connect()
+    several = DeviceSet(
+        clients,
+        where,
+        lambda device: copies.held[:, :, device],
+        slowest,
+        num_copies=num_copies,
+        deadline_ms=DEADLINE_MS,
+    )
+    several.begin_install_plan(1, full_plan())
+    assert several.finish_install_plan() == []
+    assert several.activate_plan(1)
+    return Rack(devices, copies, asked, several)
+
+
+@pytest.fixture
+def rack() -> Rack:
+    return make_rack(2, 2)
+
+
+def failing(kind: str, milliseconds: int = 0) -> Failpoints:
+    return Failpoints([Failpoint(kind, 1.0, milliseconds)], seed=0)
+
+
+def assert_right(rack: Rack, calls: Sequence[Call] = CALLS) -> None:
+    """Partial sums of two devices are added in another order than one device's."""
+    for step, call in enumerate(calls):
+        np.testing.assert_allclose(rack.serve(call, step).y, call.y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("num_devices", "num_copies"), [(1, 1), (2, 1), (2, 2), (3, 2), (4, 1), (8, 3)])
+def test_any_number_of_devices_gives_the_answer_of_one_and_most_of_them_work(num_devices: int, num_copies: int) -> None:
+    rack = make_rack(num_devices, num_copies)
+    assert_right(rack)
+    assert np.count_nonzero(rack.executed()) > num_devices // 2  # a few rows each do not reach all of eight
+    assert sum(rack.executed()) > (len(CALLS) if num_devices > 1 else 0)
+
+
+def test_each_device_is_sent_one_message_with_its_own_rows_only(rack: Rack) -> None:
+    call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1 and len(call.x) > 1)
+    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    assert rack.executed() == [1, 1], "every message has left before an answer is waited for"
+    assert sorted(np.concatenate([part.pairs for part in handle.parts]).tolist()) == list(range(len(call.rows)))
+    for part in handle.parts:
+        assert part.rows.tolist() == sorted(set(call.rows[part.pairs].tolist()))
+        assert set(rack.copies.held[call.layer, call.experts[part.pairs], part.device]) == {np.True_}
+    rack.client.finish_execute(handle)
+
+
+def test_a_layer_takes_as_long_as_its_slowest_device_and_spends_what_all_of_them_do(rack: Rack) -> None:
+    call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
+    handle = rack.client.begin_execute(call.layer, 0, 10**9, call.x, call.rows, call.experts, call.bits, call.gates)
+    timing = rack.client.finish_execute(handle).timing
+    timings = [result.timing for _, result in handle.answered]
+    assert len(timings) == 2
+    assert timing.total_ps == max(one.total_ps for one in timings)
+    assert timing.submit_ps == 10**9
+    assert timing.energy_pj == sum(one.energy_pj for one in timings)
+    assert timing.weight_bytes == sum(one.weight_bytes for one in timings)
+
+
+@pytest.mark.parametrize("kind", ["drop", "bit_flip", "truncate", "nan", "wrong_shape", "wrong_id"])
+def test_what_one_device_loses_or_spoils_in_mid_call_its_copies_serve(rack: Rack, kind: str) -> None:
+    rack.devices[0].fault = failing(kind)
+    assert_right(rack, CALLS[:6])
+    rack.devices[0].fault = lambda reply: (reply,)
+    rack.devices[1].fault = failing(kind)
+    until_all_up(rack)
+    assert_right(rack, CALLS[:6])
+
+
+def until_all_up(rack: Rack) -> None:
+    end = time.monotonic() + 10
+    while not all(client.poll() for client in rack.client.clients):
+        assert time.monotonic() < end
+
+
+def test_a_silent_device_costs_half_a_deadline_once_and_then_nothing(rack: Rack) -> None:
+    """The other half is for the copy. What is known to be down is not asked again until it answers."""
+    rack.devices[0].fault = failing("drop")
+    call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
+    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    halves = [part.handle.patience_s for part in handle.parts]
+    assert max(halves) <= DEADLINE_MS / 2000 + 1e-6
+    np.testing.assert_allclose(rack.client.finish_execute(handle).y, call.y, rtol=1e-5, atol=1e-6)
+    executed = rack.executed()
+    rack.asked.clear()
+    assert_right(rack, CALLS[:6])
+    assert set(rack.asked) == {(False, True)}
+    assert rack.executed()[0] == executed[0]
+
+
+def test_a_device_that_is_back_serves_its_experts_again(rack: Rack) -> None:
+    rack.devices[0].reachable = False
+    rack.devices[0].fault = failing("drop")
+    assert_right(rack, CALLS[:4])
+    assert rack.client.alive == (False, True)
+    assert rack.client.state == "up"
+    rack.devices[0].handler = make_handler()  # another process
+    rack.devices[0].reachable, rack.devices[0].fault = True, lambda reply: (reply,)
+    until_all_up(rack)
+    assert rack.devices[0].handler.num_executed == 0
+    assert_right(rack)
+    assert rack.devices[0].handler.num_executed > 0
+
+
+def test_a_plan_made_while_a_device_is_down_is_there_when_it_is_back(rack: Rack) -> None:
+    rack.devices[1].reachable = False
+    rack.devices[1].fault = failing("drop")
+    assert_right(rack, CALLS[:4])
+    rack.client.begin_install_plan(2, full_plan())
+    assert rack.client.finish_install_plan() == []
+    assert not rack.client.activate_plan(2)
+    assert_right(rack, CALLS[:4])
+    rack.devices[1].reachable, rack.devices[1].fault = True, lambda reply: (reply,)
+    until_all_up(rack)
+    before = rack.executed()[1]
+    assert_right(rack)
+    assert rack.executed()[1] > before
+
+
+def test_without_a_copy_on_a_device_that_is_up_a_call_fails() -> None:
+    rack = make_rack(2, 1)
+    rack.devices[0].fault = failing("drop")
+    failed = 0
+    for call in CALLS[:8]:
+        if not rack.copies.held[call.layer, call.experts, 0].any():
+            np.testing.assert_allclose(rack.serve(call).y, call.y, rtol=1e-5, atol=1e-6)
+            continue
+        with pytest.raises(DeviceUnavailable, match="have no copy on a device that is up"):
+            rack.serve(call)
+        failed += 1
+    assert failed > 0
+
+
+def test_two_devices_that_are_down_are_down(rack: Rack) -> None:
+    for device in rack.devices:
+        device.reachable, device.fault = False, failing("drop")
+    with pytest.raises(DeviceUnavailable, match="pairs have no copy on a device that is up"):
+        rack.serve(CALLS[0])
+    assert rack.client.state == "down"
+
+
+def test_a_device_is_told_of_the_experts_that_it_holds_and_of_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rack = make_rack(3, 1)
+    told: list[Any] = []
+    for client in rack.client.clients:
+        monkeypatch.setattr(client, "begin_install_plan", lambda epoch, replicas: told.append(replicas))
+    rack.client.begin_install_plan(2, full_plan())
+    assert (np.sum([flags != 0 for flags in told], axis=0) == 1).all()
+    for device, flags in enumerate(told):
+        assert ((flags != 0) == rack.copies.held[:, :, device]).all()

@@ -1,0 +1,133 @@
+"""Where copies of experts lie on several devices, and which one serves: bounds, capacity, what a lost device costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, rebalance, route
+
+SMALL = settings(max_examples=60, deadline=None)
+
+
+def best_makespan(amounts: list[int], allowed: list[list[int]], num_devices: int) -> int:
+    """Of every way to give each piece one of its devices."""
+    best = sum(amounts)
+    for choice in itertools.product(*allowed):
+        sums = [0] * num_devices
+        for amount, device in zip(amounts, choice, strict=True):
+            sums[device] += amount
+        best = min(best, max(sums))
+    return best
+
+
+@st.composite
+def loads(draw, max_experts: int = 7):  # type: ignore[no-untyped-def]
+    num_layers, num_experts = draw(st.integers(1, 3)), draw(st.integers(1, max_experts))
+    cells = st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts)
+    return np.array([draw(cells) for _ in range(num_layers)], np.float64)
+
+
+@SMALL
+@given(loads(), st.integers(1, 4), st.data())
+def test_every_expert_has_its_copies_on_different_devices_that_have_room(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
+    num_copies = data.draw(st.integers(1, num_devices))
+    need = load.size * num_copies
+    room = data.draw(st.lists(st.integers(0, load.size + 2), min_size=num_devices, max_size=num_devices))
+    possible = sum(min(count, load.size) for count in room) >= need  # each device holds an expert at most once
+    if not possible:
+        with pytest.raises(ConfigError, match="do not fit devices with room for"):
+            assign_copies(load, num_devices, num_copies, room)
+        return
+    copies = assign_copies(load, num_devices, num_copies, room)
+    assert (copies.held.sum(axis=2) == num_copies).all()
+    assert (copies.per_device <= room).all()
+
+
+@SMALL
+@given(loads(), st.integers(2, 3))
+def test_one_copy_each_is_within_a_third_of_the_best_assignment_there_is(load, num_devices) -> None:  # type: ignore[no-untyped-def]
+    """Graham: longest first is at most 4/3 - 1/(3 D) of the best, which exhaustive search finds here."""
+    found = assign_copies(load, num_devices, 1).loads(load).max(axis=1)
+    anywhere = [list(range(num_devices))] * load.shape[1]
+    for layer, busiest in enumerate(found):
+        best = best_makespan(load[layer].astype(int).tolist(), anywhere, num_devices)
+        assert busiest <= best * (4 / 3 - 1 / (3 * num_devices)) + 1e-9
+
+
+@SMALL
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(2, 3))
+def test_with_copies_everywhere_a_layer_takes_a_third_more_than_the_best_at_most(amounts, num_devices) -> None:  # type: ignore[no-untyped-def]
+    held = np.ones((len(amounts), num_devices), np.bool_)
+    found = route(held, [True] * num_devices, {(expert, 3): amount for expert, amount in enumerate(amounts)})
+    sums = np.bincount([found[expert, 3] for expert in range(len(amounts))], amounts, num_devices)
+    best = best_makespan(amounts, [list(range(num_devices))] * len(amounts), num_devices)
+    assert sums.max() <= best * (4 / 3 - 1 / (3 * num_devices)) + 1e-9
+
+
+@SMALL
+@given(loads(), st.integers(2, 4), st.data())
+def test_of_two_copies_the_one_on_the_device_with_less_to_do_serves(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
+    """Each piece goes where less was put before it. Azar, Naor, Rom (1995): that is at most 1 + log2(D) of the best."""
+    copies = assign_copies(load, num_devices, 2)
+    wanted = data.draw(st.lists(st.integers(0, load.shape[1] - 1), max_size=6, unique=True))
+    work = {(expert, 3): int(load[0, expert]) + 1 for expert in wanted}
+    found = route(copies.held[0], [True] * num_devices, work)
+    sums = [sum(work[name] for name, at in found.items() if at == device) for device in range(num_devices)]
+    allowed = [np.flatnonzero(copies.held[0, expert]).tolist() for expert, _ in work]
+    best = best_makespan(list(work.values()), allowed, num_devices)
+    assert max(sums, default=0) <= (1 + np.ceil(np.log2(num_devices))) * best
+    for name, device in found.items():
+        other = next(at for at in np.flatnonzero(copies.held[0, name[0]]).tolist() if at != device)
+        later = [one for one in work if (-work[one], one) > (-work[name], name)]
+        before = {at: sums[at] - sum(work[one] for one in later if found[one] == at) for at in (device, other)}
+        assert before[device] - work[name] <= before[other]
+
+
+@SMALL
+@given(loads(), st.integers(2, 4), st.data())
+def test_a_lost_device_leaves_no_pair_behind_where_a_copy_lives(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
+    num_copies = data.draw(st.integers(1, num_devices))
+    held = assign_copies(load, num_devices, num_copies).held[0]
+    alive = data.draw(st.lists(st.booleans(), min_size=num_devices, max_size=num_devices))
+    found = route(held, alive, {(expert, 3): 1 for expert in range(len(held))})
+    for (expert, _), device in found.items():
+        living = np.flatnonzero(held[expert] & alive).tolist()
+        assert (device in living) if living else (device == NO_COPY)
+    if sum(alive) > num_devices - num_copies:
+        assert NO_COPY not in found.values()
+
+
+@SMALL
+@given(loads(max_experts=6), st.integers(2, 4), st.data())
+def test_a_new_expectation_moves_few_copies_makes_no_layer_worse_and_no_device_fuller(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
+    num_copies, most = data.draw(st.integers(1, num_devices)), data.draw(st.integers(0, 6))
+    before = assign_copies(np.ones_like(load), num_devices, num_copies)
+    after, arrived = rebalance(before, load, most)
+    assert arrived.sum() <= most
+    assert (after.per_device == before.per_device).all()
+    assert (after.held & ~before.held).sum() <= arrived.sum()
+    assert (after.loads(load).max(axis=1) <= before.loads(load).max(axis=1) + 1e-9).all()
+
+
+def test_the_copies_of_the_layer_that_gains_most_are_exchanged_first() -> None:
+    """Four experts on two devices, 0 and 2 on the first. Layer 0 expects 8 + 8 there and 1 + 1 on the other: with one
+    exchange both have 9. Layer 1 gains 2 - 1.5 only."""
+    before = Copies(np.array([[[1, 0], [0, 1], [1, 0], [0, 1]]] * 2, np.bool_))
+    load = np.array([[8.0, 1.0, 8.0, 1.0], [1.0, 0.5, 1.0, 0.5]])
+    after, arrived = rebalance(before, load, 2)
+    assert after.loads(load).tolist() == [[9.0, 9.0], [2.0, 1.0]]
+    assert arrived.tolist() == [1, 1]
+    again, arrived = rebalance(after, load, 10)
+    assert again.loads(load).tolist() == [[9.0, 9.0], [1.5, 1.5]]
+    assert arrived.tolist() == [1, 1]
+
+
+def test_more_copies_than_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 copies of each expert need as many devices, got 2"):
+        assign_copies(np.ones((1, 4)), 2, 3)

@@ -1,0 +1,174 @@
+"""Which of several devices hold a copy of each expert, and which copy serves the rows of a layer. Values only.
+
+    expected load [L, E] -> Copies [L, E, D]       the heaviest expert first, to the devices with least of its layer
+    rows of a layer      -> a device for each      the heaviest first, to the copy whose device has least so far
+
+Layers run one after the other, so each is balanced by itself (longest processing time first). Every rank, and replay,
+comes to the same answer by itself. Knows loads and how many copies a device has room for. Does not know which devices
+are up until it is told, nor what a device's time is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.stats import frozen_array
+
+NO_COPY = -1
+
+
+@dataclass(frozen=True)
+class Copies:
+    held: NDArray[np.bool_]  # [L, E, D]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "held", frozen_array(self.held, np.bool_))
+        if self.held.ndim != 3 or self.held.size == 0:
+            raise ValueError(f"copies must be [L, E, D], got {list(self.held.shape)}")
+        of_expert = self.held.sum(axis=2)
+        if of_expert.min() != of_expert.max() or of_expert.min() < 1:
+            raise ValueError(
+                f"every expert must have equally many copies, got {of_expert.min()} to {of_expert.max()} of them"
+            )
+
+    @property
+    def num_copies(self) -> int:
+        return int(self.held[0, 0].sum())
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.held.shape[2])
+
+    @property
+    def per_device(self) -> NDArray[np.int64]:
+        """[D], copies of all layers that each device holds."""
+        counts: NDArray[np.int64] = self.held.sum(axis=(0, 1), dtype=np.int64)
+        return counts
+
+    def loads(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[L, D], what each device has to do where the copies of an expert share its load [L, E] equally."""
+        loads: NDArray[np.float64] = np.einsum("le,led->ld", load, self.held) / self.num_copies
+        return loads
+
+
+def assign_copies(
+    load: NDArray[np.float64], num_devices: int, num_copies: int, room: Sequence[int] | None = None
+) -> Copies:
+    """Give every expert num_copies devices. load [L, E]: what each is expected to ask for. room [D]: how many copies
+    each device can hold of all layers together; None = any number.
+
+    Raises ConfigError where there are fewer devices than copies, or less room than needed.
+    """
+    num_layers, num_experts = load.shape
+    if not 1 <= num_copies <= num_devices:
+        raise ConfigError(f"{num_copies} copies of each expert need as many devices, got {num_devices}: ask for fewer")
+    left = num_layers * num_experts
+    free = [left] * num_devices if room is None else [min(count, left) for count in room]
+    if not _fit(free, left, num_copies):
+        raise ConfigError(
+            f"{num_copies} copies of {left} experts do not fit devices with room for {list(room or ())} of them: "
+            "use more devices, larger ones or fewer copies"
+        )
+    held = np.zeros((num_layers, num_experts, num_devices), np.bool_)
+    for layer, of_layer in enumerate(load):
+        sums = np.zeros((num_copies, num_devices))  # of first copies, of second ones, ...
+        together = np.zeros((num_devices, num_devices), np.int64)  # experts that two devices share
+        for expert in np.argsort(-of_layer, kind="stable").tolist():
+            left -= 1
+            devices = _devices_for_one(sums, together, free, left)
+            held[layer, expert, devices] = True
+            sums[range(num_copies), devices] += of_layer[expert]
+            together[np.ix_(devices, devices)] += 1
+            for device in devices:
+                free[device] -= 1
+    return Copies(held)
+
+
+def _devices_for_one(sums: NDArray[np.float64], together: NDArray[np.int64], free: list[int], left: int) -> list[int]:
+    """For each copy the device with least load of such copies, and of equal ones that which shares fewest experts with
+    the others: what a lost device leaves falls to many. But devices with most room come first where the `left` experts
+    to come would otherwise not find enough devices each. sums [copies, D]; together [D, D].
+    """
+    num_copies = len(sums)
+    with_room = [device for device, count in enumerate(free) if count > 0]
+    by_room = sorted(with_room, key=lambda device: (-free[device], sums[:, device].sum(), device))
+    for forced in range(num_copies + 1):
+        chosen = by_room[:forced]
+        for of_copy in sums[forced:]:
+            shared = together[chosen].sum(axis=0)
+            others = [device for device in with_room if device not in chosen]
+            chosen += [at for *_, at in sorted((of_copy[at], shared[at], -free[at], at) for at in others)[:1]]
+        after = [count - (device in chosen) for device, count in enumerate(free)]
+        if len(chosen) == num_copies and _fit(after, left, num_copies):
+            return chosen
+    raise AssertionError("the devices with most room always leave enough for the rest")
+
+
+def _fit(free: Sequence[int], num_experts: int, num_copies: int) -> bool:
+    """Whether num_copies different devices can be found for each of so many experts."""
+    return sum(min(count, num_experts) for count in free) >= num_experts * num_copies
+
+
+def rebalance(copies: Copies, load: NDArray[np.float64], most: int) -> tuple[Copies, NDArray[np.int64]]:
+    """Follow a new expectation by moving at most `most` copies; and how many come to each device, [D].
+
+    Copies are exchanged two by two between the device with most to do in a layer and the one with least, so every
+    device holds as many as before: first where the busiest device of a layer gains most, then where the next one does.
+    """
+    held = copies.held.copy()
+    arrived = np.zeros(copies.num_devices, np.int64)
+    best = {layer: _best_exchange(held[layer], load[layer]) for layer in range(len(load))}
+    for _ in range(most // 2):
+        layer = max(best, key=lambda at: (best[at][0], -at))
+        gain, away, back, busiest, idlest = best[layer]
+        if gain <= 0:
+            break
+        held[layer, away, [busiest, idlest]] = False, True
+        held[layer, back, [busiest, idlest]] = True, False
+        arrived[[busiest, idlest]] += 1
+        best[layer] = _best_exchange(held[layer], load[layer])
+    return Copies(held), arrived
+
+
+def _best_exchange(held: NDArray[np.bool_], load: NDArray[np.float64]) -> tuple[float, int, int, int, int]:
+    """Of one layer, held [E, D] and load [E]: how much less its busiest device has to do, the experts that leave and
+    come there, that device, and the one with least to do."""
+    each = load / held[0].sum()
+    sums = each @ held
+    busiest, idlest = int(sums.argmax()), int(sums.argmin())
+    away = np.flatnonzero(held[:, busiest] & ~held[:, idlest])
+    back = np.flatnonzero(held[:, idlest] & ~held[:, busiest])
+    if not len(away) or not len(back):
+        return 0.0, 0, 0, busiest, idlest
+    shift = each[away][:, None] - each[back][None, :]
+    after = np.maximum(sums[busiest] - shift, sums[idlest] + shift)
+    a, b = divmod(int(after.argmin()), len(back))
+    gain = float(sums[busiest] - after[a, b])
+    # a gain of rounding only would exchange two experts back and forth for ever
+    return (gain if gain > 1e-9 * float(sums[busiest]) else 0.0), int(away[a]), int(back[b]), busiest, idlest
+
+
+def route(
+    held: NDArray[np.bool_], alive: Sequence[bool], work: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], int]:
+    """A device for each piece of a layer's work, NO_COPY where no device with a copy of its expert is alive.
+
+    held [E, D]; alive [D]; work: (expert, bits) -> how much. The largest piece first, to the one of its expert's
+    devices that has least so far; of equal pieces the lower expert's first.
+    """
+    sums = [0] * len(alive)
+    found: dict[tuple[int, int], int] = {}
+    for name, amount in sorted(work.items(), key=lambda item: (-item[1], item[0])):
+        expert = name[0]
+        living = [device for device in np.flatnonzero(held[expert]).tolist() if alive[device]]
+        # of devices with equally much to do another one for another expert
+        *_, device = min(((sums[at], (at - expert) % len(alive), at) for at in living), default=(0, 0, NO_COPY))
+        if device != NO_COPY:
+            sums[device] += amount
+        found[name] = device
+    return found

@@ -1,0 +1,201 @@
+"""Several equal devices behind one engine: who holds copies of what, who serves a layer's pairs, what the layer takes.
+
+    device = the slowest of the devices that were asked, each by its own clock and link
+
+The live plugin and replay use the same object, so that replay makes the same choices and the same times. Knows copies
+and prices. Does not know which devices are up until it is told, nor how they are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.link import bulk_ps
+from ndp_device.timing.units import ceil_div
+from ndp_device.timing.work import Timing
+from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, rebalance, route
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Plan
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.memory import CAPACITY_OF
+
+DEFAULT_COPIES = 2
+Alive = Sequence[bool]
+"""[D], which devices may be asked."""
+
+
+@dataclass(frozen=True)
+class DeviceRules:
+    """How several devices are used in one run, live or replayed."""
+
+    num_devices: int
+    num_copies: int
+    """Of each expert, on different devices."""
+    max_moves: int = 0
+    """How many copies one plan may move between devices."""
+    full_precision: bool = False
+    """Cold experts are computed from the checkpoint's own weights, which then are what is copied."""
+
+    @classmethod
+    def that_fit(
+        cls, costs: Costs, num_devices: int, num_copies: int | None, *, max_moves: int, full_precision: bool
+    ) -> DeviceRules:
+        """num_copies: None = 2 where they fit, else 1. Raises ConfigError where what is asked for does not fit."""
+        wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
+        if num_copies is None and sum(_room(costs, num_devices, full_precision)) < wanted * _experts(costs):
+            wanted = 1
+        return cls(num_devices, wanted, max_moves, full_precision)
+
+
+def _experts(costs: Costs) -> int:
+    return costs.shape.num_layers * costs.shape.num_experts
+
+
+def _copy_bytes(costs: Costs, full_precision: bool) -> int:
+    return costs.shape.expert_bytes if full_precision else costs.stored_replica_bytes()
+
+
+def _room(costs: Costs, num_devices: int, full_precision: bool) -> list[int]:
+    """[D], copies that fit beside a device's part of all experts in full precision, for prompts and migrations."""
+    capacity = int(costs.hardware.values()[CAPACITY_OF["device"]])
+    pool = 0 if full_precision else ceil_div(_experts(costs) * costs.shape.expert_bytes, num_devices)
+    return [max(capacity - pool, 0) // _copy_bytes(costs, full_precision)] * num_devices
+
+
+class Devices:
+    """Copies as they are now, and every choice that follows from them."""
+
+    def __init__(self, costs: Costs, rules: DeviceRules, expert_bytes: Mapping[int, int], offload_bits: int) -> None:
+        """expert_bytes: what one read of an expert moves, by width. offload_bits: of hot experts, 0 = none runs there.
+
+        Before the first prompt nothing is known: all experts are expected alike.
+        """
+        self.rules = rules
+        self._costs, self._bytes, self._offload_bits = costs, dict(expert_bytes), offload_bits
+        self._rows_per_pass = costs.hardware.array.rows
+        alike = np.ones((costs.shape.num_layers, costs.shape.num_experts))
+        room = _room(costs, rules.num_devices, rules.full_precision)
+        self.copies: Copies = assign_copies(alike, rules.num_devices, rules.num_copies, room)
+
+    @property
+    def everywhere(self) -> bool:
+        """Every device holds every expert, so that no plan can move anything."""
+        return self.rules.num_copies == self.rules.num_devices
+
+    @cached_property
+    def all_alive(self) -> Alive:
+        return (True,) * self.rules.num_devices
+
+    def follow(self, plans: Iterable[Plan], scores: Iterable[ImportanceScore]) -> int:
+        """Move copies to where the new plans want them, as far as the rules allow; how long that keeps the links busy.
+
+        A copy leaves one device's link while it arrives at another's; all links work at once, the busiest counts.
+        """
+        if self.everywhere or self.rules.max_moves == 0:
+            return 0
+        load = np.zeros(self.copies.held.shape[:2])
+        of_width = np.zeros(256)
+        of_width[list(self._bytes)] = list(self._bytes.values())
+        of_width[0] = of_width[self._offload_bits] if self._offload_bits else 0.0
+        for plan, score in zip(plans, scores, strict=True):
+            load += score.values * of_width[plan.bits.bits]
+        self.copies, arrived = rebalance(self.copies, load, self.rules.max_moves)
+        most = int(arrived.max())
+        if most == 0:
+            return 0
+        return bulk_ps(self._costs.hardware.link, most * _copy_bytes(self._costs, self.rules.full_precision))
+
+    def route_pairs(
+        self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
+    ) -> NDArray[np.int64]:
+        """The device of each pair [P] of a layer; NO_COPY where none of its expert's is alive."""
+        keys = (experts.astype(np.int64) << 8) | bits
+        distinct, place, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        groups = {(key >> 8, key & 255): rows for key, rows in zip(distinct.tolist(), counts.tolist(), strict=True)}
+        found = self.route_groups(layer, groups, alive)
+        devices = np.array([found[key >> 8, key & 255] for key in distinct.tolist()], np.int64)
+        of_pairs: NDArray[np.int64] = devices[place.reshape(-1)]
+        return of_pairs
+
+    def route_groups(
+        self, layer: int, groups: Mapping[tuple[int, int], int], alive: Alive
+    ) -> dict[tuple[int, int], int]:
+        """The same for (expert, bits) -> rows."""
+        work = {
+            (expert, bits): self._bytes[bits] * ceil_div(rows, self._rows_per_pass)
+            for (expert, bits), rows in groups.items()
+        }
+        return route(self.copies.held[layer], alive, work)
+
+    def balancer(self, rule: Balancer, layer: int, alive: Callable[[], Alive]) -> DevicesBalancer:
+        """The rule for one layer of these devices; alive: is asked whenever it is needed."""
+        return DevicesBalancer(rule, self, layer, alive)
+
+
+@dataclass(frozen=True)
+class DevicesBalancer:
+    """Balancer's rule where the device's time is that of the busiest of several."""
+
+    rule: Balancer
+    devices: Devices
+    layer: int
+    alive: Callable[[], Alive]
+
+    def offloaded(self, load: LayerLoad) -> frozenset[int]:
+        """The hot experts that run on a device in this layer; empty where nothing is gained."""
+        order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
+        if not order:
+            return frozenset()
+        rule, bits, alive = self.rule, self.rule.offload_bits, self.alive()
+        gpu_ps = [rule.shared_ps(load.rows)]
+        for expert in reversed(order):
+            gpu_ps.append(gpu_ps[-1] + rule.gpu_ps(load.hot[expert][0]))
+        groups = dict(load.cold)
+        best, best_ps = 0, max(gpu_ps[-1], self._device_ps(groups, load.rows, alive))
+        for count, expert in enumerate(order, start=1):
+            if not any(np.logical_and(self.devices.copies.held[self.layer, expert], alive)):
+                break  # it must stay, and with it the heavier ones
+            groups[expert, bits] = load.hot[expert][0]
+            layer_ps = max(gpu_ps[-1 - count], self._device_ps(groups, load.rows, alive))
+            if layer_ps < best_ps:
+                best, best_ps = count, layer_ps
+        return frozenset(order[:best])
+
+    def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
+        """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""
+        experts_ps = [0.0] * len(alive)
+        pairs = [0] * len(alive)
+        for (expert, bits), device in self.devices.route_groups(self.layer, groups, alive).items():
+            if device != NO_COPY:
+                experts_ps[device] += self.rule.device_ps(bits, groups[expert, bits])
+                pairs[device] += groups[expert, bits]
+        return max(
+            took + (self.rule.message_ps(min(count, rows), count) if count else 0.0)
+            for took, count in zip(experts_ps, pairs, strict=True)
+        )
+
+
+def slowest(timings: Sequence[Timing]) -> Timing:
+    """Of the devices that worked on one layer at once: the times of the last one to be done, and what all of them read
+    and spent."""
+    if not timings:
+        raise ConfigError("a layer that no device worked on has no timing")
+    last = max(timings, key=lambda timing: timing.total_ps)
+    if len(timings) == 1:
+        return last
+    return msgspec.structs.replace(
+        last,
+        weight_bytes=sum(timing.weight_bytes for timing in timings),
+        bytes_in=sum(timing.bytes_in for timing in timings),
+        bytes_out=sum(timing.bytes_out for timing in timings),
+        row_activations=sum(timing.row_activations for timing in timings),
+        energy_pj=sum(timing.energy_pj for timing in timings),
+    )
