@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.units import ceil_div
-from ndp_device.timing.work import Timing
+from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
 from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, rebalance, route
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Plan
@@ -84,6 +85,11 @@ class Devices:
         alike = np.ones((costs.shape.num_layers, costs.shape.num_experts))
         room = _room(costs, rules.num_devices, rules.full_precision)
         self.copies: Copies = assign_copies(alike, rules.num_devices, rules.num_copies, room)
+
+    @property
+    def expert_bytes(self) -> dict[int, int]:
+        """What one read of an expert moves, by width."""
+        return self._bytes
 
     @property
     def everywhere(self) -> bool:
@@ -181,6 +187,36 @@ class DevicesBalancer:
             took + (self.rule.message_ps(min(count, rows), count) if count else 0.0)
             for took, count in zip(experts_ps, pairs, strict=True)
         )
+
+
+def work_of(
+    shape: WholeModel,
+    layer: int,
+    rows: NDArray[np.int64],
+    experts: Sequence[int],
+    bits: Sequence[int],
+    *,
+    expert_bytes: Mapping[int, int],
+    group_size: int,
+    activation_bytes: int,
+) -> Work:
+    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first."""
+    tokens: dict[tuple[int, int], int] = {}
+    for expert, width in zip(experts, bits, strict=True):
+        tokens[expert, width] = tokens.get((expert, width), 0) + 1
+    num_rows = len(np.unique(rows))
+    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, activation_bytes)
+    return Work(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        group_size=group_size,
+        tokens=num_rows,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        experts=tuple(
+            ExpertWork(layer, expert, width, count, expert_bytes[width]) for (expert, width), count in tokens.items()
+        ),
+    )
 
 
 def slowest(timings: Sequence[Timing]) -> Timing:

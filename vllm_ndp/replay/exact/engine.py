@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.spec import load_hardware
-from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
+from ndp_device.timing.work import Timing, Work
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
@@ -29,7 +29,7 @@ from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest
+from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -266,22 +266,15 @@ class Engine:
     def _command(
         self, layer: int, rows: NDArray[np.int64], experts: list[int], bits: list[int], device: int = 0
     ) -> Command:
-        tokens: dict[tuple[int, int], int] = {}
-        for expert, width in zip(experts, bits, strict=True):
-            tokens[expert, width] = tokens.get((expert, width), 0) + 1
-        num_rows, shape = len(np.unique(rows)), self.clock.model.shape
-        bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, self.setup.activation_bytes)
-        work = Work(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
+        work = work_of(
+            self.clock.model.shape,
+            layer,
+            rows,
+            experts,
+            bits,
+            expert_bytes=self.setup.expert_bytes,
             group_size=self.setup.group_size,
-            tokens=num_rows,
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
-            experts=tuple(
-                ExpertWork(layer, expert, width, count, self.setup.expert_bytes[width])
-                for (expert, width), count in tokens.items()
-            ),
+            activation_bytes=self.setup.activation_bytes,
         )
         return Command(work, self.clock.now_ps, device)
 
