@@ -3,7 +3,7 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
-    docs/compatibility.md   its table of vLLM's hooks, from docs/measured/vllm_hooks.json
+    docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     README.md               the sentences with measured figures
 
@@ -263,6 +263,25 @@ def attention_name(attention: Any) -> str:
     return names.get(type(attention).__name__, type(attention).__name__)
 
 
+# -- options of vLLM ---------------------------------------------------------------------------------------------------
+
+
+def option_answers() -> str:
+    """What becomes of every option of `vllm serve` beside ours, and the test that shows it."""
+    from vllm_ndp.integration.flags import NOT_OURS, REFUSED, WORKS, Answer
+
+    def options(answer: Answer) -> str:
+        return " ".join(f"`{name.lstrip('_').replace('_', '-')}`" for name in answer.names)
+
+    lines = ["| works | how | shown by |", "|---|---|---|"]
+    lines += [f"| {options(answer)} | {answer.what} | {answer.test.replace('::', ' ')} |" for answer in WORKS]
+    lines += ["", "| refused at the start | why, and what is accepted | shown by |", "|---|---|---|"]
+    lines += [f"| {options(answer)} | {answer.what} | {answer.test.replace('::', ' ')} |" for answer in REFUSED]
+    lines += ["", "| vLLM's own, which the plugin takes no part in (not tested one by one) | of |", "|---|---|"]
+    lines += [f"| {options(answer)} | {answer.what} |" for answer in NOT_OURS]
+    return "\n".join(lines)
+
+
 def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
     return {
         "arrows of ndp_device": lambda: room_drawing("ndp_device", root),
@@ -272,6 +291,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
         "published models": published_models,
         "hooks of vLLM": lambda: vllm_hooks(root),
+        "options of vLLM": option_answers,
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
 

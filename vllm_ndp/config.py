@@ -196,6 +196,12 @@ class NdpSettings:
             return None
         return Path(self.device_keys if isinstance(self.device_keys, str) else self.device_keys[device])
 
+    def changed(self) -> dict[str, Any]:
+        """Those that differ from the defaults."""
+        default = NdpSettings()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
 

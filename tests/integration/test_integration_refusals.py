@@ -94,8 +94,44 @@ def test_settings_of_other_plugins_are_left_alone():
     [
         ({"enable_expert_parallel": True, "data_parallel_size": 2}, "drop --enable-expert-parallel"),
         ({"enable_dbo": True}, "drop --enable-dbo"),
-        ({"enable_lora": True}, "drop --enable-lora"),
+        ({"enable_lora": True}, "or drop --enable-lora"),
+        (
+            {"enable_lora": True, "lora_target_modules": ["q_proj", "experts"]},
+            "name other layers in --lora-target-modules",
+        ),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "or drop --enable-lora"),
         ({"load_format": "dummy"}, "drop --load-format dummy"),
+        ({"load_format": "sharded_state"}, "drop --load-format sharded_state"),
+        ({"load_format": "pt"}, "drop --load-format pt"),
+        ({"load_format": "mistral"}, "drop --load-format mistral"),
+        ({"load_format": "tensorizer"}, "drop --load-format tensorizer"),
+        ({"kv_offloading_size": 1.0}, "drop --kv-offloading-size"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "use kv_role 'kv_producer'",
+        ),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_consumer"}},
+            "kv_role 'kv_producer'",
+        ),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_producer",
+                    "kv_connector_extra_config": {
+                        "connectors": [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]
+                    },
+                }
+            },
+            "drop --kv-transfer-config",
+        ),
+        ({"cpu_offload_gb": 1.0}, "lower 'hot_experts' instead"),
+        ({"moe_backend": "triton"}, "drop --moe-backend triton"),
+        ({"expert_placement_strategy": "round_robin"}, "drop --expert-placement-strategy"),
+        ({"runner": "pooling", "convert": "embed"}, "drop --runner and --convert"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "drop --weight-transfer-config"),
+        ({"prefill_context_parallel_size": 2}, "drop --prefill-context-parallel-size"),
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "drop --worker-cls"),
     ],
 )
@@ -107,14 +143,20 @@ def test_features_that_cannot_work_together_are_refused_with_the_option_to_drop(
 
 @pytest.mark.parametrize(
     ("section", "option", "fix"),
-    [("parallel_config", "enable_eplb", "drop --enable-eplb"), ("model_config", "enable_sleep_mode", "sleep mode")],
+    [
+        ("parallel_config", "enable_eplb", "drop --enable-eplb"),
+        ("parallel_config", "enable_elastic_ep", "drop --enable-elastic-ep"),
+        ("model_config", "enable_sleep_mode", "sleep mode"),
+        ("model_config", "quantization_config", "drop --quantization-config"),
+        ("model_config", "model_weights", "give it as the model"),
+    ],
 )
 def test_features_this_platform_does_not_even_offer_would_be_refused_too(section: str, option: str, fix: str):
     """vLLM's CPU build refuses them itself when asked, so they are set in a configuration that is already made."""
     from vllm_ndp.integration import compat
 
     config = configure()
-    object.__setattr__(getattr(config, section), option, True)
+    object.__setattr__(getattr(config, section), option, "s3://bucket/model" if option == "model_weights" else True)
     with pytest.raises(ConfigError, match="'ndp' does not work together with") as error:
         compat.check(config)
     assert fix in sentence(error)

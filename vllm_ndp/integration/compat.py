@@ -11,6 +11,8 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 
 def say(message: str) -> None:
@@ -35,6 +37,13 @@ def say(message: str) -> None:
     with contextlib.suppress(OSError):  # stderr may lead to a disk that is full: no request may end by that
         print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
+
+WORKER_CLASS = "vllm_ndp.integration.worker.NdpWorker"
+CONNECTOR = "NdpConnector"
+CONNECTOR_MODULE = "vllm_ndp.integration.connector"
+
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Those that read `*.safetensors` of the model's directory. Others would take all but the experts from other files."""
 
 MODEL_FREE_PROPOSERS = ("ngram", "suffix")
 """Ways of speculative decoding that take next to no time and route nothing."""
@@ -88,6 +97,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     """Raise ConfigError for anything that would be asked for but not effective."""
     settings = settings_of(vllm_config)
     parallel = vllm_config.parallel_config
+    asked = partial(_nested, vllm_config)
+    moe_backend = asked("kernel_config.moe_backend", "auto")
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     refusals: list[tuple[bool, str]] = [
         (parallel.data_parallel_size > 1 and parallel.enable_expert_parallel,
@@ -101,13 +112,34 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
         (parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size > 1,
          "context parallelism: drop --prefill-context-parallel-size and --decode-context-parallel-size"),
-        (vllm_config.lora_config is not None, "LoRA: drop --enable-lora"),
+        (_adapts_experts(vllm_config), "LoRA adapters of experts, which are no layers of vLLM's here: name other "
+         "layers in --lora-target-modules (q_proj, v_proj, ...), or drop --enable-lora"),
         (_drafts_with_a_model(vllm_config), f"drafts of a model, whose time and experts are in no plan, clock or "
          f"report: use a proposer without one ({', '.join(MODEL_FREE_PROPOSERS)}) in --speculative-config"),
-        (load_format == "dummy", "dummy weights (the device reads the checkpoint): drop --load-format dummy"),
+        (load_format not in LOAD_FORMATS, f"weights that are no safetensors in the model's directory, from where "
+         f"experts are read here and on the device: drop --load-format {load_format}"),
+        (bool(asked("model_config.model_weights")), "weights from somewhere else than the model's directory, where "
+         "experts are read from: give it as the model"),
+        (asked("model_config.quantization_config") is not None, "quantization of vLLM's own while the weights load: "
+         "drop --quantization-config"),
+        (asked("weight_transfer_config") is not None, "weights that change while they are served, of which neither "
+         "the pool nor the device would know: drop --weight-transfer-config"),
+        (bool(asked("offload_config.uva.cpu_offload_gb") or asked("offload_config.prefetch.offload_group_size")),
+         "weights that vLLM offloads, hot slots among them: drop the --offload-* and --cpu-offload-gb options, and "
+         "lower 'hot_experts' instead"),
+        (_loads_kv(vllm_config.kv_transfer_config), "KV that another connector loads, which comes without the routing "
+         "that plans are made from: use kv_role 'kv_producer', or drop --kv-transfer-config"),
+        (asked("cache_config.kv_offloading_size") is not None, "KV that is offloaded, which comes back without the "
+         "routing that plans are made from: drop --kv-offloading-size"),
+        (moe_backend != "auto", f"a kernel of vLLM's for the experts, which run in ours: drop --moe-backend "
+         f"{moe_backend}"),
+        (asked("parallel_config.expert_placement_strategy", "linear") != "linear", "another placement of experts on "
+         "ranks than the linear one: drop --expert-placement-strategy"),
+        (bool(asked("parallel_config.enable_elastic_ep")), "elastic expert parallelism: drop --enable-elastic-ep"),
+        (asked("model_config.runner_type") == "pooling", "pooling, which never decodes: drop --runner and --convert"),
         (vllm_config.model_config.enable_sleep_mode, "sleep mode: drop --enable-sleep-mode"),
-        (parallel.worker_cls not in ("auto", "vllm_ndp.integration.worker.NdpWorker"),
-         f"another worker class ({parallel.worker_cls}): drop --worker-cls"),
+        (not _is_ours(parallel.worker_cls), f"another worker class ({parallel.worker_cls}), unless it is made of "
+         f"{WORKER_CLASS}: drop --worker-cls"),
     ]  # fmt: skip
     if not _on_cpu():
         refusals += limits.refusals(vllm_config, settings)
@@ -228,6 +260,47 @@ def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
             f"ndp setting 'policy_options' holds {asked.pop()!r}, which has no effect with cold_precision 'full': "
             "drop one of the two"
         )
+
+
+def refuse_mixed_settings(arguments: Sequence[str]) -> None:
+    """vLLM's parser makes a second JSON of dotted options, which replaces the first one without a word."""
+    whole = [a for a in arguments if re.match(r"--additional[-_]config(=|$)", a)]
+    dotted = [a.partition("=")[0] for a in arguments if re.match(r"--additional[-_]config\.", a)]
+    if whole and dotted:
+        raise ConfigError(
+            f"vLLM keeps only one of --additional-config and {dotted[0]} and drops the other without a word: write all "
+            "settings in one JSON, or all of them dotted"
+        )
+
+
+def _adapts_experts(vllm_config: VllmConfig) -> bool:
+    """Without target modules vLLM wraps every layer that it can, experts among them."""
+    lora = vllm_config.lora_config
+    return lora is not None and (not lora.target_modules or any("expert" in name for name in lora.target_modules))
+
+
+def _nested(config: object, path: str, default: Any = None) -> Any:
+    """A value inside vLLM's configuration; an option that this version of vLLM lacks was not asked for."""
+    for name in path.split("."):
+        config = getattr(config, name, default)
+    return config
+
+
+def _loads_kv(connector: KVTransferConfig | None) -> bool:
+    """Whether a connector that is not ours may bring KV in."""
+    if connector is None or connector.kv_connector == CONNECTOR:
+        return False
+    parts = connector.kv_connector_extra_config.get("connectors", ())
+    roles = {part.get("kv_role") for part in parts if part.get("kv_connector") != CONNECTOR}
+    return roles | {connector.kv_role} != {"kv_producer"}
+
+
+def _is_ours(worker_class: str) -> bool:
+    if worker_class in ("auto", WORKER_CLASS):
+        return True
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return issubclass(resolve_obj_by_qualname(worker_class), resolve_obj_by_qualname(WORKER_CLASS))
 
 
 def _drafts_with_a_model(vllm_config: VllmConfig) -> bool:

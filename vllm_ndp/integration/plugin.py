@@ -6,15 +6,14 @@ model-inspection subprocess.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 METHOD = "ndp"
-WORKER_CLASS = "vllm_ndp.integration.worker.NdpWorker"
-CONNECTOR = "NdpConnector"
-CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 
 
 def register() -> None:
@@ -55,22 +54,48 @@ def configure(vllm_config: VllmConfig) -> None:
         return
     from vllm_ndp.integration import compat
 
+    compat.refuse_mixed_settings(sys.argv)
     settings = compat.check(vllm_config)
-    vllm_config.parallel_config.worker_cls = WORKER_CLASS
+    if vllm_config.parallel_config.worker_cls == "auto":
+        vllm_config.parallel_config.worker_cls = compat.WORKER_CLASS
     compat.keep_moe_out_of_graphs(vllm_config)
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
     compat.let_ray_run_on_cpu(vllm_config)
-    if settings.report and vllm_config.kv_transfer_config is None:
-        vllm_config.kv_transfer_config = _report_connector()
+    if settings.report:
+        vllm_config.kv_transfer_config = _with_report_connector(vllm_config.kv_transfer_config)
 
 
-def _report_connector() -> Any:
-    """A connector that moves no KV: it only lets finished requests carry their two clocks."""
+def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
+    """A connector that moves no KV, beside the user's if there is one: finished requests carry their two clocks."""
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from vllm_ndp.integration import compat
+
+    ours = {
+        "kv_connector": compat.CONNECTOR,
+        "kv_connector_module_path": compat.CONNECTOR_MODULE,
+        "kv_role": "kv_consumer",  # a producer would change how preemption treats finished blocks
+    }
+    if theirs is None:
+        return KVTransferConfig(**ours)
+    if compat.CONNECTOR not in KVConnectorFactory._registry:  # vLLM's log line looks parts of a MultiConnector up there
+        KVConnectorFactory.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE, compat.CONNECTOR)
+    extra = theirs.kv_connector_extra_config
+    parts = extra["connectors"] if theirs.kv_connector == "MultiConnector" else [_as_part(theirs)]
+    if any(part["kv_connector"] == compat.CONNECTOR for part in parts):
+        return theirs
     return KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_consumer",  # a producer would change how preemption treats finished blocks
+        kv_connector="MultiConnector",
+        kv_role=theirs.kv_role,
+        engine_id=theirs.engine_id,
+        kv_connector_extra_config={"connectors": [*parts, ours]},
     )
+
+
+def _as_part(connector: KVTransferConfig) -> dict[str, Any]:
+    """What a MultiConnector wants of each of its parts; the engine's id is of the whole."""
+    values = dataclasses.asdict(connector)
+    del values["engine_id"]
+    return values

@@ -33,6 +33,7 @@ def status(
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
         "plugin_active": True,
+        "settings": settings.changed(),
         "engine_pid": os.getpid(),
         "ranks": ranks.description,
         "moe_layers": len(hot.layers),
@@ -107,7 +108,9 @@ def startup_table(status: dict[str, Any]) -> Table:
     table = Table(title="vllm-ndp: what is effective", title_justify="left", show_header=False)
     table.add_column("what", style="bold")
     table.add_column("value")
+    given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
     rows = [
+        ("settings given", given or "none: all are defaults"),
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
         ("experts per layer", f"{status['experts']}: {status['hot_experts']} hot, {status['cold_experts']} cold"),

@@ -11,6 +11,7 @@ from ndp_device.errors import NdpError
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.fixed_weights import FixedWeights
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -18,7 +19,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
 
-class NdpWorker(_Base):
+class NdpWorker(FixedWeights, _Base):
     _warms_up = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

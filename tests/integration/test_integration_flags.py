@@ -1,0 +1,161 @@
+"""Every option of `vllm serve` has an answer, and those answers that need an engine to be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import MODEL, PROMPTS, ROOT, engine, greedy, token_ids
+from safetensors.torch import load_file, save_file
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.integration.flags import NOT_OURS, REFUSED, WORKS
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 12
+IDENTITY = {"hot_experts": 3, "cold_precision": "full"}
+
+
+def test_every_option_of_vllm_serve_has_one_answer():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+    offered = {field.name for options in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(options)}
+    answered = [name for answer in (*WORKS, *REFUSED, *NOT_OURS) for name in answer.names]
+    assert len(answered) == len(set(answered)), sorted(name for name in answered if answered.count(name) > 1)
+    assert set(answered) == offered
+
+
+def test_the_tests_that_answers_name_are_there():
+    for answer in (*WORKS, *REFUSED):
+        file, _, function = answer.test.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / "integration" / f"{file}.py").read_text(), answer
+
+
+def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):
+    from vllm import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = ["--model", str(MODEL), "--quantization", "ndp", "--max-model-len", "128"]
+    given += [
+        "--additional-config",
+        '{"ndp": {"hot_experts": 4, "avg_bits": 2}}',
+        "--additional-config.ndp.hot_experts",
+    ]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([*given, "2"])
+    assert parsed.additional_config == {"ndp": {"hot_experts": 2}}  # avg_bits is gone, without a word of vLLM's
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", *given, "2"])
+    with pytest.raises(
+        ConfigError, match=r"keeps only one of --additional-config and --additional-config\.ndp\.hot_experts"
+    ):
+        EngineArgs.from_cli_args(parsed).create_engine_config()
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--additional-config.ndp.hot_experts=2"])
+    assert EngineArgs.from_cli_args(parsed).create_engine_config().parallel_config.worker_cls.endswith("NdpWorker")
+
+
+def test_an_override_of_the_experts_is_refused_before_the_first_prompt():
+    """Once the engine started, and ended at the first prompt with something else."""
+    with (
+        pytest.raises(ConfigError, match=r"with experts per token 4, the checkpoint has 2: drop what overrides it"),
+        engine(settings=IDENTITY, hf_overrides={"num_experts_per_tok": 4}),
+    ):
+        pass
+
+
+def test_a_connector_that_saves_kv_runs_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its files appear, our report arrives under its own key, and metrics count; new weights are refused meanwhile."""
+    theirs = {"kv_connector": "ExampleConnector", "kv_role": "kv_producer"}
+    theirs["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path / "kv")}  # type: ignore[assignment]
+    with engine(settings=IDENTITY, kv_transfer_config=theirs, disable_log_stats=False) as llm:
+        assert llm.llm_engine.vllm_config.kv_transfer_config.kv_connector == "MultiConnector"
+        long = PROMPTS[0] * 6
+        (output,) = greedy(llm, [long], TOKENS)
+        report = output.kv_transfer_params["ndp"]
+        assert report["hot_pairs"] + report["cold_pairs"] == (TOKENS - 1) * 4 * 2
+        assert list((tmp_path / "kv").rglob("*.safetensors"))
+        counted = {
+            metric.labels.get("where"): metric.value for metric in llm.get_metrics() if metric.name == "vllm:ndp_pairs"
+        }
+        assert counted["cold"] == report["cold_pairs"]
+        assert counted["prefill"] == report["prefill_pairs"]
+    assert "settings given" in capsys.readouterr().err
+
+
+def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():
+    """vLLM itself would load norms and attention, and leave the experts as they were: two models in one."""
+    from vllm import SamplingParams
+
+    with engine(settings=IDENTITY) as llm:
+        before = token_ids(greedy(llm, PROMPTS[:1], TOKENS))
+        for call in ("reload_weights", "start_weight_update", "reset_weights", "save_sharded_state"):
+            with pytest.raises(ConfigError, match=f"'ndp' does not work together with {call}"):
+                llm.collective_rpc(call)
+        assert token_ids(greedy(llm, PROMPTS[:1], TOKENS)) == before
+        # a stop string ends the request in the front end: its report is asked for
+        text = (
+            llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=TOKENS), use_tqdm=False)[0]
+            .outputs[0]
+            .text
+        )
+        stop = SamplingParams(temperature=0, max_tokens=TOKENS, stop=[text[3:6]])
+        (stopped,) = llm.generate(PROMPTS[:1], stop, use_tqdm=False)
+        assert stopped.kv_transfer_params is None
+        greedy(llm, PROMPTS[1:2], 2)
+        (asked,) = llm.collective_rpc("ndp_requests", args=(stopped.request_id,))
+        (report,) = asked["finished"].values()
+        assert report["finish"] == "aborted"
+        assert report["output_tokens"] == len(stopped.outputs[0].token_ids)
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+ADAPTED = ("q_proj", "v_proj", "o_proj")
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random LoRA adapter of the attention, and a checkpoint with the same adapter merged in."""
+    directory, merged = tmp_path_factory.mktemp("adapter"), tmp_path_factory.mktemp("merged") / "tiny-mixtral"
+    weights = load_file(MODEL / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    parts = {}
+    for name in [name for name in weights if any(f"{part}.weight" in name for part in ADAPTED)]:
+        rows, columns = weights[name].shape
+        a = torch.randn((RANK, columns), generator=generator) * 0.2
+        b = torch.randn((rows, RANK), generator=generator) * 0.2
+        module = name.removesuffix(".weight")
+        parts |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        weights[name] = (weights[name].float() + b @ a).to(weights[name].dtype)
+    save_file(parts, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(ADAPTED), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(MODEL, merged, ignore=shutil.ignore_patterns("eval", "traces", "*.safetensors"))
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    return directory, merged
+
+
+def test_an_attention_adapter_gives_the_tokens_of_a_checkpoint_with_it_merged_in(adapter: tuple[Path, Path]):
+    from vllm.lora.request import LoRARequest
+
+    directory, merged = adapter
+    with engine(merged) as llm:
+        wanted = token_ids(greedy(llm, PROMPTS, TOKENS))
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(ADAPTED)}
+    with engine(settings=IDENTITY, **options) as llm:
+        plain = token_ids(greedy(llm, PROMPTS, TOKENS))
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        request = LoRARequest("attention", 1, str(directory))
+        adapted = token_ids(llm.generate(list(PROMPTS), sampling, use_tqdm=False, lora_request=request))
+    assert adapted == wanted
+    assert plain != wanted
