@@ -13,7 +13,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: fuzz audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -46,6 +46,10 @@ docs: $(READY)
 # SECONDS in all, shared by every target of tests/fuzzing: files, codec, transport, handler, client. What ends badly is kept.
 fuzz: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzzing --seconds $(or $(SECONDS),120) $(FUZZ)
+
+# SEEDS histories of hosts, device and network in simulated time (tests/simulation), from seed FIRST on.
+simulate: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m simulation --seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0) --jobs $(or $(JOBS),2)
 
 # Installed versions against the pins and a list of known holes; no network.
 audit: $(READY)

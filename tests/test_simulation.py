@@ -1,0 +1,61 @@
+"""Histories of hosts, device and network in simulated time: a few here, as many as one likes by `make simulate SEEDS=N`.
+
+simulation/life.py says what must hold in each. Seeds that once failed are run for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from paths import DATA
+from simulation.life import History, silence
+
+from ndp_device.handler import Handler
+from ndp_device.transport import zmq_client
+from vllm_ndp.device.client import DeviceClient
+
+FAILED_ONCE = [int(line.split()[0]) for line in (DATA / "simulation-seeds.txt").read_text().splitlines() if line]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    silence()
+
+
+@pytest.mark.parametrize("first", range(0, 15, 5))
+def test_nothing_is_lost_nothing_is_wrong_and_nobody_waits(first: int) -> None:
+    for seed in range(first, first + 5):
+        History(seed).run()
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_what_failed_once_holds(seed: int) -> None:
+    History(seed).run()
+
+
+def test_a_seed_is_one_history() -> None:
+    assert History(1).run().digest == History(1).run().digest
+
+
+MISTAKES: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "checksums are not looked at": (zmq_client, "require_intact", lambda *frames: None),
+    "plans are not installed again": (DeviceClient, "_plans_to_replay", lambda client: deque()),
+    "sessions outlive their hosts": (Handler, "forget", lambda handler, client: None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program with one mistake, each time: one of the first seeds fails."""
+    owner, name, instead = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, instead)
+    failed = []
+    for seed in range(40):
+        try:
+            History(seed).run()
+        except Exception as error:
+            failed.append((seed, error))
+            break
+    assert failed
