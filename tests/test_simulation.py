@@ -1,4 +1,4 @@
-"""Histories of hosts, device and network in simulated time: a few here, as many as one likes by `make simulate SEEDS=N`.
+"""Histories of hosts, device and network in simulated time: a few here, any number by `make simulate SEEDS=N`.
 
 simulation/life.py says what must hold in each. Seeds that once failed are run for ever.
 """

@@ -1,4 +1,4 @@
-"""One history: a device that dies, stops, hangs and lies, hosts that decode with it, strangers, and a network that fails.
+"""One history: a device that dies, stops, hangs and lies, hosts that decode with it, strangers, a network that fails.
 
 All of it is the program itself: DeviceClient over ZmqTransport, ZmqServer under Server and Handler, the codec between
 them. Simulated are time, sockets, and how long a computation takes. What must hold, whatever happens:
@@ -47,7 +47,7 @@ from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import MAX_HELD_BYTES, MAX_PEERS, ZmqServer
 from ndp_device.widths import FULL_PRECISION_BITS
 from simulation.network import Network, Process, SimClock, SimSystem
-from simulation.world import MS, US, S, Program, World
+from simulation.world import MS, US, Program, S, World
 from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
 
 ADDRESS = "tcp://127.0.0.1:7777"
