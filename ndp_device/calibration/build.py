@@ -293,6 +293,12 @@ def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_group_size(group_size: int | None, shape: ModelShape) -> int:
+    if shape.hidden_size % 8 or shape.intermediate_size % 8:
+        raise ConfigError(
+            f"experts of {shape.name} cannot be quantized: rows are stored as bits of whole bytes, so hidden size and "
+            f"intermediate size must be multiples of 8, got {shape.hidden_size} and {shape.intermediate_size}; "
+            'serve this model with "cold_precision": "full"'
+        )
     if group_size is None:
         return default_group_size(shape.hidden_size, shape.intermediate_size)
     if group_size < 8 or group_size % 8:

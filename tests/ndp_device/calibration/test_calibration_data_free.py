@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from paths import MODEL
+from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration import build, data_free
 from ndp_device.calibration.data_free import Fitted, fit_in_numpy, fit_natively
 from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.errors import ConfigError
 from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels.reference import dequantize
@@ -127,6 +129,17 @@ def test_impossible_requests_are_refused(change: dict[str, Any], message: str) -
     request = {"dtype": "float32", "group_size": 64, "track_weights": ALL_WIDTHS} | change
     with pytest.raises(ValueError, match=message):
         fit_natively(random_weights(5, 8, 64), **request)
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 20}, {"intermediate": 90}])
+def test_an_expert_whose_rows_fill_no_whole_bytes_is_refused_before_anything_is_written(
+    tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    model, out = write_small_checkpoint(tmp_path / "model", **sizes), tmp_path / "replicas"
+    with pytest.raises(ConfigError, match="must be multiples of 8") as raised:
+        build.build_data_free(model, out, show_progress=False)
+    assert "\n" not in str(raised.value)
+    assert not out.exists()
 
 
 def test_without_the_module_numpy_serves_and_says_how_long_it_takes(
