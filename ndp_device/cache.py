@@ -1,4 +1,4 @@
-"""Where what was computed once is kept on this machine. Knows the environment's say in it and no file content."""
+"""Where what was computed or fetched once is kept on this machine. Knows what the environment says, no file content."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pathlib import Path
 
 def default_cache_dir(model_digest: str) -> Path:
     """A model's place in the cache: under $NDP_CACHE_DIR, $XDG_CACHE_HOME/vllm-ndp or ~/.cache/vllm-ndp."""
+    return _base() / "replicas" / model_digest
+
+
+def hub_cache_dir(repo: str) -> Path:
+    """The place of a hub's repository, named as huggingface_hub names it, in plain files: its own cache has links."""
+    return _base() / "hub" / f"models--{repo.replace('/', '--')}"
+
+
+def _base() -> Path:
     chosen = os.environ.get("NDP_CACHE_DIR")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"
-    return base / "replicas" / model_digest
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ndp"

@@ -31,6 +31,7 @@ PROGRAMS = {name: typer.main.get_command(app) for name, app in APPS.items()}
 HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zmq", "bokeh", "pandas", "rich")
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
+    r"vllm-ndp (push|pull)\b": "needs a hub: test_operating_hub.py",
     r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_watch.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
     r"vllm-ndp quantize .*--calibration": "takes minutes",

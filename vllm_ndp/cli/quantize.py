@@ -10,7 +10,7 @@ import typer
 
 from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
-from vllm_ndp.cli.options import CheckpointArgument, integers
+from vllm_ndp.cli.options import integers
 
 app = typer.Typer()
 
@@ -24,7 +24,7 @@ app = typer.Typer()
     ),
 )
 def quantize(
-    model: CheckpointArgument,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
     out: Annotated[
         Path, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
     ],
@@ -58,8 +58,10 @@ def quantize(
     from ndp_device.calibration.build import build_calibrated, build_data_free
     from ndp_device.replicas.loss_table import load_loss_table
     from ndp_device.widths import WIDTHS
+    from vllm_ndp.operating.hub import checkpoint_dir
 
     started = time.monotonic()
+    model = checkpoint_dir(str(model))
     widths = None if bits is None else integers(bits, "--bits")
     if calibration is None:
         if solver != "nested":

@@ -25,6 +25,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.batch import KvGroup
+from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.ranks import Share, Stage
 
@@ -81,16 +82,6 @@ def hardware_overrides(settings: NdpSettings) -> dict[str, Any]:
     if named := sorted({"pe_mode", "array.pe_mode"} & set(settings.hardware_overrides)):
         raise ConfigError(f"ndp setting 'hardware_overrides' must not hold {named[0]!r}: use the setting 'pe_mode'")
     return {**settings.hardware_overrides, "array.pe_mode": settings.pe_mode}
-
-
-def model_dir(vllm_config: VllmConfig) -> Path:
-    """The local checkpoint directory. A hub id is looked up in the local cache only."""
-    name = vllm_config.model_config.model
-    if Path(name).is_dir():
-        return Path(name).resolve()
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, revision=vllm_config.model_config.revision, local_files_only=True))
 
 
 def check(vllm_config: VllmConfig) -> NdpSettings:

@@ -29,6 +29,7 @@ from ndp_device.model_shape import WholeModel
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, startup_table
 from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedRequest
+from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.few_rows import FewRows
@@ -125,7 +126,7 @@ class NdpController:
     @classmethod
     def create(cls, vllm_config: VllmConfig) -> NdpController:
         global _current
-        _current = cls(compat.check(vllm_config), compat.model_dir(vllm_config), vllm_config)
+        _current = cls(compat.check(vllm_config), model_dir(vllm_config), vllm_config)
         return _current
 
     # -- start-up -------------------------------------------------------------------------------------------------

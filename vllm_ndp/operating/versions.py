@@ -45,7 +45,7 @@ class Matrix:
 
 
 TESTED: Mapping[Literal["cpu", "cuda"], Matrix] = {
-    "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 32),)),
+    "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 31), Version(0, 32))),
     "cuda": Matrix(Version(0, 26), Version(0, 33), ()),
 }
 """What each version was run with: docs/compatibility.md."""
