@@ -18,12 +18,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from paths import MODEL, ROOT
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.errors import ConfigError
+from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.probe import Probe
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
+from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.transport.address import Address
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
@@ -31,6 +34,7 @@ from ndp_device.widths import PLAN_BITS
 
 pytestmark = pytest.mark.slow  # together: each test starts programs
 
+REPLICAS = MODEL.with_name("tiny-mixtral-replicas")
 PATIENT = ("--timeout-s", "60")  # a busy machine is no reason to fail
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
 
@@ -316,3 +320,22 @@ def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, m
         assert outcomes[:4] == ["Welcome", "PlanInstalled", "PlanActivated", "Result"]
         assert outcomes[-1] == "deadline"
         transport.close()
+
+
+def test_a_host_in_pyzmq_and_msgpack_alone_computes_on_a_device(address: str) -> None:
+    """The example's row through two experts, beside the reference kernel's own result."""
+    with serving(address, str(MODEL), "--replicas", str(REPLICAS)):
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples" / "host_of_your_own.py", address],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    store, kernel = ReplicaFiles(REPLICAS), ReferenceKernel()
+    experts = [kernel.prepare(store.expert(0, expert, bits)) for expert, bits in ((0, 3), (1, 2))]
+    x = np.random.default_rng(0).standard_normal((1, store.manifest.model.hidden_size)).astype(np.float32)
+    pairs = np.array([0, 0], np.int32), np.array([0, 1], np.int32), np.array([0.75, 0.25], np.float32)
+    y = kernel.execute(x, experts, *pairs)
+    assert f"y: {y[0, :4].round(4)}" in done.stdout
+    assert "'weight_bytes': 73728" in done.stdout
