@@ -55,18 +55,42 @@ class ImportanceScore:
             raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
         return ImportanceScore(self.values[layer : layer + 1], self.num_tokens)
 
-    def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
-        """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
+    def _require_shape(self, prior: ImportanceScore) -> None:
         if self.values.shape != prior.values.shape:
             raise ConfigError(
                 f"the prior is for a model of [layers, experts] {list(prior.values.shape)}, "
                 f"this one has {list(self.values.shape)}: give a prior recorded on this model"
             )
+
+    def mixed_with(self, prior: ImportanceScore, weight: float) -> ImportanceScore:
+        """weight * self + (1 - weight) * prior."""
+        self._require_shape(prior)
+        return ImportanceScore(_normalised(weight * self.values + (1 - weight) * prior.values), self.num_tokens)
+
+    def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
+        """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
+        self._require_shape(prior)
         total = self.num_tokens + prior_tokens
         if total == 0:
             return prior
         mixed = (self.num_tokens * self.values + prior_tokens * prior.values) / total
         return ImportanceScore(_normalised(mixed), self.num_tokens)
+
+
+def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
+    """0..1, how much of what sets a prompt apart from the prior is there again in its later half.
+
+    With a and b what the halves choose more than the prior does: chance is independent in both, so a.b is what is the
+    prompt's own, and |a - b|^2 / 4 the error of the mean of both. The share of the first in the sum is the weight of
+    the prompt that predicts best. None: of one token, or tokens whose order is not known, there are no halves.
+    """
+    if stats.late_counts is None or stats.num_tokens < 2:
+        return None
+    late = stats.late_counts.astype(np.float64)
+    first, second = (_normalised(half) - prior.values for half in (stats.counts - late, late))
+    own = max(float((first * second).sum()), 0.0)
+    error = float(((first - second) ** 2).sum()) / 4
+    return own / (own + error) if own else 0.0
 
 
 def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[ImportanceScore]:

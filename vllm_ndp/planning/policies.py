@@ -22,7 +22,7 @@ from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
 from ndp_device.strict_arrays import read_array
 from ndp_device.strict_files import Refused
 from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
-from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance
+from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance, repeats
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import RoutingStats
@@ -133,6 +133,18 @@ def prefill_prior(settings: PolicySettings) -> Policy:
     return ScoredPolicy("prefill_prior", score, _with_prior("prefill_prior", settings))
 
 
+def prefill_shrunk(settings: PolicySettings) -> Policy:
+    """Prefill shrunk to a popularity prior as far as the prompt's halves disagree: a subject that changes within the
+    prompt, or routing without a subject, says little about what comes."""
+
+    def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
+        prior = _prior_of("prefill_shrunk", told)
+        own, weight = importance(stats, told.alpha), repeats(stats, prior)
+        return own.shrunk_to(prior, told.prior_tokens) if weight is None else own.mixed_with(prior, weight)
+
+    return ScoredPolicy("prefill_shrunk", score, _with_prior("prefill_shrunk", settings))
+
+
 def random(settings: PolicySettings) -> Policy:
     """The null: importance drawn by lot, another lot for every prompt, the same lot for the same prompt and seed."""
 
@@ -147,6 +159,7 @@ PolicyFactory = Callable[[PolicySettings], Policy]
 POLICIES: dict[str, PolicyFactory] = {
     "prefill": prefill,
     "prefill_prior": prefill_prior,
+    "prefill_shrunk": prefill_shrunk,
     "static": static,
     "random": random,
 }

@@ -27,10 +27,18 @@ class RoutingStats:
     scores: NDArray[np.float64]  # [L, E], sum of router weights over those choices
     num_tokens: int
     top_k: int
+    late_counts: NDArray[np.int64] | None = None
+    """[L, E], of these the choices of the later half of the tokens; None where their order is not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", frozen_array(self.counts, np.int64))
         object.__setattr__(self, "scores", frozen_array(self.scores, np.float64))
+        if self.late_counts is not None:
+            object.__setattr__(self, "late_counts", frozen_array(self.late_counts, np.int64))
+            if self.late_counts.shape != self.counts.shape or (self.late_counts < 0).any():
+                raise ValueError("choices of the later half must be [L, E] and at least 0")
+            if (self.late_counts > self.counts).any():
+                raise ValueError("choices of the later half must be some of all choices")
         if self.counts.ndim != 2 or self.counts.shape != self.scores.shape:
             raise ValueError(
                 f"counts and scores must both be [L, E], got {list(self.counts.shape)} and {list(self.scores.shape)}"
@@ -73,8 +81,9 @@ class RoutingStats:
         size = num_layers * num_experts
         counts = np.bincount(cells, minlength=size)
         scores = np.bincount(cells, weights.astype(np.float64).ravel(), size).astype(np.float64)
+        late = np.bincount(cells[num_tokens // 2 * num_layers * top_k :], minlength=size)
         shape = (num_layers, num_experts)
-        return cls(counts.reshape(shape), scores.reshape(shape), num_tokens, top_k)
+        return cls(counts.reshape(shape), scores.reshape(shape), num_tokens, top_k, late.reshape(shape))
 
     def merge(self, other: RoutingStats) -> RoutingStats:
         """The statistics of both sets of tokens together."""
@@ -83,6 +92,9 @@ class RoutingStats:
                 f"only statistics of the same model merge: [L, E] {list(self.counts.shape)} top-{self.top_k} "
                 f"against {list(other.counts.shape)} top-{other.top_k}"
             )
+        late = None
+        if self.late_counts is not None and other.late_counts is not None:
+            late = self.late_counts + other.late_counts
         return RoutingStats(
-            self.counts + other.counts, self.scores + other.scores, self.num_tokens + other.num_tokens, self.top_k
+            self.counts + other.counts, self.scores + other.scores, self.num_tokens + other.num_tokens, self.top_k, late
         )

@@ -34,6 +34,9 @@ class SyntheticSettings:
     """Standard deviation of a request's own logit offsets; 0 is the null. Router noise has 1.28."""
     drift: float = 0.0
     """0..1: share of a request's taste that has turned into another one by its last token."""
+    turns: int = 0
+    """How often a request's subject changes at once: its tokens are as many equal parts and one, each of a taste of its
+    own."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class SyntheticSettings:
                 raise ConfigError(f"synthetic trace: {name} must be at least 1, got {getattr(self, name)}")
         if self.top_k > self.num_experts:
             raise ConfigError(f"synthetic trace: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
+        if self.turns < 0:
+            raise ConfigError(f"synthetic trace: turns must be at least 0, got {self.turns}")
         if self.decode_len < 0 or self.concentration <= 0 or self.signal < 0 or not 0 <= self.drift <= 1:
             raise ConfigError(
                 "synthetic trace: decode_len >= 0, concentration > 0, signal >= 0 and drift in 0..1 are needed, got "
@@ -67,7 +72,12 @@ def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Tr
     for request in range(s.num_requests):
         first, second = generator.standard_normal((2, s.num_layers, s.num_experts))
         noise = generator.gumbel(size=(tokens, s.num_layers, s.num_experts))
-        logits = popularity + s.signal * (np.cos(angle) * first + np.sin(angle) * second) + noise
+        taste = np.cos(angle) * first + np.sin(angle) * second
+        if s.turns:
+            others = generator.standard_normal((s.turns, s.num_layers, s.num_experts))
+            part = np.arange(tokens) * (s.turns + 1) // tokens
+            taste = np.where(part[:, None, None] > 0, others[np.maximum(part, 1) - 1], taste)
+        logits = popularity + s.signal * taste + noise
         ids = np.argsort(-logits, axis=2, kind="stable")[:, :, : s.top_k]
         chosen = np.take_along_axis(logits, ids, axis=2)
         weights = np.exp(chosen - chosen[:, :, :1])

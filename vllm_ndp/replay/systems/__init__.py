@@ -26,6 +26,7 @@ from vllm_ndp.replay.systems.monde import MONDE
 from vllm_ndp.replay.systems.pimoe import PIMOE
 from vllm_ndp.replay.systems.pregated import PREGATED
 from vllm_ndp.replay.systems.quantized import QUANTIZED
+from vllm_ndp.replay.systems.replanned import REPLANNED
 from vllm_ndp.replay.systems.system import ReplayOptions, System, TooFewPlaces
 from vllm_ndp.replay.systems.vllm_offload import VLLM_OFFLOAD
 
@@ -36,6 +37,7 @@ SYSTEMS: dict[str, System] = {
         BALANCED,
         ADAPTIVE,
         JOINT,
+        REPLANNED,
         MONDE,
         HOBBIT,
         GPU_ON_DEMAND,
@@ -60,6 +62,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "balanced": ("spill_bits",),
     "adaptive": ("frequency", "memory_tokens"),
     "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
+    "replanned": ("execution", "spill_bits", "once_in"),
     "monde": ("h_rounding",),
     "hobbit": ("t1", "t2", "low_slots"),
     "gpu_on_demand": ("cache",),

@@ -32,10 +32,10 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     current, bits = hot.copy(), bits.copy()
     heat = np.stack([_prompt_heat(batches, group, memory) for group in range(g)])
     widths = np.empty(batches.ids.shape, np.uint8)
-    copies_per_step = _copies_per_step(batches, costs, bits)
+    each_step = copies_per_step(batches, costs, bits)
     loads = batches.loads
     copied = follow(
-        batches.ids, loads.experts, loads.rows, copies_per_step, memory, options.hysteresis, heat, current, bits, widths
+        batches.ids, loads.experts, loads.rows, each_step, memory, options.hysteresis, heat, current, bits, widths
     )
     outcome = finish("adaptive", batches, costs, options, widths, hot, before, copied * layer_factor(batches, costs))
     outcome.policy += f" then {frequency}"
@@ -51,7 +51,7 @@ def _prompt_heat(batches: Batches, group: int, memory: float) -> NDArray[np.floa
     return heat
 
 
-def _copies_per_step(batches: Batches, costs: Costs, bits: NDArray[np.uint8]) -> NDArray[np.float64]:
+def copies_per_step(batches: Batches, costs: Costs, bits: NDArray[np.uint8]) -> NDArray[np.float64]:
     """[G], how much of one expert's copy (all layers the trace's layer stands for) fits beside one decode step."""
     first = batches.first_steps(1)
     widths = np.take_along_axis(bits[:, :, None], first.ids, axis=4)
