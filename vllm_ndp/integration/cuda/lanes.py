@@ -1,0 +1,100 @@
+"""Streams beside the one that computes: what is copied on them, and who waits for it.
+
+A lane copies in order and by itself; a mark is a point on it that the host or the main stream may wait for. The same
+code runs on tensors of the host (`HostLane`), where a copy is done when it was asked for. Knows streams and memory; does
+not know layers, experts or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Pinned = Callable[..., torch.Tensor]
+"""(shape..., dtype=...) -> memory of the host that a lane can copy from and to by itself."""
+
+
+class Mark(Protocol):
+    """A point on a lane."""
+
+    def wait_on_host(self) -> None:
+        """Return when the lane has passed it."""
+
+    def hold_main(self) -> None:
+        """Have the main stream wait for it; the host does not."""
+
+
+class Lane(Protocol):
+    def follow_main(self) -> None:
+        """What comes now starts when the main stream has done what it was given so far."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Between the GPU and pinned memory of the host, without waiting."""
+
+    def mark(self) -> Mark: ...
+
+
+class CudaLane:
+    """A stream of its own. `follow_main` and `hold_main` are for the thread that computes: streams are per thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def follow_main(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _CudaMark(event)
+
+
+class _CudaMark:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+    def hold_main(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class HostLane:
+    """For tensors of the host: everything is done at once."""
+
+    def follow_main(self) -> None: ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def mark(self) -> Mark:
+        return _PASSED
+
+
+class _Passed:
+    def wait_on_host(self) -> None: ...
+
+    def hold_main(self) -> None: ...
+
+
+_PASSED = _Passed()
+
+
+def make_lane(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+def pinned_for(device: torch.device) -> Pinned:
+    """Memory that a lane of this device copies from and to by itself."""
+
+    def allocate(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+    return allocate

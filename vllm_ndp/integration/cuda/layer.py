@@ -1,0 +1,185 @@
+"""One MoE layer of a decode step without waiting for the GPU: what `moe_layer` does for few rows, in another order.
+
+Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device makes of the
+rest. With every expert here there is nothing to send: then the layer waits for nothing, and its counts are read when the
+step ends. Gives what the eager layer gives. Knows one layer's slots and the exchange; does not know how plans are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.device.calls import ExecuteResult
+from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.packet import HostFields
+from vllm_ndp.integration.cuda.routing import add_rows, split
+from vllm_ndp.integration.device_link import DeviceCall
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotPairs
+from vllm_ndp.integration.leaders_device import Device
+from vllm_ndp.integration.pairs import NO_PAIRS, Pairs, Split
+from vllm_ndp.integration.step import Step
+
+ComputeHere = Callable[[DeviceCall, torch.Tensor, torch.Tensor, Pairs], None]
+"""Adds to `out` what the pairs of a call without an answer give: (call, out, x, pairs)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the thread brings: the call, None where another rank sends; and its result, if it had one."""
+
+    call: DeviceCall | None
+    result: ExecuteResult | None
+
+    @property
+    def sums(self) -> NDArray[np.float32] | None:
+        return None if self.result is None else self.result.y
+
+
+class AsideLayer:
+    def __init__(self, index: int, slots: HotSlots, device: Device, exchange: Exchange, compute_here: ComputeHere) -> None:
+        self.index = index
+        self._slots, self._device, self._exchange = slots, device, exchange
+        self._compute_here = compute_here
+        kernel = slots.kernel
+        self._kernel = kernel
+        self._num_slots, self._num_experts = len(slots.expert_in), len(slots.expert_map)
+        self._elsewhere = self._num_slots if isinstance(kernel, CudaSlotKernel) else -1
+        self._device_type = slots.expert_map.device
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step's layers go this way: decode rows that fit the buffers."""
+        return step.rows.num_rows <= self._exchange.most_rows and step.rows.all_decode
+
+    @property
+    def holds_everything(self) -> bool:
+        return self._num_slots == self._num_experts and bool((self._slots.expert_in >= 0).all())
+
+    def run(
+        self,
+        step: Step,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        beside: Callable[[], object],
+    ) -> torch.Tensor:
+        """x [T, H], topk_weights [T, k] as outputs are weighed, topk_ids [T, k] -> a fresh tensor [T, H]."""
+        topk_weights = topk_weights.to(torch.float32)
+        if self.holds_everything:
+            return self._run_everything(step, x, topk_weights, topk_ids, beside)
+        exchange, buffers = self._exchange, self._exchange.buffers(len(x))
+        packet = buffers.here
+        split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
+        submit_ps = step.clock.now_ps
+        exchange.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
+        try:
+            beside()
+            out = self._run_hot(x, topk_weights, packet.slots)
+        except BaseException:
+            exchange.abandon()
+            raise
+        taken = exchange.take()
+        pairs, device_ps = _pairs(taken.packet), 0
+        if taken.answer is not None:
+            device_ps = self._add(step, taken.answer, lambda: exchange.sums(taken), out, x, pairs, packet.sent_rows)
+        counts = _counts(taken.packet.slots, self._num_slots)
+        step.end_layer(self.index, Split(SlotPairs(packet.slots, topk_weights, counts), pairs, NO_PAIRS), device_ps)
+        return out
+
+    def _run_everything(
+        self,
+        step: Step,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        beside: Callable[[], object],
+    ) -> torch.Tensor:
+        beside()
+        slots = self._slots.expert_map.index_select(0, topk_ids.reshape(-1).long()).view(topk_ids.shape)
+        out = self._run_hot(x, topk_weights, slots)
+
+        def end() -> None:
+            found = slots.cpu().numpy()  # the first layer waits for the step; those after it for nothing
+            hot = SlotPairs(slots, topk_weights, _counts(found, self._num_slots))
+            step.end_layer(self.index, Split(hot, NO_PAIRS, NO_PAIRS), 0)
+
+        step.end_later(end)
+        return out
+
+    def _run_hot(self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if not self._num_slots:
+            return torch.zeros_like(x)
+        if isinstance(self._kernel, CudaSlotKernel):
+            return self._kernel.run_named(x, self._slots.held, topk_weights, slots)
+        return self._kernel.run(x, self._slots.held, topk_weights, slots)
+
+    def _add(
+        self,
+        step: Step,
+        answer: Answer,
+        sums: Callable[[], torch.Tensor],
+        out: torch.Tensor,
+        x: torch.Tensor,
+        pairs: Pairs,
+        sent_rows: torch.Tensor,
+    ) -> int | None:
+        """Add what the device returned, or the same pairs computed here. Simulated ps; None: there was no answer."""
+        if answer.call is None:
+            return 0
+        if answer.result is None:
+            self._compute_here(answer.call, out, x, pairs)
+            return None
+        partial = sums()
+        add_rows(out, partial, sent_rows[: len(partial)])
+        step.energy.add(answer.result.timing)
+        return int(answer.result.timing.total_ps)
+
+    # -- in the exchange's thread ---------------------------------------------------------------------------------
+
+    def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
+        """Send the rows of a packet and wait for the device, at most until the deadline."""
+        num_pairs, num_rows = int(packet.head[0]), int(packet.head[1])
+        call = self._device.send(
+            step.number,
+            submit_ps,
+            self.index,
+            packet.x[:num_rows],
+            packet.sent_rows[:num_rows],
+            packet.pair_rows[:num_pairs],
+            packet.pair_experts[:num_pairs],
+            step.bits_of(self.index, _pairs(packet)),
+            packet.pair_weights[:num_pairs],
+        )
+        return Answer(call, None if call is None else call.result())
+
+
+def _pairs(packet: HostFields) -> Pairs:
+    """Those that leave, by row of the step."""
+    count = int(packet.head[0])
+    rows = packet.sent_rows[packet.pair_rows[:count]]
+    return Pairs(rows, packet.pair_experts[:count].astype(np.int64), packet.pair_weights[:count].copy())
+
+
+def _counts(slots: NDArray[np.int32], num_slots: int) -> list[int]:
+    """Pairs of each slot that is in use. slots [T, k]; a slot that is none is not among the first num_slots."""
+    here = slots[(slots >= 0) & (slots < num_slots)]
+    counts = np.bincount(here, minlength=1)
+    return counts[counts > 0].tolist()
+
+
+class FixedOutput:
+    """A layer's results at one address: what a captured graph reads after a layer that runs between its pieces."""
+
+    def __init__(self, most_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """most_rows: of a step that graphs are captured for; larger ones run without them."""
+        self._memory = torch.empty(most_rows, hidden, dtype=dtype, device=device)
+
+    def hold(self, out: torch.Tensor) -> torch.Tensor:
+        """The same values, [T, H]: in the fixed memory where T fits."""
+        if len(out) > len(self._memory):
+            return out
+        return self._memory[: len(out)].copy_(out)
