@@ -31,6 +31,7 @@ RENAMED_OPTIONS = {"bits": "bit_rule"}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
+    "layers": ("auto", "eager", "asynchronous"),
     "migration": ("kept", "difference"),
     "bits_for": BITS_FOR,
     "bit_rule": GAINS,
@@ -58,6 +59,9 @@ class NdpSettings:
     shortens a layer's simulated time; `auto` is balanced, except where nothing is quantized."""
     offload_bits: int | None = None
     """Bits of a hot expert while it runs on the device; None = 3."""
+    layers: str = "auto"
+    """Decode layers that wait for what they need (`eager`), or that launch first and wait once (`asynchronous`); `auto`
+    is asynchronous on a GPU where hot experts stay there, else eager."""
     migration: str = "kept"
     """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
     every expert that becomes hot moves."""

@@ -1,10 +1,10 @@
 """A GPU that is none: tensors with real data that torch takes for another device's, and a count of what waits for it.
 
-The tensors claim torch's device `meta` and keep their data in the host's memory. Whatever would make a host wait for a
-real GPU is counted with the place that asked: copies to the host, copies of pageable memory to the GPU, and operators
-whose result's shape depends on data. An operator that mixes memories fails, as on a GPU. What runs on streams of its own
-is put off until somebody waits for it (`LazyLane`), so that a wait that is missing shows as a wrong number. Knows torch,
-and nothing of the plugin but the interface of its lanes.
+The tensors claim torch's device `meta` and keep their data in the host's memory. Whatever would make a host wait for
+a real GPU is counted with the place that asked: copies to the host, copies of pageable memory to the GPU, and
+operators whose result's shape depends on data. An operator that mixes memories fails, as on a GPU. What runs on streams
+of its own is put off until it is waited for (`LazyLane`), so that a wait that is missing shows as a wrong number. Knows
+torch, and nothing of the plugin but the interface of its lanes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PretendGpu(TorchDispatchMode):
             t is not None and t.dtype is torch.bool for t in args[1]
         ):
             self._wait(f"{func} by a mask")
-        self.launches += 1
+        self.launches += not func.is_view
         if to_gpu:
             kwargs["device"] = torch.device("cpu")
         found = func(*tree_map(_peeked, args), **tree_map(_peeked, kwargs))
@@ -152,7 +152,11 @@ class LazyLane:
         """What the main stream was given is done already."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self._todo.append(lambda: peek(to).copy_(peek(source)) and None)
+
+        def carry_out() -> None:
+            peek(to).copy_(peek(source))
+
+        self._todo.append(carry_out)
 
     def mark(self) -> LazyMark:
         reached = [False]

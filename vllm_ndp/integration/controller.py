@@ -30,10 +30,15 @@ from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, startup_table
 from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedRequest
 from vllm_ndp.integration.checkpoint_dir import model_dir
+from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
+from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
@@ -106,6 +111,8 @@ class NdpController:
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
         self._scheduler_config = vllm_config.scheduler_config
+        self._exchange: Exchange | None = None
+        self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._digest = ""
         self._weighs_input = False
@@ -177,6 +184,10 @@ class NdpController:
         self._device_rules = self._share_among_devices(costs)
         self._balancer = Balancer(costs, offload_bits) if offload_bits else None
         shared = compat.shared_experts(runner.model)
+        if self._graph_rows:
+            limits.refuse_shared_experts_in_pieces(shared)
+        self._exchange = self._make_exchange(offload_bits)
+        held = self.hot.layers[0].held
         for index, name in self._operators.items():
             layer = MoELayer(
                 index,
@@ -189,6 +200,8 @@ class NdpController:
                 self._balancer_of(index),
                 weighs_input=self._weighs_input,
                 shared=shared.get(name.partition(":")[2]),
+                exchange=self._exchange,
+                fixed=FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None,
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -235,6 +248,22 @@ class NdpController:
             return self._balancer
         return self.device.devices.balancer(self._balancer, layer, lambda: self.device.alive)
 
+    def _make_exchange(self, offload_bits: int) -> Exchange | None:
+        """Where decode layers do not wait for the GPU: their way to the device and back."""
+        weights, whole = self.hot.layers[0].held.w13, self.ranks.holds_whole_experts
+        if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda, whole_experts=whole):
+            return None
+        device, shape = weights.device, self.pool.shape
+        return Exchange(
+            make_lane(device),
+            pinned_for(device),
+            device,
+            top_k=shape.top_k,
+            hidden=shape.hidden_size,
+            dtype=weights.dtype,
+            start_thread=thread_of(device, compat.engine_cores()),
+        )
+
     def _is_quantized(self) -> bool:
         """Whether some experts are cold and run from 1-4 bit replicas."""
         num_hot = self.settings.resolve_hot_experts(self.pool.shape.num_experts)
@@ -253,7 +282,8 @@ class NdpController:
         self.requests.kv_group = group.index
         self.locator.group = group
         splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
-        if FewRows.fits(self.hot.layers, self.sizes.top_k) and not (self.ranks.holds_whole_experts or splits_here):
+        fits = self._exchange is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
+        if fits and not (self.ranks.holds_whole_experts or splits_here):
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
             )
@@ -376,6 +406,9 @@ class NdpController:
             self.recorder.close()
             self.recorder = None
         self.hot.close()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
         if hasattr(self, "device"):
             self.device.close()
         self._layers.clear()
@@ -391,9 +424,14 @@ class NdpController:
             self.device,
             self.sidecar,
             self.ranks,
-            is_native=self._few is not None,
+            decode_layers=self._describe_layers(),
             has_report=self._has_report,
         )
+
+    def _describe_layers(self) -> str:
+        if self._exchange is not None:
+            return f"asynchronous up to {self._exchange.most_rows} rows"
+        return "Python" if self._few is None else f"native up to {ALIAS_PAIRS} pairs"
 
     def totals_dict(self) -> dict[str, Any]:
         return {

@@ -400,7 +400,6 @@ class DeviceLink:
         pairs = split.device
         if not len(pairs.rows):
             return None
-        self.wait_installed()
         bits = step.bits_of(layer, pairs)
         if split.offloaded:
             bits[bits == 0] = self.offload_bits
@@ -409,18 +408,29 @@ class DeviceLink:
         sent, local = pairs.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
+        host, experts = _as_numpy(x), pairs.experts.astype(np.int32)
+        return self.send(step.number, step.clock.now_ps, layer, host, sent, local, experts, bits, pairs.topk_weights)
+
+    def send(
+        self,
+        number: int,
+        submit_ps: int,
+        layer: int,
+        x: NDArray[Any],
+        sent: NDArray[np.int64],
+        pair_rows: NDArray[np.int32],
+        experts: NDArray[np.int32],
+        bits: NDArray[np.uint8],
+        topk_weights: NDArray[np.float32],
+    ) -> DeviceCall:
+        """The same for rows that are gathered already: x [N, H] of the rows `sent` [N]; pair_rows [P] index them.
+
+        number and submit_ps: of the step, and the simulated time at which it hands the layer over.
+        """
+        self.wait_installed()
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        finish = self._begin(
-            layer,
-            step.number,
-            step.clock.now_ps,
-            _as_numpy(x),
-            local,
-            pairs.experts.astype(np.int32),
-            bits,
-            pairs.topk_weights,
-        )
+        finish = self._begin(layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights)
         return DeviceCall(layer, bits, sent, finish, sent_s, self._round_trips_s)
 
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:

@@ -55,6 +55,9 @@ class LeadersDevice:
     def submit(self, step: Step, layer: int, x: torch.Tensor, split: Split) -> DeviceCall | None:
         return None
 
+    def send(self, *message: object) -> DeviceCall | None:
+        return None
+
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall | None:
         return None
 

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RowLocator
+from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
@@ -51,15 +53,19 @@ class MoELayer:
         *,
         weighs_input: bool = False,
         shared: Shared | None = None,
+        exchange: Exchange | None = None,
+        fixed: FixedOutput | None = None,
     ) -> None:
         """balancer: None where hot experts never leave the GPU. weighs_input: the router's one weight is for x. shared:
-        the shared experts, where they are ours to run."""
+        the shared experts, where they are ours to run. exchange: where decode layers do not wait for the GPU. fixed:
+        where a captured graph reads what this layer gives."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
         self._weighs_input = weighs_input
-        self._shared = shared
+        self._shared, self._fixed = shared, fixed
+        self._aside = None if exchange is None else AsideLayer(index, self._slots, device, exchange, self._compute_here)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object
@@ -71,9 +77,11 @@ class MoELayer:
         step = self._running.step
         if step is None:
             beside()
-            return self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
+            out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
+            return out if self._fixed is None else self._fixed.hold(out)
         try:
-            return self._forward(step, x, topk_weights, topk_ids, beside)
+            out = self._forward(step, x, topk_weights, topk_ids, beside)
+            return out if self._fixed is None else self._fixed.hold(out)
         except BaseException:
             step.abandon()  # whoever asks for the step's report now must not hide the cause
             raise
@@ -119,7 +127,6 @@ class MoELayer:
         num_rows = step.rows.num_rows
         if step.few is None:
             self._sidecar.write(self.index, step.slot_mapping, topk_ids[:num_rows], topk_weights[:num_rows])
-            step.begin_layer()
         return num_rows
 
     def _run(
@@ -132,6 +139,9 @@ class MoELayer:
     ) -> torch.Tensor:
         if step.few is not None:
             return self._run_few(step.few, step, x, topk_weights, topk_ids, beside)
+        if self._aside is not None and self._aside.takes(step):
+            return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
+        step.begin_layer()
         split = self._split(step, topk_weights, topk_ids)
         call = self._device.submit(step, self.index, x, split)
         try:

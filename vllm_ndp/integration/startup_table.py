@@ -12,7 +12,6 @@ from rich.table import Table
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -25,7 +24,7 @@ def status(
     sidecar: RoutingSidecar,
     ranks: Ranks,
     *,
-    is_native: bool,
+    decode_layers: str,
     has_report: bool,
 ) -> dict[str, Any]:
     """What is effective, as data."""
@@ -54,7 +53,7 @@ def status(
         "execution": _execution(num_hot, device.offload_bits),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "slot_kernel": hot.slot_kernel,
-        "decode_layers": f"native up to {ALIAS_PAIRS} pairs" if is_native else "Python",
+        "decode_layers": decode_layers,
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
         **({} if isinstance(device, LeadersDevice) else _device(device)),
@@ -129,7 +128,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ),
         ("execution", status["execution"]),
         ("slot kernel", status["slot_kernel"]),
-        ("few decode rows", status["decode_layers"]),
+        ("decode layers", status["decode_layers"]),
         ("routing trace", status["record"]),
         ("per-request report", status["report"]),
     ]

@@ -6,6 +6,7 @@ layers tell it what they did. Knows no tensors but the step's KV entries, no dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +51,7 @@ class Step:
     _tally: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False)
     """Kind -> [T], pairs of each decode row that left the hot slots."""
     _reported: bool = field(default=False, init=False)
+    _later: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.streamed = np.zeros((self.sizes.num_layers, self.sizes.num_experts), dtype=np.bool_)
@@ -70,7 +72,17 @@ class Step:
             self.few = few
 
     def begin_layer(self) -> None:
+        self._catch_up()
         self.clock.begin_layer()
+
+    def end_later(self, end: Callable[[], None]) -> None:
+        """A layer has run whose counts are not on the host yet: `end` begins and ends it, when somebody asks."""
+        self._later.append(end)
+
+    def _catch_up(self) -> None:
+        later, self._later = self._later, []
+        for end in later:
+            end()
 
     @property
     def bits(self) -> NDArray[np.uint8]:
@@ -133,6 +145,7 @@ class Step:
         if self._reported or not self.started:
             return None
         self._reported = True
+        self._catch_up()
         if self.few is not None:
             self.clock.follow(self.few.native.now_ps)
         time = self.clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))

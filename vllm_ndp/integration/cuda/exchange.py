@@ -6,9 +6,9 @@
     host          launches ........................................ take
 
 The thread waits for the packet, which is the only wait for the GPU in a layer; the host waits for the thread, the main
-stream for the sums. Each buffer exists once: a packet of the next layer arrives only when the main stream has added what
-came back for this one, so by then nobody reads this layer's packet or sums. Knows buffers, lanes and the thread. Does not
-know what is hot, nor how the device is asked: that is the `ask` of whoever begins.
+stream for the sums. Each buffer exists once: the next layer's packet arrives only when the main stream has added what
+came back for this one, so by then this layer's packet and sums are read. Knows buffers, lanes and the thread. Does not
+know what is hot, nor how the device is asked: that is `ask`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Streams beside the one that computes: what is copied on them, and who waits for it.
 
 A lane copies in order and by itself; a mark is a point on it that the host or the main stream may wait for. The same
-code runs on tensors of the host (`HostLane`), where a copy is done when it was asked for. Knows streams and memory; does
-not know layers, experts or requests.
+code runs on tensors of the host (`HostLane`), where a copy is done when it is asked for. Knows streams and memory;
+does not know layers, experts or requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -98,3 +99,14 @@ def pinned_for(device: torch.device) -> Pinned:
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
     return allocate
+
+
+def thread_of(device: torch.device, cores: Collection[int]) -> Callable[[], None]:
+    """What a thread that uses lanes of this device does first: streams and devices are per thread."""
+
+    def start() -> None:
+        os.sched_setaffinity(0, cores)  # 0: this thread; the one that makes it may be bound to a single core
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return start

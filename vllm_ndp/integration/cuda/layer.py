@@ -1,8 +1,9 @@
 """One MoE layer of a decode step without waiting for the GPU: what `moe_layer` does for few rows, in another order.
 
-Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device makes of the
-rest. With every expert here there is nothing to send: then the layer waits for nothing, and its counts are read when the
-step ends. Gives what the eager layer gives. Knows one layer's slots and the exchange; does not know how plans are made.
+Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device makes of
+the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its counts are read
+when the step ends. Gives what the eager layer gives. Knows one layer's slots and the exchange; does not know how plans
+are made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.packet import HostFields
-from vllm_ndp.integration.cuda.routing import add_rows, split
+from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotPairs
 from vllm_ndp.integration.leaders_device import Device
@@ -41,15 +42,18 @@ class Answer:
 
 
 class AsideLayer:
-    def __init__(self, index: int, slots: HotSlots, device: Device, exchange: Exchange, compute_here: ComputeHere) -> None:
+    def __init__(
+        self, index: int, slots: HotSlots, device: Device, exchange: Exchange, compute_here: ComputeHere
+    ) -> None:
         self.index = index
         self._slots, self._device, self._exchange = slots, device, exchange
         self._compute_here = compute_here
+        self._routing = routing_for(slots.expert_map.device)
         kernel = slots.kernel
         self._kernel = kernel
         self._num_slots, self._num_experts = len(slots.expert_in), len(slots.expert_map)
-        self._elsewhere = self._num_slots if isinstance(kernel, CudaSlotKernel) else -1
-        self._device_type = slots.expert_map.device
+        has_spare_id = isinstance(kernel, CudaSlotKernel) and self._num_slots < self._num_experts
+        self._elsewhere = self._num_slots if has_spare_id else -1
 
     def takes(self, step: Step) -> bool:
         """Whether a step's layers go this way: decode rows that fit the buffers."""
@@ -71,19 +75,21 @@ class AsideLayer:
         topk_weights = topk_weights.to(torch.float32)
         if self.holds_everything:
             return self._run_everything(step, x, topk_weights, topk_ids, beside)
+        step.begin_layer()
         exchange, buffers = self._exchange, self._exchange.buffers(len(x))
         packet = buffers.here
-        split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
+        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
         submit_ps = step.clock.now_ps
         exchange.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
         try:
             beside()
-            out = self._run_hot(x, topk_weights, packet.slots)
+            out = self._run_hot(x, topk_weights, packet.slots, are_named=self._elsewhere >= 0)
         except BaseException:
             exchange.abandon()
             raise
         taken = exchange.take()
-        pairs, device_ps = _pairs(taken.packet), 0
+        pairs = _pairs(taken.packet)
+        device_ps: int | None = 0
         if taken.answer is not None:
             device_ps = self._add(step, taken.answer, lambda: exchange.sums(taken), out, x, pairs, packet.sent_rows)
         counts = _counts(taken.packet.slots, self._num_slots)
@@ -100,20 +106,25 @@ class AsideLayer:
     ) -> torch.Tensor:
         beside()
         slots = self._slots.expert_map.index_select(0, topk_ids.reshape(-1).long()).view(topk_ids.shape)
-        out = self._run_hot(x, topk_weights, slots)
+        out = self._run_hot(x, topk_weights, slots, are_named=isinstance(self._kernel, CudaSlotKernel))
 
         def end() -> None:
             found = slots.cpu().numpy()  # the first layer waits for the step; those after it for nothing
             hot = SlotPairs(slots, topk_weights, _counts(found, self._num_slots))
+            step.begin_layer()
             step.end_layer(self.index, Split(hot, NO_PAIRS, NO_PAIRS), 0)
 
         step.end_later(end)
         return out
 
-    def _run_hot(self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _run_hot(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor, *, are_named: bool
+    ) -> torch.Tensor:
+        """are_named: no slot is -1, so that the kernel may take them as they are."""
         if not self._num_slots:
             return torch.zeros_like(x)
-        if isinstance(self._kernel, CudaSlotKernel):
+        if are_named:
+            assert isinstance(self._kernel, CudaSlotKernel)
             return self._kernel.run_named(x, self._slots.held, topk_weights, slots)
         return self._kernel.run(x, self._slots.held, topk_weights, slots)
 
@@ -134,8 +145,8 @@ class AsideLayer:
             self._compute_here(answer.call, out, x, pairs)
             return None
         partial = sums()
-        add_rows(out, partial, sent_rows[: len(partial)])
-        step.energy.add(answer.result.timing)
+        self._routing.add_rows(out, partial, sent_rows[: len(partial)])
+        step.device.add(answer.result.timing)
         return int(answer.result.timing.total_ps)
 
     # -- in the exchange's thread ---------------------------------------------------------------------------------
@@ -174,9 +185,9 @@ def _counts(slots: NDArray[np.int32], num_slots: int) -> list[int]:
 class FixedOutput:
     """A layer's results at one address: what a captured graph reads after a layer that runs between its pieces."""
 
-    def __init__(self, most_rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """most_rows: of a step that graphs are captured for; larger ones run without them."""
-        self._memory = torch.empty(most_rows, hidden, dtype=dtype, device=device)
+    def __init__(self, most_rows: int, like: torch.Tensor) -> None:
+        """most_rows: of a step that graphs are captured for; larger ones run without. like: [..., H], of the layer."""
+        self._memory = like.new_empty(most_rows, like.shape[-1])
 
     def hold(self, out: torch.Tensor) -> torch.Tensor:
         """The same values, [T, H]: in the fixed memory where T fits."""

@@ -31,6 +31,23 @@ def settings_on_gpu(settings: NdpSettings) -> NdpSettings:
     return settings
 
 
+def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool, whole_experts: bool) -> bool:
+    """Whether decode layers are asynchronous. offload_bits: 0 where hot experts stay on the GPU.
+
+    Raises ConfigError where that was asked for and cannot be. whole_experts: several ranks hold some each.
+    """
+    reasons = [
+        (bool(offload_bits), f"execution {settings.execution!r}, which decides on the host: use 'execution': 'paper'"),
+        (whole_experts, "expert parallelism: drop --enable-expert-parallel"),
+    ]
+    for present, reason in reasons:
+        if present and settings.layers == "asynchronous":
+            raise ConfigError(f"ndp setting 'layers' is 'asynchronous', which does not work together with {reason}")
+    if settings.layers == "auto":
+        return on_gpu and not offload_bits and not whole_experts
+    return settings.layers == "asynchronous"
+
+
 def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[bool, str]]:
     """(whether it was asked for, what it is and what to do)."""
     offload = getattr(vllm_config, "offload_config", None)
@@ -84,6 +101,13 @@ def configure_graphs(vllm_config: VllmConfig) -> bool:
         ]
     compilation.splitting_ops = [*compilation.splitting_ops, *SPLITTING]  # a new list: vLLM's own is shared
     return True
+
+
+def rows_in_graphs(vllm_config: VllmConfig) -> int:
+    """The largest step that pieces of graphs are captured for; 0 where none is."""
+    if graph_mode(vllm_config) != "PIECEWISE":
+        return 0
+    return int(vllm_config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def refuse_shared_experts_in_pieces(names: Iterable[str]) -> None:

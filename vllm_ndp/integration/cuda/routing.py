@@ -6,9 +6,27 @@ kernels.py has the same in one Triton kernel each; tests hold the two equal. Kno
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
 from vllm_ndp.integration.cuda.packet import Fields
+
+
+class Routing(NamedTuple):
+    """The two steps, by whatever does them on a device."""
+
+    split: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Fields, int], None]
+    add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def routing_for(device: torch.device) -> Routing:
+    if device.type != "cuda":
+        return Routing(split, add_rows)
+    from vllm_ndp.integration.cuda import kernels
+
+    return Routing(kernels.split, kernels.add_rows)
 
 
 def split(
@@ -19,7 +37,7 @@ def split(
     into: Fields,
     elsewhere: int,
 ) -> None:
-    """Fill a packet. expert_map i32 [E]: slot or -1; ids and weights [T, k]; x [T, H]; elsewhere: a slot that is none."""
+    """Fill a packet. expert_map i32 [E]: slot or -1; ids, weights [T, k]; x [T, H]; elsewhere: a slot that is none."""
     num_rows, top_k = topk_ids.shape
     ids = topk_ids.reshape(-1)
     slots = expert_map.index_select(0, ids.long()).view(num_rows, top_k)
@@ -37,7 +55,7 @@ def split(
 
 
 def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of N flags: the places of those that are set, followed by zeros [N]; how many [1]; the rank of each among them."""
+    """Of N flags: the places of those that are set, then zeros [N]; how many [1]; the rank of each among them [N]."""
     total = chosen.cumsum(0)
     rank = total - 1
     count = len(chosen)

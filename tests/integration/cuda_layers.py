@@ -1,0 +1,257 @@
+"""MoE layers on the pretended GPU, eager or asynchronous: the plugin's own code around arithmetic that is easy to read.
+
+Real are the layer, the slots' kernel but for vLLM's operator, the split, the exchange with its thread, the sidecar, the
+step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pretend_gpu import GPU, LazyLane, PretendGpu, peek
+
+from ndp_device.errors import DeviceUnavailable
+from ndp_device.timing.shapes import public_shape
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import Timing
+from vllm_ndp.device.calls import ExecuteResult
+from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
+from vllm_ndp.integration.moe_layer import MoELayer
+from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+
+HIDDEN, INTERMEDIATE, ENTRIES = 32, 16, 64
+MIXTRAL = public_shape("mixtral-8x7b")
+HARDWARE = load_hardware("h100-ndp512")
+
+
+def expert(weights: SlotWeights, slot: int, x: torch.Tensor) -> torch.Tensor:
+    """One expert in fp32: w2 @ (silu(gate) * up)."""
+    gate, up = (x.float() @ weights.w13[slot].float().T).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up) @ weights.w2[slot].float().T
+
+
+def fused(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """What vLLM's fused_experts computes, whose contract is checked: no id may lie outside of the experts it names."""
+    ids = peek(topk_ids)
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < global_num_experts
+    assert topk_ids.is_contiguous()
+    slots = topk_ids if expert_map is None else expert_map[topk_ids]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for slot in range(len(w13)):
+        weight = torch.where(slots == slot, topk_weights, 0.0).sum(dim=1, keepdim=True)
+        out += weight * expert(SlotWeights(w13, w2), slot, x)
+    return out.to(x.dtype)
+
+
+@dataclass
+class Client:
+    """Computes what it is sent, from weights in the host's memory; lends its result until the next message."""
+
+    layers: list[SlotWeights]
+    answers: Callable[[int], bool]
+    state: str = "up"
+
+    def __post_init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._lent = np.empty(0, np.float32)
+
+    def begin_execute(self, layer: int, step: int, submit_ps: int, x: Any, rows: Any, experts: Any, bits: Any, gates: Any) -> Any:  # fmt: skip  # noqa: E501
+        self.messages.append(
+            {"layer": layer, "submit_ps": submit_ps, "x": x.copy(), "rows": rows.copy(), "experts": experts.copy(),
+             "bits": bits.copy(), "gates": gates.copy()}
+        )  # fmt: skip
+        return layer
+
+    def finish_execute(self, handle: int) -> ExecuteResult:
+        if not self.answers(handle):
+            raise DeviceUnavailable("as the test wants it")
+        sent = self.messages[-1]
+        x = torch.from_numpy(sent["x"])
+        x = x.view(torch.int16).view(torch.bfloat16) if sent["x"].dtype == np.uint16 else x
+        y = np.zeros((len(x), HIDDEN), np.float32)
+        for row, number, gate in zip(sent["rows"], sent["experts"], sent["gates"], strict=True):
+            y[row] += float(gate) * expert(self.layers[handle], int(number), x[int(row)][None])[0].numpy()
+        self._lent[:] = np.nan  # whoever still reads the answer before this one gets this
+        self._lent = y
+        counts = dict.fromkeys((f for f in Timing.__struct_fields__ if f not in ("bound", "pe_mode", "config_hash")), 0)
+        counts["total_ps"] = 1_000_000 * (1 + len(sent["rows"]))
+        return ExecuteResult(y, Timing(**counts, bound="dram", pe_mode="", config_hash=""))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not depend on how the layers run. maps [L, E]: slot of each expert, -1 where it is cold."""
+
+    maps: NDArray[np.int64]
+    num_slots: int
+    ids: NDArray[np.int32]  # [L, T, k]
+    weights: NDArray[np.float32]  # [L, T, k]
+    bits: NDArray[np.uint8]  # [R, L, E]
+    owners: list[int]  # [T]
+    dtype: torch.dtype
+    silent: frozenset[int] = frozenset()  # layers whose message gets no answer
+    weighs_input: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    out: torch.Tensor
+    waits: list[str]
+    waits_by_layer: list[int]
+    launches: int
+    messages: list[dict[str, Any]]
+    pairs: dict[str, dict[str, int]]
+    now_ps: int
+    sidecar: tuple[torch.Tensor, torch.Tensor]
+
+
+def run(setup: Setup, *, asynchronous: bool) -> Outcome:
+    """All layers of one decode step, each with the output of the one before."""
+    gpu = PretendGpu()
+    with torch.no_grad(), gpu:
+        return _run(gpu, setup, asynchronous)
+
+
+def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
+    num_layers, num_rows, top_k = setup.ids.shape
+    num_experts = setup.maps.shape[1]
+    generator = torch.Generator().manual_seed(setup.seed)
+    draw = lambda *shape: (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(setup.dtype)  # noqa: E731
+    every = [
+        SlotWeights(draw(num_experts, 2 * INTERMEDIATE, HIDDEN), draw(num_experts, HIDDEN, INTERMEDIATE))
+        for _ in range(num_layers)
+    ]
+    x = gpu.tensor(draw(num_rows, HIDDEN))
+    link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers)
+    exchange = None
+    if asynchronous:
+        lane = LazyLane(gpu.waits.append)
+        exchange = Exchange(
+            lane, gpu.pinned, GPU, top_k=top_k, hidden=HIDDEN, dtype=setup.dtype, start_thread=lambda: gpu.__enter__()
+        )
+    model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
+    clock = StepClock(model)
+    sidecar = RoutingSidecar(num_layers, top_k, GPU)
+    sidecar.allocate(ENTRIES, 1)
+    spans = spans_of(setup)
+    step = Step(1, {span.request.request_id: span for span in spans}, ModelSizes(num_layers, num_experts, top_k), clock)
+    entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
+    kernel = CudaSlotKernel("silu", num_experts, fused, lambda *key: nullcontext())
+    slots = {index: slots_of(gpu, kernel, setup, index, every[index]) for index in range(num_layers)}
+    hot = SimpleNamespace(
+        layers=slots,
+        wait=lambda layer: None,
+        owners=lambda layer: None,
+        stream_whole=lambda layer, rows, pairs: whole(gpu, every[layer], rows, pairs),
+    )
+    running = RunningStep()
+    running.step = step
+    layers = [
+        MoELayer(
+            index,
+            hot,  # type: ignore[arg-type]
+            link,
+            None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
+            sidecar,
+            SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
+            running,
+            None,
+            weighs_input=setup.weighs_input,
+            exchange=exchange,
+        )
+        for index in range(num_layers)
+    ]
+    for span, bits in zip(spans, setup.bits, strict=True):
+        span.request.plan = SimpleNamespace(bits=SimpleNamespace(bits=bits))  # type: ignore[assignment]
+    gpu.waits.clear()
+    gpu.launches = 0
+    by_layer = []
+    for index, layer in enumerate(layers):
+        layer._planner = SimpleNamespace(slots_to_keep=lambda *args: {})  # type: ignore[assignment]
+        ids, weights = (
+            gpu.tensor(torch.from_numpy(setup.ids[index])),
+            gpu.tensor(torch.from_numpy(setup.weights[index])),
+        )
+        before = len(gpu.waits)
+        x = layer.forward(x, weights, ids)
+        by_layer.append(len(gpu.waits) - before)
+    waits, launches = list(gpu.waits), gpu.launches
+    report = step.report({})
+    assert report is not None
+    if exchange is not None:
+        exchange.close()
+    return Outcome(
+        peek(x).clone(), waits, by_layer, launches, link.client.messages, step.pairs_by_request(), clock.now_ps,
+        (peek(sidecar._ids)[:, peek(entries)], peek(sidecar._weights)[:, peek(entries)]),
+    )  # fmt: skip
+
+
+def device_link(client: Client, num_layers: int) -> Any:
+    """A real link around a client that computes here."""
+    link: Any = DeviceLink.__new__(DeviceLink)
+    link.client, link._layers, link._installing = client, range(num_layers), None
+    link._agreed_up, link._local, link.offload_bits = None, None, 0
+    link._round_trips_s = deque()
+    return link
+
+
+def spans_of(setup: Setup) -> list[Span]:
+    """One decode row each, or several drafts."""
+    spans = []
+    for number in range(max(setup.owners) + 1):
+        request = TrackedRequest(f"r{number}", 4, [], prefilled=True)
+        spans.append(Span(request, 4 + number, setup.owners.count(number)))
+    return spans
+
+
+def slots_of(gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> HotSlots:
+    shapes = [(setup.num_slots, *part.shape[1:]) for part in (every.w13, every.w2)]
+    held = SlotWeights(*(gpu.tensor(torch.full(shape, float("nan"), dtype=setup.dtype)) for shape in shapes))
+    slots = HotSlots(kernel, held, setup.maps.shape[1])
+    for number, slot in enumerate(setup.maps[layer].tolist()):
+        if slot >= 0:
+
+            def fill(to: SlotWeights, at: int, number: int = number) -> None:
+                to.w13[at] = gpu.tensor(every.w13[number])
+                to.w2[at] = gpu.tensor(every.w2[number])
+
+            slots.migrate(slot, number, fill)
+    for part in held:  # a slot that holds nothing is read by our arithmetic, not by vLLM's kernel
+        if part is not None:
+            peek(part).nan_to_num_(0.0)
+    return slots
+
+
+def whole(gpu: PretendGpu, every: SlotWeights, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """Pairs whose message got no answer, computed here."""
+    rows = peek(x)
+    out = torch.zeros(rows.shape)
+    for row, number, gate in zip(pairs.rows, pairs.experts, pairs.topk_weights, strict=True):
+        out[int(row)] += float(gate) * expert(every, int(number), rows[int(row)][None])[0]
+    return gpu.tensor(out)

@@ -1,0 +1,96 @@
+"""The asynchronous layer on the pretended GPU: what the eager one gives, and one wait where that has about ten."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cuda_layers import Outcome, Setup, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LAYERS = 3
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    num_experts = draw(st.sampled_from([2, 5, 8]))
+    top_k = draw(st.integers(1, min(num_experts, 4)))
+    num_rows = draw(st.integers(1, 6))
+    num_slots = draw(st.integers(0, num_experts))
+    filled = draw(st.integers(max(num_slots - 1, 0), num_slots))  # a slot may hold nothing yet
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    maps = np.full((LAYERS, num_experts), -1)
+    for row in maps:
+        row[random.permutation(num_experts)[:filled]] = random.permutation(num_slots)[:filled]
+    requests = draw(st.integers(1, num_rows))
+    return Setup(
+        maps=maps,
+        num_slots=num_slots,
+        ids=np.argsort(random.random((LAYERS, num_rows, num_experts)))[..., :top_k].astype(np.int32),
+        weights=random.random((LAYERS, num_rows, top_k)).astype(np.float32),
+        bits=random.integers(0, 5, (requests, LAYERS, num_experts)).astype(np.uint8),
+        owners=sorted([*range(requests), *random.integers(0, requests, num_rows - requests).tolist()]),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        silent=frozenset(draw(st.sets(st.integers(0, LAYERS - 1), max_size=2))),
+        weighs_input=draw(st.booleans()) and top_k == 1,
+        seed=draw(st.integers(0, 1000)),
+    )  # fmt: skip
+
+
+def compare(asynchronous: Outcome, eager: Outcome) -> None:
+    assert torch.equal(asynchronous.out, eager.out)
+    assert asynchronous.pairs == eager.pairs
+    assert asynchronous.now_ps == eager.now_ps
+    assert all(torch.equal(a, b) for a, b in zip(asynchronous.sidecar, eager.sidecar, strict=True))
+    assert len(asynchronous.messages) == len(eager.messages)
+    for mine, theirs in zip(asynchronous.messages, eager.messages, strict=True):
+        for name, value in mine.items():
+            assert np.array_equal(value, theirs[name]), name
+
+
+@settings(deadline=None, max_examples=60)
+@given(setups())
+def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer(setup: Setup) -> None:
+    compare(run(setup, asynchronous=True), run(setup, asynchronous=False))
+
+
+@settings(deadline=None, max_examples=40)
+@given(setups())
+def test_a_layer_waits_for_the_gpu_once(setup: Setup) -> None:
+    """And not at all where every expert is hot. A layer whose message got no answer may wait to mend that."""
+    outcome = run(setup, asynchronous=True)
+    everything = setup.num_slots == setup.maps.shape[1] and bool((np.sort(setup.maps) >= 0).all())
+    answered = [count for layer, count in enumerate(outcome.waits_by_layer) if layer not in setup.silent]
+    assert set(answered) <= ({0} if everything else {1})
+
+
+def mixtral(num_slots: int, num_rows: int = 1) -> Setup:
+    """8 experts, 2 chosen, the first num_slots of them hot; of the two one is cold wherever there are both kinds."""
+    maps = np.tile(np.where(np.arange(8) < num_slots, np.arange(8), -1), (LAYERS, 1))
+    return Setup(
+        maps=maps,
+        num_slots=num_slots,
+        ids=np.tile(np.array([0, 7], np.int32), (LAYERS, num_rows, 1)),
+        weights=np.full((LAYERS, num_rows, 2), 0.5, np.float32),
+        bits=np.full((1, LAYERS, 8), 3, np.uint8),
+        owners=[0] * num_rows,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "eager", "asynchronous"), [(4, 5, 1), (8, 1, 0), (0, 5, 1)], ids=["half hot", "all hot", "none hot"]
+)
+def test_host_waits_per_layer_before_and_after(num_slots: int, eager: int, asynchronous: int) -> None:
+    """Of a decode layer with a cold pair. docs/gpu.md has these numbers."""
+    assert run(mixtral(num_slots), asynchronous=False).waits_by_layer == [eager] * LAYERS
+    assert run(mixtral(num_slots), asynchronous=True).waits_by_layer == [asynchronous] * LAYERS
+
+
+def test_a_row_that_is_not_sent_costs_the_eager_layer_two_waits_more() -> None:
+    """Of three rows one has no cold pair: rows are picked on the way there and on the way back."""
+    setup = mixtral(4, num_rows=3)
+    setup.ids[:, 1] = [0, 1]
+    assert run(setup, asynchronous=False).waits_by_layer == [7] * LAYERS
+    assert run(setup, asynchronous=True).waits_by_layer == [1] * LAYERS

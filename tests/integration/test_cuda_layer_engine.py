@@ -1,0 +1,84 @@
+"""The asynchronous layer in a real engine, on CPU tensors: tokens, counts and simulated times are the eager layer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.connector import NdpConnector
+from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.report import StepReport
+from vllm_ndp.integration.worker import NdpWorker
+
+pytestmark = pytest.mark.vllm
+PAPER = {"hot_experts": 4, "execution": "paper", "replicas": str(REPLICAS)}
+
+
+def outcome(llm: Any) -> tuple[str, Any]:
+    layers, outputs = llm.collective_rpc("ndp_status")[0]["decode_layers"], greedy(llm, PROMPTS, 16)
+    reports = [output.kv_transfer_params["ndp"] for output in outputs]
+    kept = [{k: v for k, v in report.items() if not k.startswith("measured_")} for report in reports]
+    assert all(report["cold_pairs"] for report in reports)
+    return layers, (token_ids(outputs), kept, llm.collective_rpc("ndp_totals")[0])
+
+
+def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_way_its_layers_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with engine(settings={**PAPER, "layers": "eager"}) as llm:
+        eager, wanted = outcome(llm)
+    with engine(settings={**PAPER, "layers": "asynchronous"}) as llm:
+        layers, found = outcome(llm)
+        late = ask_for_reports_as_runner_v2_does(monkeypatch)
+        before, tokens = llm.collective_rpc("ndp_totals")[0], token_ids(greedy(llm, PROMPTS[:2], 8))
+        after = llm.collective_rpc("ndp_totals")[0]
+    assert "asynchronous" in layers
+    assert "asynchronous" not in eager
+    assert found == wanted
+    assert tokens == [row[:8] for row in found[0][:2]]
+    counted = sum(report.pairs[name]["cold"] for report in late for name in report.pairs)
+    assert counted == after["cold_pairs"] - before["cold_pairs"] > 0
+
+
+def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[StepReport]:
+    """Not within a step, but while its tokens are sampled; once each."""
+    late: list[StepReport] = []
+    sample = NdpWorker.sample_tokens
+
+    def sample_tokens(self: NdpWorker, *args: Any) -> Any:
+        if (report := self.ndp.take_report()) is not None:
+            late.append(report)
+        assert self.ndp.take_report() is None
+        return sample(self, *args)
+
+    monkeypatch.setattr(NdpConnector, "build_connector_worker_meta", lambda self: None)
+    monkeypatch.setattr(NdpWorker, "sample_tokens", sample_tokens)
+    return late
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "runs"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"layers": "eager"}, True, False),
+        ({"layers": "asynchronous"}, False, True),
+    ],
+)
+def test_layers_are_asynchronous_where_it_pays_or_where_it_was_asked_for(
+    asked: dict[str, Any], on_gpu: bool, runs: bool
+) -> None:
+    assert limits.runs_aside(NdpSettings(**asked), 0, on_gpu=on_gpu, whole_experts=False) is runs
+
+
+def test_asynchronous_layers_beside_what_decides_on_the_host_are_refused() -> None:
+    settings = NdpSettings(layers="asynchronous")
+    with pytest.raises(ConfigError, match=r"'execution': 'paper'"):
+        limits.runs_aside(settings, 3, on_gpu=True, whole_experts=False)
+    with pytest.raises(ConfigError, match="--enable-expert-parallel"):
+        limits.runs_aside(settings, 0, on_gpu=True, whole_experts=True)
+    assert not limits.runs_aside(NdpSettings(), 3, on_gpu=True, whole_experts=False)

@@ -1,0 +1,170 @@
+"""Which pairs leave: torch operators against a loop, and Triton's kernels, interpreted and compiled, against those."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ndp.integration.cuda import packet, routing
+from vllm_ndp.integration.cuda.packet import Fields, HostFields
+
+HIDDEN = 24
+
+
+def fields(num_rows: int, top_k: int, dtype: torch.dtype, fill: int = 255) -> Fields:
+    """A packet in memory that holds anything."""
+    size = packet.packet_bytes(num_rows, top_k, HIDDEN, dtype)
+    return packet.lay_out(torch.full((size,), fill, dtype=torch.uint8), num_rows, top_k, HIDDEN, dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    num_experts = draw(st.sampled_from([1, 4, 8, 64]))
+    top_k = draw(st.integers(1, min(num_experts, 8)))
+    num_rows = draw(st.integers(1, 40))
+    num_slots = draw(st.integers(0, num_experts))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    expert_map = np.full(num_experts, -1, np.int32)
+    expert_map[random.permutation(num_experts)[:num_slots]] = random.permutation(num_slots)
+    ids = np.argsort(random.random((num_rows, num_experts)))[:, :top_k].astype(draw(st.sampled_from(["i4", "i8"])))
+    weights = random.random((num_rows, top_k), dtype=np.float32)
+    x = torch.from_numpy(random.standard_normal((num_rows, HIDDEN), dtype=np.float32))
+    x = x.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    return torch.from_numpy(expert_map), torch.from_numpy(ids), torch.from_numpy(weights), x, num_slots
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.sampled_from([-1, None]))
+def test_the_packet_holds_what_a_loop_finds(
+    case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], elsewhere: int | None
+) -> None:
+    expert_map, ids, weights, x, num_slots = case
+    elsewhere = num_slots if elsewhere is None else elsewhere
+    into = fields(*ids.shape, x.dtype)
+    routing.split(expert_map, ids, weights, x, into, elsewhere)
+    found = HostFields(into)
+    sent: list[int] = []
+    pairs: list[tuple[int, int, float]] = []
+    for row, (chosen, gates) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
+        for column, (expert, gate) in enumerate(zip(chosen, gates, strict=True)):
+            slot = int(expert_map[expert])
+            assert found.slots[row, column] == (slot if slot >= 0 else elsewhere)
+            if slot < 0:
+                if row not in sent:
+                    sent.append(row)
+                pairs.append((sent.index(row), expert, gate))
+    assert found.head[:2].tolist() == [len(pairs), len(sent)]
+    assert found.sent_rows[: len(sent)].tolist() == sent
+    columns = found.pair_rows, found.pair_experts, found.pair_weights
+    assert [tuple(c[i].item() for c in columns) for i in range(len(pairs))] == pairs
+    assert torch.equal(into.x[: len(sent)], x[sent])
+
+
+@given(st.integers(1, 300), st.integers(1, 22), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_parts_of_a_packet_are_aligned_and_do_not_overlap(num_rows: int, top_k: int, dtype: torch.dtype) -> None:
+    """Filled one after the other, each still holds what it was given; the parts use all of the memory."""
+    into = fields(num_rows, top_k, dtype)
+    parts = [part for part in vars(into).values() if isinstance(part, torch.Tensor)]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+        assert part.data_ptr() % 16 == parts[0].data_ptr() % 16
+    assert all(bool((part == number).all()) for number, part in enumerate(parts))
+    assert into.num_bytes <= packet.packet_bytes(num_rows, top_k, HIDDEN, dtype)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [1, 3], [2]], ids=["all", "some", "one"])
+def test_a_sum_is_rounded_once_however_many_rows_are_sent(rows: list[int]) -> None:
+    """256 + 0.75 is 256 in bfloat16 either way; 1 + 2^-8 + 2^-10 rounds up at once, but down after rounding the sum."""
+    out = torch.ones(4, HIDDEN, dtype=torch.bfloat16)
+    partial = torch.full((len(rows), HIDDEN), 2.0**-8 + 2.0**-10)
+    routing.add_rows(out, partial, torch.tensor(rows))
+    assert (out[rows] == 1 + 2.0**-7).all()
+    others = sorted(set(range(4)) - set(rows))
+    assert (out[others] == 1).all()
+
+
+INTERPRETED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, numpy as np
+from vllm_ndp.integration.cuda import kernels, routing
+from test_cuda_routing import HIDDEN, fields
+
+random = np.random.default_rng(0)
+for case in range(60):
+    experts = int(random.choice([2, 8, 64]))
+    k, rows, slots = int(random.integers(1, min(experts, 8) + 1)), int(random.integers(1, 20)), int(random.integers(0, experts + 1))
+    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map[torch.from_numpy(random.permutation(experts)[:slots])] = torch.arange(slots, dtype=torch.int32)
+    ids = torch.from_numpy(np.argsort(random.random((rows, experts)))[:, :k].astype(np.int32))
+    gates, x = torch.from_numpy(random.random((rows, k), dtype=np.float32)), torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32))
+    mine, theirs = fields(rows, k, x.dtype, 0), fields(rows, k, x.dtype, 0)
+    kernels.split(expert_map, ids, gates, x, mine, slots)
+    routing.split(expert_map, ids, gates, x, theirs, slots)
+    pairs, sent = theirs.head[:2].tolist()
+    assert mine.head[:2].tolist() == [pairs, sent]
+    for name, count in (("slots", rows), ("sent_rows", sent), ("pair_rows", pairs), ("pair_experts", pairs), ("pair_weights", pairs), ("x", sent)):
+        assert torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]), (case, name)
+    if sent:
+        out, partial = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(sent, HIDDEN)
+        other = out.clone()
+        kernels.add_rows(out, partial, mine.sent_rows[:sent])
+        routing.add_rows(other, partial, theirs.sent_rows[:sent])
+        assert torch.equal(out, other)
+print("equal")
+"""  # noqa: E501
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm_ndp.integration.cuda import kernels
+
+pointers = {"ids": "*i32", "weights": "*fp32", "sent_rows": "*i64", "rows": "*i64", "pair_weights": "*fp32", "partial": "*fp32", "x": "*bf16", "out": "*bf16"}
+for kernel, constants in (
+    (kernels.split_pairs, {"K": 2, "ROWS": 256, "COLUMNS": 2}),
+    (kernels.split_pairs, {"K": 8, "ROWS": 256, "COLUMNS": 8}),
+    (kernels.gather_rows, {"WIDTH": 1024}),
+    (kernels.add_partial, {"WIDTH": 1024}),
+):
+    numbers = {"num_rows", "elsewhere", "stride", "hidden"}
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: "i32" if name in numbers else pointers.get(name, "*i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature={name: signature[name] for name in kernel.arg_names}, constexprs=constants)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(found.asm["cubin"]))
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+def test_triton_s_kernels_give_the_same_in_its_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert program(INTERPRETED, TRITON_INTERPRET="1") == ["equal"]
+
+
+@pytest.mark.slow
+def test_triton_s_kernels_compile_for_a_hopper_gpu() -> None:
+    pytest.importorskip("triton")
+    lines = program(COMPILED)
+    assert [line.split()[0] for line in lines] == ["split_pairs", "split_pairs", "gather_rows", "add_partial"]
+    assert all(int(line.split()[1]) > 1000 for line in lines)
+
+
+def program(source: str, **environment: str) -> list[str]:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(folder)],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "0 active drivers" in done.stderr or "No module named 'triton.backends.nvidia'" in done.stderr:
+        pytest.skip("this Triton has no NVIDIA back end")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()

@@ -1,0 +1,95 @@
+"""What routing.py does, in one Triton kernel for each of its steps: launches are what a small decode layer pays for.
+
+About 25 torch operators to split and to gather become two launches, five to add become one. Imported on a GPU only, and
+by tests in Triton's interpreter; they hold the results equal to routing.py's. Knows pointers of one layer.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ndp.integration.cuda.packet import Fields
+
+BLOCK = 1024
+"""Columns that one program copies or adds."""
+
+
+@triton.jit
+def split_pairs(
+    expert_map, ids, weights, slots, head, sent_rows, pair_rows, pair_experts, pair_weights,
+    num_rows, elsewhere, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for all pairs. ROWS and COLUMNS: T and k rounded up to powers of two."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    here = (row[:, None] < num_rows) & (column[None, :] < K)
+    at = row[:, None] * K + column[None, :]
+    expert = tl.load(ids + at, mask=here, other=0)
+    slot = tl.load(expert_map + expert, mask=here, other=0)
+    is_cold = here & (slot < 0)
+    tl.store(slots + at, tl.where(slot >= 0, slot, elsewhere), mask=here)
+    cold = is_cold.to(tl.int32)
+    in_row = tl.sum(cold, axis=1)
+    place = (tl.cumsum(in_row, axis=0) - in_row)[:, None] + tl.cumsum(cold, axis=1) - cold
+    leaves = (in_row > 0).to(tl.int32)
+    rank = tl.cumsum(leaves, axis=0) - leaves
+    tl.store(pair_rows + place, tl.broadcast_to(rank[:, None], (ROWS, COLUMNS)), mask=is_cold)
+    tl.store(pair_experts + place, expert.to(tl.int32), mask=is_cold)
+    tl.store(pair_weights + place, tl.load(weights + at, mask=is_cold, other=0.0), mask=is_cold)
+    tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
+    tl.store(head, tl.sum(in_row, axis=0))
+    tl.store(head + 1, tl.sum(leaves, axis=0))
+
+
+@triton.jit
+def gather_rows(x, stride, sent_rows, head, out, hidden, WIDTH: tl.constexpr):
+    """Program (i, b): block b of the i-th row that leaves."""
+    i = tl.program_id(0)
+    if i < tl.load(head + 1):
+        row = tl.load(sent_rows + i)
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        inside = column < hidden
+        tl.store(out + i.to(tl.int64) * hidden + column, tl.load(x + row * stride + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def add_partial(out, stride, partial, rows, hidden, WIDTH: tl.constexpr):
+    """Program (i, b): out[rows[i]] += partial[i] in block b; one rounding."""
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < hidden
+    mine = out + row * stride + column
+    total = tl.load(mine, mask=inside).to(tl.float32) + tl.load(partial + i.to(tl.int64) * hidden + column, mask=inside)
+    tl.store(mine, total.to(out.dtype.element_ty), mask=inside)
+
+
+def split(
+    expert_map: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x: torch.Tensor,
+    into: Fields,
+    elsewhere: int,
+) -> None:
+    """As routing.split."""
+    num_rows, top_k = topk_ids.shape
+    split_pairs[(1,)](
+        expert_map, topk_ids.contiguous(), topk_weights.contiguous(), into.slots, into.head, into.sent_rows,
+        into.pair_rows, into.pair_experts, into.pair_weights, num_rows, elsewhere,
+        K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
+    )  # fmt: skip
+    hidden = x.shape[1]
+    grid = (num_rows, triton.cdiv(hidden, BLOCK))
+    gather_rows[grid](x, x.stride(0), into.sent_rows, into.head, into.x, hidden, WIDTH=BLOCK)
+
+
+def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:
+    """As routing.add_rows."""
+    hidden = out.shape[1]
+    grid = (len(rows), triton.cdiv(hidden, BLOCK))
+    add_partial[grid](out, out.stride(0), partial, rows, hidden, WIDTH=BLOCK)
