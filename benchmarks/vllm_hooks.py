@@ -35,6 +35,8 @@ SCHEDULED, COMPILATION = "v1/core/sched/output.py", "config/compilation.py"
 CONNECTOR = "distributed/kv_transfer/kv_connector/v1/base.py"
 ON_CPU_ONLY = {"vllm._custom_ops", "vllm.utils.cpu_resource_utils", "vllm.v1.executor.ray_executor_v2"}
 """Modules that the plugin imports on CPU only: what a CUDA wheel holds of them does not matter."""
+MOVED = {"AuthenticationMiddleware"}
+"""Names that the plugin looks for in several places, of which each version has one."""
 
 
 class Hook(NamedTuple):
@@ -175,7 +177,9 @@ def has_name(read: Read, module: str, name: str) -> bool:
 
 def record(read: Read) -> dict[str, object]:
     wanted = sorted(set(imported_names()))
-    lacking = [f"{module}.{name}" for module, name in wanted if not has_name(read, module, name)]
+    found = {(module, name) for module, name in wanted if has_name(read, module, name)}
+    moved = {name for _, name in found} & MOVED
+    lacking = [f"{module}.{name}" for module, name in wanted if (module, name) not in found and name not in moved]
     return {"hooks": {hook.what: look_up(read, hook) for hook in HOOKS}, "imports": len(wanted), "lacking": lacking}
 
 

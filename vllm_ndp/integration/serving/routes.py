@@ -69,7 +69,11 @@ class NdpRoutes:
     def _behind_keys(self, scope: Scope) -> ASGIApp:
         if self._guarded is None:
             from vllm import envs
-            from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+            try:
+                from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+            except ImportError:  # its place in vLLM 0.26
+                from vllm.entrypoints.serve.utils.server_utils import AuthenticationMiddleware
 
             given = scope["app"].state.args.api_key or [envs.VLLM_API_KEY]
             keys = [key for key in given if key]
