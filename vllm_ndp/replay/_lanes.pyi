@@ -14,6 +14,29 @@ def visit(
     predict: int,
     flags: NDArray[np.uint8],
 ) -> None: ...
+def two_caches(
+    experts: NDArray[np.int64],
+    need: NDArray[np.uint8],
+    guessed: NDArray[np.int64],
+    as_: NDArray[np.uint8],
+    high: NDArray[np.bool_],
+    low: NDArray[np.bool_],
+    high_places: int,
+    low_places: int,
+    weights: NDArray[np.float64],
+    flags: NDArray[np.uint8],
+    order: NDArray[np.uint8],
+    ordered: NDArray[np.uint8],
+) -> None: ...
+def with_copies(
+    compute: NDArray[np.float64],
+    missing: NDArray[np.bool_],
+    copy: NDArray[np.float64],
+    before: NDArray[np.float64],
+    opening: float,
+    total: NDArray[np.float64],
+) -> None: ...
+def precisions(weights: NDArray[np.float32], t1: float, t2: float, classes: NDArray[np.uint8]) -> None: ...
 def follow(
     ids: NDArray[np.int64],
     experts: NDArray[np.int64],

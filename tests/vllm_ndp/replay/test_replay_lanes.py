@@ -8,6 +8,8 @@ import pytest
 
 from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.vectorised.cache import LFU, LRU, RANDOM, Priority, lcp, visits
+from vllm_ndp.replay.vectorised.hobbit_caches import NO_GUESS, Cache, Weights
+from vllm_ndp.replay.vectorised.hobbit_caches import visits as hobbit_visits
 from vllm_ndp.replay.vectorised.loads import Loads
 
 GROUPS, LAYERS = 3, 4
@@ -47,17 +49,12 @@ def test_loads_are_the_rows_of_each_expert(num_experts, k, batch):
 @pytest.mark.parametrize("kind", reference.PRIORITIES)
 @pytest.mark.parametrize(("num_experts", "k", "batch"), [(8, 2, 1), (8, 2, 3), (40, 6, 1), (40, 6, 4)])
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_compiled_cache_is_the_numpy_one(kind, num_experts, k, batch, seed, ahead):
-    """Places from none over fewer than a step needs to all of them, side by side as layers. ahead: every other step
-    brings its experts in and uses none."""
+def test_the_compiled_cache_is_the_numpy_one(kind, num_experts, k, batch, seed):
+    """Places from none over fewer than a step needs to all of them, side by side as layers."""
     generator = np.random.default_rng(seed)
     _, loads = routing(num_experts, k, batch, seed=seed)
-    if ahead:
-        loads.rows[:, ::2] = np.where(loads.rows[:, ::2] > 0, -1, 0)
     parameters = {
         "faded": lcp(omega=4.0).parameters,
-        "mixed": np.array([0.4, 0.6]),
         "expected": generator.integers(0, 3, (LAYERS, num_experts)).astype(np.float64),
     }.get(kind, np.zeros(0))
     places = np.array([0, 1, num_experts // 2, num_experts])
@@ -68,7 +65,7 @@ def test_the_compiled_cache_is_the_numpy_one(kind, num_experts, k, batch, seed, 
     expected = reference.visits(tokens, start, places, kind, parameters, frequency, k)
     for name, ours, wanted in zip(found._fields, found, expected, strict=True):
         at_slots = np.take_along_axis(wanted, loads.experts, axis=3)
-        assert (ours == (at_slots if name == "kept" else at_slots & (loads.rows != 0))).all(), name
+        assert (ours == (at_slots & (loads.rows != 0))).all(), name
     assert 0 < found.hit.sum() < (loads.rows != 0).sum()
 
 
@@ -97,7 +94,6 @@ def test_the_cache_guesses_before_it_looks():
     found = visits(one_lane([[2, 3]]), np.zeros((1, 5), np.bool_), 2, expected, predict=1)
     assert found.hit.tolist() == [[[[False, False]]]]
     assert found.predicted.tolist() == [[[[False, True]]]]
-    assert found.kept.tolist() == [[[[True, True]]]]
 
 
 def test_chance_repeats_and_keeps_as_many():
@@ -130,14 +126,77 @@ def test_the_compiled_hot_set_follows_decode_as_the_numpy_one(num_experts, k, ba
         assert (ours == wanted).all()
 
 
+@pytest.mark.parametrize(("num_experts", "k", "batch"), [(8, 2, 1), (8, 2, 3), (40, 6, 1), (40, 6, 4)])
+@pytest.mark.parametrize(("high_places", "low_places"), [(0, 0), (1, 1), (7, 3), (16, 9), (1000, 1000)])
+@pytest.mark.parametrize("weights", [(0.3, 0.25, 0.25, 0.2), (0.0, 0.0, 0.0, 1.0), (1.0, 0.0, 0.0, 0.0)])
+def test_hobbits_compiled_caches_are_the_sets_of_experts_in_python(
+    num_experts, k, batch, high_places, low_places, weights
+):
+    generator = np.random.default_rng(high_places)
+    _, loads = routing(num_experts, k, batch, steps=30)
+    _, guessed = routing(num_experts, k, 1, steps=30, seed=1)
+    need = np.where(loads.rows > 0, generator.integers(0, 3, loads.rows.shape), 0).astype(np.uint8)
+    kind = np.where(guessed.rows > 0, generator.integers(0, 3, guessed.rows.shape), 0).astype(np.uint8)
+    some = np.arange(LAYERS * num_experts).reshape(LAYERS, num_experts)
+    first = Cache(some < high_places, min(high_places, some.size))
+    second = Cache(some[::-1] < low_places, min(low_places, some.size))
+    found = hobbit_visits(loads.experts, need, guessed.experts, kind, first, second, Weights(*weights))
+    caches = ((cache.holds, cache.places) for cache in (first, second))
+    flags, ordered = reference.two_caches(loads.experts, need, guessed.experts, kind, *caches, np.array(weights))
+    for name, bit in (("hit", 1), ("early", 2), ("late", 4), ("low", 8)):
+        assert (getattr(found, name) == ((flags & bit) > 0)).all(), name
+    assert (found.ordered == ordered).all()
+    assert ((found.guess != NO_GUESS) == found.early).all()
+    at = np.take_along_axis(guessed.experts, np.where(found.early, found.guess, 0).astype(np.int64), axis=3)
+    assert (at == loads.experts)[found.early].all()
+    assert (found.hit | found.early | found.late == (need > 0)).all()
+
+
+def test_the_layer_term_throws_out_what_is_used_last():
+    """Three layers, three places in all, each layer's expert 0 held. A token uses 0, 1 and 0. At layer 1's miss layer 0
+    is two layers ahead (1/3), layer 2 is next (2/3), layer 1 itself is now (1): by layers layer 0's expert leaves and
+    layer 2 hits. By recency layer 0's was just used; of the others, never used, the last leaves, and layer 2 misses."""
+    experts = np.array([0, 1, 0], np.int64).reshape(1, 1, 3, 1)
+    need, nothing = np.ones(experts.shape, np.uint8), np.zeros((1, 1, 3, 0), np.int64)
+    start, empty = Cache(np.array([[True, False]] * 3), 3), Cache(np.zeros((3, 2), np.bool_), 0)
+
+    def hits(*weights: float) -> list[bool]:
+        found = hobbit_visits(experts, need, nothing, nothing.astype(np.uint8), start, empty, Weights(*weights))
+        return found.hit.ravel().tolist()
+
+    assert hits(0.0, 0.0, 0.0, 1.0) == [True, False, True]
+    assert hits(1.0, 0.0, 0.0, 0.0) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"need": np.zeros((1, 2, 1, 2), np.uint8)}, "must be"),
+        ({"weights": np.zeros(3)}, r"weights \[4\]"),
+        ({"guessed": np.full((1, 2, 1, 1), 9)}, r"0\.\.E-1"),
+        ({"low_places": -1}, "places"),
+    ],
+)
+def test_hobbits_compiled_caches_refuse_what_they_cannot_index(change, says):
+    cells = np.zeros((1, 2, 1, 1), np.uint8)
+    arguments = {
+        "experts": cells.astype(np.int64), "need": cells, "guessed": cells.astype(np.int64), "as_": cells,
+        "high": np.zeros((1, 5), np.bool_), "low": np.zeros((1, 5), np.bool_), "high_places": 1, "low_places": 1,
+        "weights": np.zeros(4), "flags": cells.copy(), "order": cells.copy(), "ordered": cells.copy(),
+    }  # fmt: skip
+    _lanes.two_caches(**arguments)
+    with pytest.raises(ValueError, match=says):
+        _lanes.two_caches(**{**arguments, **change})
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"experts": np.full((1, 2, 1, 1), 5)}, r"0\.\.E-1"),
+        ({"rows": np.full((1, 2, 1, 1), -1)}, "rows must be at least 0"),
         ({"places": np.array([-1])}, "places"),
         ({"rows": np.ones((1, 3, 1, 1), np.int64)}, "must be"),
         ({"priority": "fifo"}, "priority must be lru"),
-        ({"priority": "mixed"}, "mixed needs"),
         ({"priority": "faded"}, "faded needs"),
         ({"priority": "expected"}, "expected needs"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from by_hand import F, chosen, machine, trace
+from by_hand import C, F, chosen, machine, trace
 from paths import DATA
 
 from ndp_device.errors import ConfigError
@@ -14,6 +14,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import CompareSettings, Workload, compare
 from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.replay.systems.hobbit import _pays
 from vllm_ndp.replay.vectorised.outcome import Outcome
 from vllm_ndp.replay.vectorised.prediction import NextLayer
 from vllm_ndp.traces.format import Provenance
@@ -75,7 +76,7 @@ def hobbit(decode: np.ndarray, predictor: NextLayer | None, places: int) -> Outc
         LossTable.nominal(2, 4),
         prior,
         predictor=predictor,
-        own={"low_slots": 0},
+        own={"low_slots": 0, "ahead": "on"},
     )
     return SYSTEMS["hobbit"].replay(batches, machine(2, top_k=1), options)
 
@@ -103,6 +104,24 @@ def test_a_right_guess_hides_what_fits_beside_the_layer_before():
     assert "measured" in measured.policy
     assert "published" in published.policy
     assert measured.moe_ps[0, :, 1].sum() <= published.moe_ps[0, :, 1].sum()
+
+
+def test_a_copy_that_has_begun_ends_also_a_wrong_one():
+    """No places at all. 0 is always followed by 2. Layer 0: its copy begins with attention, F + C. Layer 1: 2 is
+    ordered at layer 0's gate and has crossed for C when its own is known: F - C are left, then C. If layer 1 uses 1
+    instead, 2 goes on for F - C all the same, then F for 1, then C."""
+    told = learned(np.array([[[0], [2]]] * 4))
+    outcome = hobbit(chosen([[0], [2]], [[0], [1]]), told, places=0)
+    assert outcome.moe_ps[0] == pytest.approx(np.array([[F + C, F], [F + C, 2 * F]]), abs=2e4)
+    assert outcome.notes["wrong_copies"] == 1
+    assert outcome.migrated_bytes == 5 * 6e6
+
+
+def test_hobbit_orders_ahead_only_where_a_right_guess_gains_more_than_a_wrong_one_costs():
+    """A layer takes C, a copy F: a right guess gains C, a wrong one costs F - C. Nine of ten right would be even."""
+    batches = trace(chosen([[0], [0]]), chosen([[0], [2]]))
+    for accuracy, pays in ((0.89, False), (0.91, True), (1.0, True), (0.0, False)):
+        assert _pays(accuracy, batches, machine(2, top_k=1)) == pays
 
 
 def test_the_published_constants_stay_available():

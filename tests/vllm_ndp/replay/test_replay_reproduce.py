@@ -138,6 +138,14 @@ def test_hobbits_figures_imply_a_miss_rate_of_16_percent():
     assert result.find("implied", f"{X7} fp16 experts that fit in 70 GB").ours == pytest.approx(78, abs=0.5)
 
 
+def test_hobbits_priority_beats_frequency_as_published_and_its_layer_term_does_not_help_here():
+    """Published: 2.1 to 4.2 % below LFU, 4.7 to 8.7 below LRU."""
+    result = reproduce_hobbit(Trace.load(DATA / "tiny-mixtral-trace"))
+    assert 2.1 < result.find("miss penalty", "below LFU").ours < 4.2
+    assert result.find("miss penalty", "below LRU").ours > 8.7
+    assert 0 < result.find("miss penalty", "layer term 0.1").ours < result.find("miss penalty", "layer term 0.3").ours
+
+
 def test_a_trace_gives_both_models_ratios_near_the_rows_without_migration():
     """Replayed with banks, refresh, link and scales: between row F and row A, never near the published ratios."""
     trace = Trace.load(DATA / "tiny-mixtral-trace")

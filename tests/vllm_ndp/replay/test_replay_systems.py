@@ -19,10 +19,10 @@ from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.replay.compare import CompareSettings, compare, popularity, split_requests
 from vllm_ndp.replay.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
 from vllm_ndp.replay.systems.context_aware import few_moves, gate_loss, plan_groups
-from vllm_ndp.replay.systems.hobbit import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.systems.monde import num_moved
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import SKIPPED
+from vllm_ndp.replay.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
 from vllm_ndp.replay.vectorised.outcome import Outcome, ratio_se, summarise
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
@@ -220,7 +220,7 @@ def test_batching_requests_that_route_alike_covers_more():
 def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():
     """T1 .6, T2 .9: after .55 the second choice is high, after .7 low, after .95 skipped; order does not matter."""
     weights = np.array([[0.55, 0.45], [0.7, 0.3], [0.95, 0.05], [0.05, 0.95]], np.float32)
-    assert precision_classes(weights).tolist() == [[HIGH, HIGH], [HIGH, LOW], [HIGH, SKIP], [SKIP, HIGH]]
+    assert precision_classes(weights, 0.6, 0.9).tolist() == [[HIGH, HIGH], [HIGH, LOW], [HIGH, SKIP], [SKIP, HIGH]]
 
 
 def test_a_summary_adds_layers_attention_and_head():
@@ -243,6 +243,8 @@ def test_a_summary_adds_layers_attention_and_head():
         ("hobbit", {"low_slots": -3}, r"low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
         ("hobbit", {"low_slots": 2.5}, "whole number"),
+        ("hobbit", {"layer_weight": 1.1}, "layer_weight must lie in 0..1"),
+        ("hobbit", {"ahead": "always"}, "ahead must be one of auto, on, off"),
         ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
         ("balanced", {"spill_bits": 7}, "spill_bits"),
         ("moepic", {"theta": 2.0}, "theta"),

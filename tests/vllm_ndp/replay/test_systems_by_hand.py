@@ -295,6 +295,17 @@ def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy(
     assert (seldom.notes["moved_to_gpu"], seldom.notes["moved_to_cpu"]) == (1, 0)
 
 
+def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often():
+    """Two layers, one place for each: they hold both layers' 0. Layer 1 uses 1 in the first two steps: at first its own
+    0 leaves, which was never used; a copy, of which .96 C hide behind layer 0, then a hit. In the third step layer 0
+    uses 2: its 0 and layer 1's 1 were used twice each, so the one of the last layer leaves. Then layer 1 misses its 1:
+    layer 0's 0 was used twice and its 2 once, so 2 leaves, and the fourth step finds both."""
+    steps = chosen([[0], [1]], [[0], [1]], [[2], [1]], [[0], [1]])
+    outcome = run("hobbit", trace(chosen([[0], [0]]), steps), machine(2, top_k=1), 1, low_slots=0)
+    assert outcome.moe_ps[0, :, 0] == near([C, C, F + C, C])
+    assert outcome.moe_ps[0, :, 1] == near([F + 0.04 * C, C, F + 0.04 * C, C])
+
+
 def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
     """Two places for whole experts hold 0 and 1, none for narrow ones; one layer, nothing before it hides a copy.
 

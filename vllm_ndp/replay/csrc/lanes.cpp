@@ -1,14 +1,16 @@
-// What replay does step by step because each step depends on the one before: expert caches, and a hot set that follows
-// decode; and the search for what balances a layer. A lane is one layer of one group of requests. Exact doubles, no
-// randomness but a hash, one thread; cache.py, adaptive.py and balanced.py are the users,
-// tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
+// What replay does step by step because each step depends on the one before: expert caches, HOBBIT's two caches that
+// all layers share, and a hot set that follows decode; and the search for what balances a layer. A lane is one layer of
+// one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py, adaptive.py
+// and balanced.py are the users, tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,28 +25,29 @@ using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T, size_t N>
 using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
-constexpr uint8_t kHit = 1, kPredicted = 2, kKept = 4;
+constexpr uint8_t kHit = 1, kPredicted = 2;
 constexpr double kNever = -1e6;
 constexpr double kInUse = 1e9;  // above any priority: experts in use come before all others
+constexpr double kHighest = std::numeric_limits<double>::infinity();
 
 struct Lane {
     std::vector<double> last_used, frequency;
-    std::vector<double> last_wanted;  // used, or brought in ahead of the next step: rows below 0
     std::vector<uint8_t> cached;
-    std::vector<int64_t> held;  // the experts marked in cached, in any order
-    std::vector<size_t> place;  // of each of them in held
+    std::vector<double> absent;  // 0 where cached, else above any key: what cannot leave
+    std::vector<double> rank;    // in the order of the keys but for almost equal ones, and set anew only when used
+    std::vector<double> keys;
+    size_t held;
 
     void hold(int64_t expert) {
         cached[expert] = 1;
-        place[expert] = held.size();
-        held.push_back(expert);
+        absent[expert] = 0.0;
+        ++held;
     }
 
     void drop(int64_t expert) {
         cached[expert] = 0;
-        held[place[expert]] = held.back();
-        place[held.back()] = place[expert];
-        held.pop_back();
+        absent[expert] = kHighest;
+        --held;
     }
 };
 
@@ -82,55 +85,79 @@ bool among_highest(int64_t expert, int64_t most, const std::vector<double>& keys
     return above < most;
 }
 
-// Holds the experts in use in step `now` and those of highest key, as far as the places go. Of equal ones the higher id
-// leaves.
-template <class Key>
-void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, double now,
-              const Key& key, std::vector<std::pair<double, int64_t>>& lowest) {
-    for (size_t s = 0; s < slots; ++s)
-        if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
-    if (lane.held.size() <= places) return;
-    const size_t leaving = lane.held.size() - places;
-    lowest.clear();  // a heap of those, the highest on top: most experts are above it and cost one comparison
-    for (int64_t e : lane.held) {
-        const std::pair<double, int64_t> own{key(e) + (lane.last_wanted[e] == now ? kInUse : 0.0), -e};
-        if (lowest.size() < leaving) {
-            lowest.push_back(own);
-        } else if (own < lowest.front()) {
-            std::pop_heap(lowest.begin(), lowest.end());
-            lowest.back() = own;
-        } else {
-            continue;
-        }
-        std::push_heap(lowest.begin(), lowest.end());
-    }
-    for (const auto& [value, id] : lowest) lane.drop(-id);
+// The lowest of some values; of equal ones the last.
+size_t last_lowest(const double* values, size_t count) {
+    double lowest[4] = {kHighest, kHighest, kHighest, kHighest};  // four at a time: each comparison waits for no other
+    size_t i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (size_t j = 0; j < 4; ++j) lowest[j] = values[i + j] < lowest[j] ? values[i + j] : lowest[j];
+    for (; i < count; ++i) lowest[0] = std::min(lowest[0], values[i]);
+    const double least = std::min(std::min(lowest[0], lowest[1]), std::min(lowest[2], lowest[3]));
+    size_t at = count;
+    while (at > 0 && values[at - 1] != least) --at;
+    return at - 1;
 }
 
+// Of those held the one of lowest key, of equal ones the last. ranks: with absent and kInUse in them.
+template <class Key>
+size_t who_leaves(const std::vector<double>& ranks, const Key& key, bool rank_is_key) {
+    const size_t first = last_lowest(ranks.data(), ranks.size());
+    if (rank_is_key) return first;
+    const double near = ranks[first] + 1e-9 * std::max(1.0, std::abs(ranks[first]));
+    size_t leaves = first;
+    double least = key(static_cast<int64_t>(first));
+    for (size_t e = ranks.size(); e-- > 0;) {
+        if (e == first || !(ranks[e] <= near)) continue;
+        const double own = key(static_cast<int64_t>(e));
+        if (own < least || (own == least && e > leaves)) least = own, leaves = e;
+    }
+    return leaves;
+}
+
+// Holds the experts in use and those of highest key, as far as the places go. Of equal ones the higher id leaves.
+template <class Key>
+void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key,
+              bool rank_is_key) {
+    for (size_t s = 0; s < slots; ++s)
+        if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
+    if (lane.held <= places) return;
+    const size_t num_experts = lane.keys.size();
+    for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = lane.rank[e] + lane.absent[e];
+    for (size_t s = 0; s < slots; ++s)
+        if (rows[s]) lane.keys[experts[s]] += kInUse;
+    while (lane.held > places) {
+        const size_t leaves = who_leaves(lane.keys, key, rank_is_key);
+        lane.keys[leaves] = kHighest;
+        lane.drop(static_cast<int64_t>(leaves));
+    }
+}
+
+enum class Ranks { kKeys, kNear, kNone };
+
 struct Visit {
-    In<int64_t, 4> experts, rows;  // [G, D, L, S]; rows below 0: brought in ahead, used by none
+    In<int64_t, 4> experts, rows;  // [G, D, L, S]
     In<bool, 3> start;             // [G, L, E]
     In<double, 3> frequency;       // [G, L, E]
     In<int64_t, 1> places;         // [L]
     int64_t predict;
     Out<uint8_t, 4> flags;  // [G, D, L, S]
 
-    // key(lane, layer, step) -> function of an expert
-    template <class KeyOf>
-    void run(const KeyOf& key_of) const {
+    // key_of(lane, number, layer, step) -> function of an expert. rank_of(lane, layer) -> the same without the step, in
+    // the same order but for almost equal ones; Ranks::kNone: keys of another step say nothing.
+    template <class KeyOf, class RankOf>
+    void run(const KeyOf& key_of, const RankOf& rank_of, Ranks ranks) const {
         const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
         const size_t slots = experts.shape(3), num_experts = start.shape(2);
         Lane lane;
-        std::vector<std::pair<double, int64_t>> lowest;
-        std::vector<double> keys(predict ? num_experts : 0);
         for (size_t g = 0; g < groups; ++g) {
             for (size_t l = 0; l < layers; ++l) {  // a lane to its end: what it remembers stays in the processor's cache
                 begin(lane, (g * layers + l) * num_experts, num_experts);
+                const auto rank = rank_of(lane, l);
+                for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = rank(static_cast<int64_t>(e));
                 for (size_t d = 0; d < steps; ++d) {
                     const size_t cell = ((g * steps + d) * layers + l) * slots;
                     const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
                     uint8_t* flag = flags.data() + cell;
-                    const double now = static_cast<double>(d);
                     const auto key = key_of(lane, g * layers + l, l, d);
                     bool missing = false;
                     for (size_t s = 0; s < slots; ++s) {
@@ -138,22 +165,21 @@ struct Visit {
                         missing |= count[s] && !lane.cached[ids[s]];
                     }
                     if (missing && predict) {
-                        for (size_t e = 0; e < num_experts; ++e) keys[e] = key(static_cast<int64_t>(e));
+                        for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = key(static_cast<int64_t>(e));
                         for (size_t s = 0; s < slots; ++s)
-                            if (count[s] && !lane.cached[ids[s]] && among_highest(ids[s], predict, keys))
+                            if (count[s] && !lane.cached[ids[s]] && among_highest(ids[s], predict, lane.keys))
                                 flag[s] |= kPredicted;
                     }
                     for (size_t s = 0; s < slots; ++s) {
                         if (!count[s]) continue;
-                        lane.last_wanted[ids[s]] = now;
-                        if (count[s] < 0) continue;
-                        lane.last_used[ids[s]] = now;
+                        lane.last_used[ids[s]] = static_cast<double>(d);
                         lane.frequency[ids[s]] += static_cast<double>(count[s]);
+                        lane.rank[ids[s]] = rank(ids[s]);
                     }
-                    if (missing && places.data()[l])
-                        bring_in(lane, ids, count, slots, places.data()[l], now, key, lowest);
-                    for (size_t s = 0; s < slots; ++s)
-                        if (lane.cached[ids[s]]) flag[s] |= kKept;
+                    if (!missing || !places.data()[l]) continue;
+                    if (ranks == Ranks::kNone)
+                        for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = key(static_cast<int64_t>(e));
+                    bring_in(lane, ids, count, slots, places.data()[l], key, ranks != Ranks::kNear);
                 }
             }
         }
@@ -161,15 +187,30 @@ struct Visit {
 
     void begin(Lane& lane, size_t at, size_t num_experts) const {
         lane.last_used.assign(num_experts, kNever);
-        lane.last_wanted.assign(num_experts, kNever);
         lane.frequency.assign(frequency.data() + at, frequency.data() + at + num_experts);
-        lane.cached.assign(start.data() + at, start.data() + at + num_experts);
-        lane.held.clear();
-        lane.place.assign(num_experts, 0);
+        lane.cached.assign(num_experts, 0);
+        lane.absent.assign(num_experts, kHighest);
+        lane.keys.assign(num_experts, 0.0);
+        lane.rank.assign(num_experts, 0.0);
+        lane.held = 0;
         for (size_t e = 0; e < num_experts; ++e)
-            if (lane.cached[e]) lane.hold(static_cast<int64_t>(e));
+            if (start.data()[at + e]) lane.hold(static_cast<int64_t>(e));
     }
 };
+
+// Whether every step is worth the same share of the one before, so that the order of two experts does not change with it.
+bool is_geometric(const double* p, size_t count) {
+    for (size_t i = 2; i < count; ++i)
+        if (!(p[i] > 0.0) || std::abs(p[i] * p[0] / (p[i - 1] * p[1]) - 1.0) > 1e-12) return false;
+    return count > 1 && p[1] > 0.0;
+}
+
+// An expert that was never used has no frequency either: its key is 0 at any time.
+bool never_without_use(const In<double, 3>& frequency) {
+    for (size_t i = 0; i < frequency.size(); ++i)
+        if (frequency.data()[i] != 0.0) return false;
+    return true;
+}
 
 void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<double, 3> frequency,
            In<int64_t, 1> places, const std::string& priority, In<double, 1> parameters, int64_t predict,
@@ -182,46 +223,260 @@ void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<do
          "experts, rows and flags must be [G, D, L, S], start and frequency [G, L, E], places [L]");
     require_known(experts, num_experts);
     for (size_t l = 0; l < layers; ++l) want(places.data()[l] >= 0, "places must be at least 0");
+    for (size_t i = 0; i < rows.size(); ++i) want(rows.data()[i] >= 0, "rows must be at least 0");
 
     const Visit work{experts, rows, start, frequency, places, predict, flags};
     const double* p = parameters.data();
     const size_t count = parameters.size();
     nb::gil_scoped_release release;
+    const auto alike = [](const auto& rank_of) {  // a key that does not depend on the step
+        return [rank_of](const Lane& lane, size_t, size_t l, size_t) { return rank_of(lane, l); };
+    };
     if (priority == "lru") {
-        work.run([](const Lane& lane, size_t, size_t, size_t) { return [&](int64_t e) { return lane.last_used[e]; }; });
+        const auto last = [](const Lane& lane, size_t) { return [&lane](int64_t e) { return lane.last_used[e]; }; };
+        work.run(alike(last), last, Ranks::kKeys);
     } else if (priority == "lfu") {  // ties go to the one used last
-        work.run([](const Lane& lane, size_t, size_t, size_t) {
-            return [&](int64_t e) { return lane.frequency[e] + 1e-7 * (lane.last_used[e] - kNever); };
-        });
+        const auto often = [](const Lane& lane, size_t) {
+            return [&lane](int64_t e) { return lane.frequency[e] + 1e-7 * (lane.last_used[e] - kNever); };
+        };
+        work.run(alike(often), often, Ranks::kKeys);
     } else if (priority == "faded") {
-        want(count > 0, "faded needs what a frequency is worth after 0, 1, ... steps");
-        work.run([=](const Lane& lane, size_t, size_t, size_t d) {
-            return [&lane, p, count, d](int64_t e) {
-                const double since = static_cast<double>(d) - lane.last_used[e];
-                const double longest = static_cast<double>(count - 1);
-                return lane.frequency[e] * p[static_cast<size_t>(std::min(since, longest))];
-            };
-        });
-    } else if (priority == "mixed") {
-        want(count == 2, "mixed needs the weights of recency and frequency");
-        work.run([=](const Lane& lane, size_t, size_t, size_t d) {
-            return [&lane, p, steps = std::max<double>(d, 1)](int64_t e) {
-                return p[0] * (std::max(lane.last_used[e], 0.0) / steps) + p[1] * lane.frequency[e] / steps;
-            };
-        });
+        want(count > 0 && p[0] > 0.0, "faded needs what a frequency is worth after 0, 1, ... steps");
+        const double fading = count > 1 ? std::log(p[0] / p[1]) : 0.0;  // in a step: each is worth the same share of the last
+        work.run(
+            [=](const Lane& lane, size_t, size_t, size_t d) {
+                return [&lane, p, count, d](int64_t e) {
+                    const double since = static_cast<double>(d) - lane.last_used[e];
+                    const double longest = static_cast<double>(count - 1);
+                    return lane.frequency[e] * p[static_cast<size_t>(std::min(since, longest))];
+                };
+            },
+            [=](const Lane& lane, size_t) {
+                return [&lane, fading](int64_t e) {
+                    return lane.frequency[e] > 0.0 ? std::log(lane.frequency[e]) + fading * lane.last_used[e] : -1e300;
+                };
+            },
+            is_geometric(p, count) && steps < count && never_without_use(frequency) ? Ranks::kNear : Ranks::kNone);
     } else if (priority == "expected") {
         want(count == layers * num_experts, "expected needs a frequency known beforehand per layer and expert");
-        work.run([=](const Lane& lane, size_t, size_t l, size_t) {
-            return [&lane, known = p + l * num_experts](int64_t e) { return lane.frequency[e] + known[e]; };
-        });
+        const auto known = [=](const Lane& lane, size_t l) {
+            return [&lane, of_layer = p + l * num_experts](int64_t e) { return lane.frequency[e] + of_layer[e]; };
+        };
+        work.run(alike(known), known, Ranks::kKeys);
     } else if (priority == "random") {
-        work.run([=](const Lane&, size_t lane, size_t, size_t d) {
-            return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
-                return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
-            };
-        });
+        work.run(
+            [=](const Lane&, size_t lane, size_t, size_t d) {
+                return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
+                    return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
+                };
+            },
+            [](const Lane&, size_t) { return [](int64_t) { return 0.0; }; }, Ranks::kNone);
     } else {
-        throw std::invalid_argument("priority must be lru, lfu, faded, mixed, expected or random, got " + priority);
+        throw std::invalid_argument("priority must be lru, lfu, faded, expected or random, got " + priority);
+    }
+}
+
+// hobbit_caches.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
+class SharedCache {
+   public:
+    SharedCache(size_t layers, size_t num_experts)
+        : layers_(layers), num_experts_(num_experts), least_(layers), lowest_(layers), own_(layers) {}
+
+    void begin(const bool* start, size_t places) {
+        const size_t all = layers_ * num_experts_;
+        held_.assign(start, start + all);
+        leaving_.assign(all, kHighest);
+        places_ = places;
+        count_ = 0;
+        for (size_t e = 0; e < all; ++e)
+            if (held_[e]) leaving_[e] = 0.0, ++count_;
+        for (size_t l = 0; l < layers_; ++l) look_at(l);
+    }
+
+    bool holds(size_t expert) const { return held_[expert]; }
+
+    // Not thrown out before `unpin`.
+    void pin(size_t expert) {
+        leaving_[expert] = kHighest;
+        pinned_.push_back(expert);
+    }
+
+    // After the pins of a layer.
+    void look_at(size_t layer) {
+        const double* of_layer = leaving_.data() + layer * num_experts_;
+        const size_t at = last_lowest(of_layer, num_experts_);
+        least_[layer] = of_layer[at];
+        lowest_[layer] = layer * num_experts_ + at;
+    }
+
+    // Takes the place of the expert of lowest priority, value / tokens + near[layers until it is used]; is not kept
+    // where all others are pinned. near: twice, one after the other.
+    void enter(size_t expert, const std::vector<double>& near, size_t layer, double tokens) {
+        if (count_ == places_) {
+            const double* until = near.data() + layers_ - layer;
+            for (size_t l = 0; l < layers_; ++l) own_[l] = least_[l] / tokens + until[l];
+            const size_t from = last_lowest(own_.data(), layers_);
+            if (least_[from] == kHighest) return;
+            held_[lowest_[from]] = 0, leaving_[lowest_[from]] = kHighest, --count_;
+            look_at(from);
+        }
+        held_[expert] = 1, ++count_;  // and pinned: who enters is in use or guessed
+    }
+
+    void unpin(size_t layer, const std::vector<double>& value) {
+        for (size_t expert : pinned_) leaving_[expert] = held_[expert] ? value[expert] : kHighest;
+        pinned_.clear();
+        look_at(layer);
+    }
+
+   private:
+    size_t layers_, num_experts_, places_ = 0, count_ = 0;
+    std::vector<uint8_t> held_;
+    std::vector<double> leaving_;  // what an expert is worth if it may leave, else above any
+    std::vector<double> least_;    // the lowest of each layer
+    std::vector<size_t> lowest_;   // and whose it is
+    std::vector<double> own_;
+    std::vector<size_t> pinned_;
+};
+
+constexpr uint8_t kEarly = 2, kLate = 4, kLow = 8;  // beside kHit
+
+// Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit_caches.py.
+void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> guessed, In<uint8_t, 4> as, In<bool, 2> high,
+                In<bool, 2> low, int64_t high_places, int64_t low_places, In<double, 1> weights, Out<uint8_t, 4> flags,
+                Out<uint8_t, 4> order, Out<uint8_t, 4> ordered) {
+    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+    const size_t slots = experts.shape(3), guesses = guessed.shape(3), num_experts = high.shape(1);
+    want(has_shape(need, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
+             has_shape(order, {groups, steps, layers, slots}) && has_shape(guessed, {groups, steps, layers, guesses}) &&
+             has_shape(as, {groups, steps, layers, guesses}) && has_shape(ordered, {groups, steps, layers, guesses}) &&
+             has_shape(high, {layers, num_experts}) && has_shape(low, {layers, num_experts}) && has_shape(weights, {4}),
+         "experts, need, flags and order must be [G, D, L, S], guessed, as and ordered [G, D, L, S'], high and low "
+         "[L, E], weights [4]");
+    want(guesses < 255, "at most 254 experts can be guessed for a layer");
+    want(high_places >= 0 && low_places >= 0, "places must be at least 0");
+    require_known(experts, num_experts);
+    require_known(guessed, num_experts);
+
+    nb::gil_scoped_release release;
+    const double* w = weights.data();
+    SharedCache upper(layers, num_experts), lower(layers, num_experts);
+    std::vector<double> value, last, near(2 * layers);
+    std::vector<int64_t> at_high(layers * num_experts), at_low(layers * num_experts);  // when an expert was ordered
+    std::vector<uint8_t> as_guess(layers * num_experts);                               // and as which guess
+    for (size_t l = 0; l < 2 * layers; ++l)
+        near[l] = w[3] * (1.0 - static_cast<double>(l % layers) / static_cast<double>(layers));
+    int64_t now = 0;
+    for (size_t g = 0; g < groups; ++g) {
+        upper.begin(high.data(), static_cast<size_t>(high_places));
+        lower.begin(low.data(), static_cast<size_t>(low_places));
+        value.assign(layers * num_experts, 0.0);
+        last.assign(layers * num_experts, 0.0);
+        for (size_t d = 0; d < steps; ++d) {
+            const double tokens = static_cast<double>(d + 1);
+            for (size_t l = 0; l < layers; ++l) {
+                ++now;
+                const size_t cell = (g * steps + d) * layers + l;
+                const int64_t *ids = experts.data() + cell * slots, *ahead = guessed.data() + cell * guesses;
+                const uint8_t *needs = need.data() + cell * slots, *ahead_as = as.data() + cell * guesses;
+                uint8_t *flag = flags.data() + cell * slots, *which = order.data() + cell * slots;
+                uint8_t* copies = ordered.data() + cell * guesses;
+                if (guesses) {
+                    for (size_t s = 0; s < guesses; ++s) {
+                        if (!ahead_as[s]) continue;
+                        const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
+                        upper.pin(e), lower.pin(e);
+                    }
+                    upper.look_at(l), lower.look_at(l);
+                }
+                for (size_t s = 0; s < guesses; ++s) {
+                    copies[s] = 0;
+                    if (!ahead_as[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
+                    if (upper.holds(e) || (ahead_as[s] == 2 && lower.holds(e))) continue;
+                    copies[s] = ahead_as[s];
+                    as_guess[e] = static_cast<uint8_t>(s);
+                    (ahead_as[s] == 1 ? at_high : at_low)[e] = now;
+                    (ahead_as[s] == 1 ? upper : lower).enter(e, near, l, tokens);
+                }
+                for (size_t s = 0; s < slots; ++s) {
+                    if (!needs[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
+                    value[e] += w[0] * (tokens - last[e]) + w[1] + (needs[s] == 1 ? w[2] : 0.0);
+                    last[e] = tokens;
+                    upper.pin(e), lower.pin(e);
+                }
+                upper.look_at(l), lower.look_at(l);
+                for (size_t s = 0; s < slots; ++s) {
+                    flag[s] = 0, which[s] = 255;
+                    if (!needs[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
+                    if (at_high[e] == now) {
+                        flag[s] = kEarly, which[s] = as_guess[e];
+                    } else if (upper.holds(e)) {
+                        flag[s] = kHit;
+                    } else if (needs[s] == 1) {
+                        flag[s] = kLate;
+                        upper.enter(e, near, l, tokens);
+                    } else if (at_low[e] == now) {
+                        flag[s] = kEarly | kLow, which[s] = as_guess[e];
+                    } else if (lower.holds(e)) {
+                        flag[s] = kHit | kLow;
+                    } else {
+                        flag[s] = kLate | kLow;
+                        lower.enter(e, near, l, tokens);
+                    }
+                }
+                upper.unpin(l, value), lower.unpin(l, value);
+            }
+        }
+    }
+}
+
+// execution.py's with_copies: copies of missing experts one after the other, and compute beside them.
+void with_copies(In<double, 2> compute, In<bool, 2> missing, In<double, 2> copy, In<double, 1> before, double opening,
+                 Out<double, 1> total) {
+    const size_t cells = compute.shape(0), slots = compute.shape(1);
+    const size_t stride = copy.size() == 1 ? 0 : 1, row = before.size() == 1 ? 0 : 1;
+    want(has_shape(missing, {cells, slots}) && has_shape(total, {cells}) && (!stride || has_shape(copy, {cells, slots})) &&
+             (!row || has_shape(before, {cells})),
+         "compute and missing must be [N, S], copy too or one number, before and total [N], before or one number");
+    nb::gil_scoped_release release;
+    for (size_t n = 0; n < cells; ++n) {
+        double all = 0.0, waiting = 0.0, link = 0.0, lightest = kHighest, shortest = kHighest;
+        bool any = false;
+        for (size_t s = 0; s < slots; ++s) {
+            const size_t at = n * slots + s;
+            const double own = compute.data()[at];
+            all += own;
+            if (!missing.data()[at]) continue;
+            any = true;
+            const double each = copy.data()[stride * at];
+            waiting += own, link += each;
+            lightest = std::min(lightest, own), shortest = std::min(shortest, each);
+        }
+        const double free = before.data()[row * n] + opening;
+        total.data()[n] =
+            any ? std::max(all, std::max(free + shortest + waiting, free + link + lightest)) : all;
+    }
+}
+
+// hobbit.py's precision of each choice, from the gate weight of those before it: of equal ones the first comes first.
+void precisions(In<float, 2> weights, double t1, double t2, Out<uint8_t, 2> classes) {
+    const size_t rows = weights.shape(0), k = weights.shape(1);
+    want(has_shape(classes, {rows, k}), "weights and classes must be [N, k]");
+    nb::gil_scoped_release release;
+    for (size_t row = 0; row < rows; ++row) {
+        const float* gates = weights.data() + row * k;
+        double sum = 0.0;
+        for (size_t i = 0; i < k; ++i) sum += static_cast<double>(gates[i]);
+        for (size_t i = 0; i < k; ++i) {
+            double before = 0.0;
+            for (size_t j = 0; j < k; ++j)
+                if (j != i && (j < i ? gates[j] >= gates[i] : gates[j] > gates[i])) before += static_cast<double>(gates[j]);
+            before /= std::max(sum, 1e-12);
+            classes.data()[row * k + i] = before <= t1 ? 0 : before <= t2 ? 1 : 2;
+        }
     }
 }
 
@@ -340,6 +595,12 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
 NB_MODULE(_lanes, module) {
     module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
                nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
+    module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
+               nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
+               nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));
+    module.def("with_copies", &with_copies, nb::arg("compute"), nb::arg("missing"), nb::arg("copy"), nb::arg("before"),
+               nb::arg("opening"), nb::arg("total"));
+    module.def("precisions", &precisions, nb::arg("weights"), nb::arg("t1"), nb::arg("t2"), nb::arg("classes"));
     module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
                nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
                nb::arg("widths"));

@@ -64,7 +64,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
     "replanned": ("execution", "spill_bits", "once_in"),
     "monde": ("h_rounding",),
-    "hobbit": ("t1", "t2", "low_slots"),
+    "hobbit": ("t1", "t2", "low_slots", "layer_weight", "ahead"),
     "gpu_on_demand": ("cache",),
     "cxl_expert": ("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
     "moepic": ("theta", "misses", "prefetch_accuracy"),

@@ -25,7 +25,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     start = popular_placement(options.prior, options.budget.num_hot)
     # The prompt belongs to the sequence.
     prompts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
-    hit, predicted, _ = visits(batches.loads, start, options.budget.num_hot, expected, frequency=prompts, predict=k * b)
+    hit, predicted = visits(batches.loads, start, options.budget.num_hot, expected, frequency=prompts, predict=k * b)
     rows = batches.loads.rows
     compute = costs.gpu_experts_ps(b)[rows]
     lightest = np.where(predicted, compute, np.inf).min(axis=3)

@@ -31,15 +31,15 @@ _CALIBRATION_GROUPS = 8
 
 def hit_rates(batches: Batches, options: ReplayOptions) -> NDArray[np.float64]:
     """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace."""
-    experts = batches.num_experts
+    experts, layers = batches.num_experts, batches.shape[3]
     first = batches.loads.groups(slice(_CALIBRATION_GROUPS))
     used = np.maximum((first.rows > 0).sum(axis=(0, 1, 3)), 1)
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
     priority = lcp(RHO, OMEGA / batches.shape[1])
-    rates = [
-        visits(first, popular_placement(options.prior, count), count, priority).hit.sum(axis=(0, 1, 3)) / used
-        for count in slots.tolist()
-    ]
+    some = slots[(slots > 0) & (slots < experts)].tolist()  # of none nothing is found, of all everything
+    hits = [visits(first, popular_placement(options.prior, count), count, priority).hit for count in some]
+    found = [np.count_nonzero(hit.swapaxes(1, 2).reshape(len(hit), layers, -1), axis=2).sum(axis=0) for hit in hits]
+    rates = [np.zeros(layers), *(count / used for count in found), np.ones(layers)]
     every = np.arange(experts + 1)
     return np.stack([np.interp(every, slots, layer) for layer in np.transpose(rates)], axis=1)
 

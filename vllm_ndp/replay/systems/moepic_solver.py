@@ -71,23 +71,32 @@ def solve(
 def divide(times: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     """[L], how much of `total` each layer gets so that the sum of times [sizes, L] is least; of equal ones the first
     layers get less."""
-    num_layers = times.shape[1]
-    if num_layers == 1:
-        return np.array([total])
-    half = num_layers // 2
-    left, right = _least(times[:, :half]), _least(times[:, half:])
-    first = np.arange(max(0, total - len(right) + 1), min(total, len(left) - 1) + 1)
-    chosen = int(first[(left[first] + right[total - first]).argmin()])
-    return np.concatenate([divide(times[:, :half], chosen), divide(times[:, half:], total - chosen)])
+    return _Range.of(times).divided(total)
 
 
-def _least(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[sizes * L], the least sum of times for every total."""
-    num_layers = times.shape[1]
-    if num_layers == 1:
-        return times[:, 0]
-    left, right = _least(times[:, : num_layers // 2]), _least(times[:, num_layers // 2 :])
-    out = np.full(len(left) + len(right) - 1, np.inf)
-    for given, time in enumerate(left):
-        np.minimum(out[given : given + len(right)], time + right, out=out[given : given + len(right)])
-    return out
+@dataclass(frozen=True)
+class _Range:
+    """Some layers, and the least sum of their times for every total of bytes."""
+
+    least: NDArray[np.float64]
+    halves: tuple[_Range, _Range] | None = None
+
+    @classmethod
+    def of(cls, times: NDArray[np.float64]) -> _Range:
+        num_layers = times.shape[1]
+        if num_layers == 1:
+            return cls(times[:, 0])
+        left, right = cls.of(times[:, : num_layers // 2]), cls.of(times[:, num_layers // 2 :])
+        out = np.full(len(left.least) + len(right.least) - 1, np.inf)
+        for given, time in enumerate(left.least.tolist()):
+            here = out[given : given + len(right.least)]
+            np.minimum(here, time + right.least, out=here)
+        return cls(out, (left, right))
+
+    def divided(self, total: int) -> NDArray[np.int64]:
+        if self.halves is None:
+            return np.array([total])
+        left, right = (half.least for half in self.halves)
+        first = np.arange(max(0, total - len(right) + 1), min(total, len(left) - 1) + 1)
+        chosen = int(first[(left[first] + right[total - first]).argmin()])
+        return np.concatenate([self.halves[0].divided(chosen), self.halves[1].divided(total - chosen)])

@@ -22,8 +22,7 @@ class Priority:
 
     kind: str
     """lru: last use · lfu: frequency, then last use · faded: frequency x parameters[steps since the last use] ·
-    mixed: parameters[0] x last use / steps + parameters[1] x frequency / steps · expected: frequency + parameters,
-    [L, E] · random."""
+    expected: frequency + parameters, [L, E] · random."""
     parameters: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
 
@@ -39,11 +38,10 @@ CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
 
 
 class Visits(NamedTuple):
-    """What each slot of a Loads met; [G, D, L, S], never set where a slot has 0 rows, but for `kept`."""
+    """What each slot of a Loads met; [G, D, L, S], never set where a slot has 0 rows."""
 
     hit: NDArray[np.bool_]
     predicted: NDArray[np.bool_]  # missing, but among the experts of highest priority before the step
-    kept: NDArray[np.bool_]  # there after the step
 
 
 def visits(
@@ -71,4 +69,4 @@ def visits(
         predict,
         flags,
     )
-    return Visits(*((flags & bit) > 0 for bit in (1, 2, 4)))
+    return Visits(*((flags & bit) > 0 for bit in (1, 2)))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.replay import _lanes
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.loads import add_up, sums_before
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, layer_factor
@@ -113,16 +114,20 @@ def with_copies(
     one; the last copy and the shortest of them. That is exact for copies of equal length, and wherever a copy takes
     longer than its compute. before_ps: how long into the layer the link still carries copies that began earlier.
     """
-    each = np.where(missing, costs.copy_ps if copy_ps is None else copy_ps, 0.0)
-    waiting = np.where(missing, compute_ps, 0.0)
-    lightest = np.where(missing, compute_ps, np.inf).min(axis=-1)
-    link_free = before_ps + costs.copy_opening_ps
-    first = link_free + np.where(missing, each, np.inf).min(axis=-1)
-    ends = np.maximum(first + add_up(waiting), link_free + add_up(each) + lightest)
-    total: NDArray[np.float64] = np.where(
-        missing.any(axis=-1), np.maximum(add_up(compute_ps), ends), add_up(compute_ps)
+    slots = compute_ps.shape[-1]
+    flat = np.ascontiguousarray(compute_ps, np.float64).reshape(-1, slots)
+    copies = np.array(costs.copy_ps if copy_ps is None else copy_ps, np.float64)
+    before = np.array(before_ps, np.float64)
+    total = np.empty(len(flat))
+    _lanes.with_copies(
+        flat,
+        np.ascontiguousarray(missing).reshape(-1, slots),
+        copies.reshape(-1, slots) if copies.ndim else copies.reshape(1, 1),
+        before.ravel() if before.ndim else before.reshape(1),
+        costs.copy_opening_ps,
+        total,
     )
-    return total
+    return total.reshape(compute_ps.shape[:-1])
 
 
 def copied_in_order(

@@ -92,10 +92,6 @@ class Loads:
         """Of some groups alone; without the pairs."""
         return Loads(self.experts[which], self.rows[which], np.zeros((0, 0, 0, 0, 0), np.int64))
 
-    def with_rows(self, rows: NDArray[np.int64]) -> Loads:
-        """The same experts chosen by other rows."""
-        return Loads(self.experts, rows, self.places)
-
     def chunks(self) -> Iterator[slice]:
         """Steps in pieces whose arrays stay small enough for the processor's cache."""
         steps, length = self.rows.shape[1], self.chunk_steps

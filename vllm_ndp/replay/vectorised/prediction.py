@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.loads import Loads
 from vllm_ndp.traces.trace import Trace
 
 _ROWS_AT_ONCE = 1 << 22
@@ -76,38 +75,3 @@ class NextLayer:
         first = np.take_along_axis(found, batches.weights.argmax(axis=-1)[..., None], axis=-1)
         exists = np.broadcast_to(batches.pairs, found.shape)
         return Guess(ids, scores, float(found[exists].mean()), float(first[exists[..., :1]].mean()))
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Copies that were ordered before a layer's own choices were known, and what the caches make of them."""
-
-    loads: Loads
-    """In turns: what was guessed for a step (rows -1: used by none yet), then what it uses."""
-
-    @classmethod
-    def of(cls, loads: Loads, wanted: NDArray[np.int64], guessed: Loads, ordered: NDArray[np.bool_]) -> Ahead:
-        """wanted: rows by slot of `loads`; ordered: which slots of `guessed` are brought in ahead."""
-        g, d, layers, _ = loads.rows.shape
-        span = max(loads.rows.shape[3], guessed.rows.shape[3])
-        experts, rows = np.zeros((2, g, 2 * d, layers, span), np.int64)
-        experts[:, ::2, :, : guessed.rows.shape[3]] = guessed.experts
-        rows[:, ::2, :, : guessed.rows.shape[3]] = -ordered.astype(np.int64)
-        experts[:, 1::2, :, : loads.rows.shape[3]] = loads.experts
-        rows[:, 1::2, :, : loads.rows.shape[3]] = wanted
-        return cls(Loads(experts, rows, np.zeros((0, 0, 0, 0, 0), np.int64)))
-
-    def split(
-        self, hit: NDArray[np.bool_], num_experts: int, slots: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]:
-        """hit: of a cache that met `loads`. (early, late) [G, D, L, slots]: used experts that were missing and ordered
-        ahead, and those that nobody had ordered; wrong [G, D, L]: copies ordered ahead of experts that are not used."""
-        guessed, used = self.loads.rows[:, ::2] < 0, self.loads.rows[:, 1::2, :, :slots] > 0
-        experts = self.loads.experts[:, 1::2, :, :slots]
-        fetched = np.zeros((*used.shape[:3], num_experts), np.bool_)
-        ahead = guessed & ~hit[:, ::2]
-        np.logical_or.at(fetched, (*np.nonzero(ahead)[:3], self.loads.experts[:, ::2][ahead]), True)
-        early = used & np.take_along_axis(fetched, experts, axis=3)
-        late = used & ~hit[:, 1::2, :, :slots] & ~early
-        wrong = ahead.sum(axis=3) - early.sum(axis=3)
-        return early, late, wrong
