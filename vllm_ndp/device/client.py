@@ -337,10 +337,12 @@ class DeviceClient:
         return control
 
     def _finish(self, control: ControlCall | None) -> None:
-        """Wait for the answer to a control request."""
+        """Wait for the answer to a control request. Raises DeviceError for a refusal, else DeviceUnavailable."""
         while control is None or control.reply is None:
             if control is None or self._connection is None or self._connection.control is not control:
-                raise self._reason
+                if isinstance(self._reason, DeviceError | DeviceUnavailable):
+                    raise self._reason
+                raise DeviceUnavailable(f"the device was lost: {self._reason}") from self._reason
             remaining = control.deadline_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))
             if remaining <= 0 and control.reply is None:
