@@ -8,7 +8,8 @@ Real processes and kill -9 at a random instant, again and again; the host is the
     late      calls that ended after their deadline: must be 0
 
 Lives are forked from a process that has every expert loaded, so that thousands fit into minutes; `--fresh` starts the
-program itself each time, as the plugin does, and `again` has the experts of the plan in it. Not in the figures: what a host spends on computing a lost call itself.
+program itself each time, as the plugin does, and `again` has the experts of the plan in it. Not in the figures: what a
+host spends on computing a lost call itself.
 
     python benchmarks/device_deaths.py --kills 1000 [--way memory|socket] [--fresh] [--pause MS] [--json FILE]
 """
@@ -26,7 +27,6 @@ import sys
 import tempfile
 import time
 import uuid
-from pathlib import Path
 from typing import IO
 
 import numpy as np

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +295,24 @@ def test_impossible_settings_are_one_sentence() -> None:
         DeviceConfig(address="ipc:///x")
     with pytest.raises(ConfigError, match="kernel must be one of"):
         DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic")
+
+
+WARM = """
+import sys
+from pathlib import Path
+from ndp_device.config import DeviceConfig
+from ndp_device.handler import Handler
+from ndp_device.protocol import codec, messages as msg
+handler = Handler.from_config(DeviceConfig("ipc:///in/process", Path(sys.argv[1]), kernel="reference"))
+assert (handler.num_executed, handler.num_refused, handler._clients) == (0, 0, {})
+before = set(sys.modules)
+handler.reply(b"host", codec.encode(msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="host")))
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_device_has_imported_before_it_is_ready_what_its_first_host_would_wait_for(tmp_path: Path) -> None:
+    """It has served a host that is not there, and nothing of that is left."""
+    model = write_small_checkpoint(tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", WARM, str(model)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
