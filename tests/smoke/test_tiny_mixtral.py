@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # together: a forward pass over held-out texts
+
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
 DOMAINS = ("c", "dict", "german", "prose", "python", "xml")
 

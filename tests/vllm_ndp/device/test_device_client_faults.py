@@ -26,6 +26,8 @@ from ndp_device.transport.shm import MAX_CHANNELS
 from vllm_ndp.device import process as device_process
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 
+pytestmark = pytest.mark.slow  # together: each test starts programs
+
 CALLS = make_calls()
 DEADLINE_MS = 250.0
 PATIENCE_S = 60.0  # for a shared, busy machine: nothing is claimed about how long a new process takes to start
