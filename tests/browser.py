@@ -18,7 +18,7 @@ OPTIONS = (
     "--disable-dev-shm-usage",  # containers have 64 MB of /dev/shm
     "--hide-scrollbars",
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *("--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND"),  # a page under test loads nothing from elsewhere
+    *("--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"),  # nothing from elsewhere
 )
 PATIENCE_S = 180
 """A page takes two seconds on a quiet machine."""
@@ -51,9 +51,17 @@ class Browser:
                 page = copy
             return self._run("--dump-dom", f"--virtual-time-budget={settle_ms}", page.as_uri())
 
-    def screenshot(self, page: Path, out: Path, *, width: int = 1120, height: int = 2600) -> Path:
-        """Write a PNG of the page into `out`."""
-        self._run(f"--screenshot={out}", f"--window-size={width},{height}", page.as_uri())
+    def served(self, address: str, *, settle_ms: int = 3000) -> str:
+        """The document behind a local server's address, once its scripts have run for so long."""
+        return self._run("--dump-dom", f"--virtual-time-budget={settle_ms}", address)
+
+    def screenshot(
+        self, page: Path | str, out: Path, *, width: int = 1120, height: int = 2600, settle_ms: int = 0
+    ) -> Path:
+        """Write a PNG of the page, or of what a local server shows, into `out`. `settle_ms`: as for `served`."""
+        address = page if isinstance(page, str) else page.as_uri()
+        settle = [f"--virtual-time-budget={settle_ms}"] if settle_ms else []
+        self._run(f"--screenshot={out}", f"--window-size={width},{height}", *settle, address)
         return out
 
     def _run(self, *arguments: str) -> str:

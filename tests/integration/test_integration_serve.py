@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
+from browser import Browser
 from engines import (
     MODEL,
     NDP_PROGRAM,
@@ -28,10 +34,12 @@ from engines import (
     PATIENT_DEADLINE_MS,
     PROMPTS,
     REPLICAS,
+    ROOT,
     VLLM_PROGRAM,
     device_processes,
     user_environment,
 )
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.vllm
@@ -55,7 +63,35 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def spans() -> list[Any]:
+    """What the server's traces hold so far."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def collector(spans: list[Any]) -> Iterator[str]:
+    """The address of a collector of OpenTelemetry that appends what it gets to `spans`."""
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}/v1/traces"
+        listening.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("serve")
     (directory / "chat.jinja").write_text(CHAT_TEMPLATE)
     runtime_dir = Path(tempfile.mkdtemp(prefix="run-"))  # short: an ipc path may have 107 bytes
@@ -70,8 +106,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
                 *("--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
                 *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
+                *("--otlp-traces-endpoint", collector),
             ],
-            env=user_environment(XDG_RUNTIME_DIR=str(runtime_dir)),
+            env=user_environment(XDG_RUNTIME_DIR=str(runtime_dir), OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf"),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -434,6 +471,122 @@ def test_top_shows_what_the_server_does(server: Server):
     assert drawn.returncode == 0, drawn.stderr
     for word in ("measured", "simulated", "hot share", "experts hot", "h100-ndp512"):
         assert word in drawn.stdout
+
+
+# -- Prometheus and Grafana -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
+    """A real Prometheus that scrapes the server every second and has the rules of deploy/; its address."""
+    if (program := shutil.which("prometheus")) is None:
+        pytest.skip("needs Prometheus: apt-get install prometheus (.ci/run does it where it may)")
+    scrape = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
+    assert scrape.count("127.0.0.1:8000") == scrape.count("scrape_interval: 5s") == 1
+    target = server.address.removeprefix("http://")
+    scrape = scrape.replace("127.0.0.1:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
+    (tmp_path / "prometheus.yml").write_text(scrape)
+    shutil.copyfile(ROOT / "deploy" / "prometheus" / "ndp-rules.yml", tmp_path / "ndp-rules.yml")
+    address = f"127.0.0.1:{_free_port()}"
+    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+    with (tmp_path / "log").open("wb") as log:
+        command = [program, *options, f"--web.listen-address={address}"]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert "level=error" not in (tmp_path / "log").read_text()
+
+
+def expressions() -> list[str]:
+    """Of the dashboard, with Grafana's variables filled in, and of the rules; of an alert, what it compares."""
+    rules = (ROOT / "deploy" / "prometheus" / "ndp-rules.yml").read_text()
+    found = re.findall(r"^ +expr: (.*)$", rules, re.M) + re.findall(r"^ +- record: (.*)$", rules, re.M)
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "vllm-ndp.json").read_text())
+    found += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found = [one.replace("$__rate_interval", "1m").replace("$model", NAME) for one in found]
+    return [re.sub(r" [<>] [0-9.]+$", "", one) for one in found]
+
+
+def value_of(prometheus: str, expression: str) -> float | None:
+    """One finite value of what the expression gives now, None without any."""
+    url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            samples = json.loads(answer.read())["data"]["result"]
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{expression} is no PromQL: {error.read().decode()}")
+    except (urllib.error.URLError, ConnectionError):  # it does not listen yet
+        return None
+    values = [float(sample["value"][1]) for sample in samples]
+    return next((value for value in values if math.isfinite(value)), None)
+
+
+def test_every_expression_of_rules_and_dashboard_gives_data_of_a_real_server(server: Server, prometheus: str):
+    waiting, values = expressions(), dict[str, float]()
+    assert len(waiting) > 40
+    deadline = time.monotonic() + PATIENCE_S
+    while waiting and time.monotonic() < deadline:
+        complete(server, PROMPTS[len(values) % 4])
+        values |= {one: value for one in waiting if (value := value_of(prometheus, one)) is not None}
+        waiting = [one for one in waiting if one not in values]
+    assert waiting == []
+    assert values["min by (model_name) (vllm:ndp_device_up)"] == 1
+    assert 0 < values["ndp:hit_share"] < 1
+    assert values["ndp:hit_share"] + values["ndp:device_share"] <= 1.5  # of two moments
+    assert values["ndp:fallback_share"] == 0
+    assert 0 < values["ndp:simulated_tpot_seconds:p50"] < 1e-3 < values["ndp:measured_tpot_seconds:p50"]
+
+
+# -- the live page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_live_page_shows_the_server_and_follows_it_without_a_reload(server: Server, browser: Browser):
+    """In a browser that reaches nothing but this machine: all that the page needs is in it."""
+    complete(server, PROMPTS[0], extra_headers={"X-Request-Id": "looked-at"})
+    status, form = get(server, "/v1/ndp/", key=None)
+    assert (status, "its API key" in form) == (401, True)
+    document = browser.served(f"{server.address}/v1/ndp/#{urllib.parse.quote(KEY)}", settle_ms=9000)
+    assert f'<h1 id="model">{NAME}</h1>' in document
+    assert "2 of 8 experts hot in each layer" in document
+    assert "looked-at" in document
+    assert 'class="tile up"' in document
+    looks = re.search(r'data-looks="(\d+)"', document)
+    assert looks is not None
+    assert int(looks[1]) >= 2
+    assert document.count("bk-Figure") >= 6  # two heat maps, four charts
+
+
+def test_the_live_page_says_when_the_key_is_wrong(server: Server, browser: Browser):
+    assert "It says: 401" in browser.served(f"{server.address}/v1/ndp/#another")
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(server: Server, spans: list[Any]):
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    before = len(spans)
+    complete(server, PROMPTS[0])  # of a client that does not trace
+    complete(server, PROMPTS[0], extra_headers={"traceparent": f"00-{trace}-{parent}-01"})
+    deadline = time.monotonic() + PATIENCE_S
+
+    def named(name: str) -> list[Any]:
+        return [span for span in spans[before:] if span.name == name]
+
+    while (not named("ndp.request") or len(named("llm_request")) < 2) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    (ours,) = named("ndp.request")
+    theirs = [span for span in named("llm_request") if span.parent_span_id == ours.parent_span_id]
+    assert len(theirs) == 1
+    assert ours.trace_id.hex() == theirs[0].trace_id.hex() == trace
+    assert ours.parent_span_id.hex() == parent
+    values = {value.key: value.value for value in ours.attributes}
+    assert values["ndp.output_tokens"].int_value == TOKENS
+    simulated_s = values["ndp.simulated_tpot_us"].double_value * (TOKENS - 1) / 1e6
+    assert 0 < simulated_s < (ours.end_time_unix_nano - ours.start_time_unix_nano) / 1e9  # the axis is the wall's
 
 
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):

@@ -24,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
+from vllm_ndp.integration.serving import spans
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
 from vllm_ndp.simulation.pipeline import PipelineClock
 
@@ -146,6 +147,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         self._pipeline.forget(name)
         self._stats.add_request(report)
         self._untold[name] = report
+        spans.note_request(request, report)
         return report
 
     def request_finished_all_groups(

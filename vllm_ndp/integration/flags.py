@@ -28,6 +28,11 @@ class Answer:
 
 WORKS = (
     Answer(
+        "otlp_traces_endpoint",
+        "a span `ndp.request` beside vLLM's own, in the client's trace",
+        "test_integration_serve::test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace",
+    ),
+    Answer(
         "model quantization served_model_name host port max_model_len max_num_seqs kv_cache_memory_bytes enforce_eager",
         "as for every model",
         "test_integration_serve::test_a_completion_carries_both_clocks",
@@ -249,7 +254,7 @@ NOT_OURS = (
         "custom_histogram_buckets cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics "
         "enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats "
         "profiler_config logging_config log_level log_config_file fail_on_environ_validation "
-        "use_tqdm_on_load otlp_traces_endpoint",
+        "use_tqdm_on_load",
         "logs, metrics and profiles",
     ),
     Answer(

@@ -164,6 +164,8 @@ class NdpMetrics(KVConnectorPromMetrics):
             multiprocess_mode="mostrecent",
         )
         self._device_up = create_metric_per_engine(gauge, engines)
+        for of_engine in self._device_up.values():
+            of_engine.set(1)  # without a device the engine would not have started
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, value in transfer_stats_data.items():

@@ -24,6 +24,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_ndp.integration.serving.login import LOGIN
+
 PREFIX = "/v1/ndp/"
 HEADER = "X-NDP-Report"
 CHUNK = "ndp.report"
@@ -51,7 +53,10 @@ class NdpRoutes:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif scope["type"] == "http" and _path(scope).startswith(PREFIX):
-            await self._behind_keys(scope)(scope, receive, send)
+            guarded = self._behind_keys(scope)
+            if _path(scope) == PREFIX and guarded is not self._ours and "authorization" not in Headers(scope=scope):
+                guarded = HTMLResponse(LOGIN, status_code=401)  # a browser cannot send a key before it is asked for one
+            await guarded(scope, receive, send)
         elif scope["type"] == "http" and HEADER in Headers(scope=scope):
             await self._app(scope, receive, _WithReports(scope, send))
         else:
@@ -139,16 +144,12 @@ class _WithReports:
 
 async def _status(request: Request) -> Response:
     workers = [live for live in await _ask(request.app, "ndp_live") if live is not None]
-    finished = [{"id": name} | report for name, report in workers[0].pop("finished")]
-    for other in workers[1:]:
-        del other["finished"]
-    running = workers[0]["running"]
-    for worker in workers:
-        del worker["running"]
+    # stages of one engine know the same requests, engines beside each other know different ones
+    finished = {name: {"id": name} | report for worker in workers for name, report in worker.pop("finished")}
+    running = {one["id"]: one for worker in workers for one in worker.pop("running")}
     model = request.app.state.engine_client.vllm_config.model_config.served_model_name
-    return JSONResponse(
-        {"format": FORMAT, "model": model, "workers": workers, "running": running, "finished": finished}
-    )
+    answer = {"format": FORMAT, "model": model, "workers": workers}
+    return JSONResponse(answer | {"running": list(running.values()), "finished": list(finished.values())})
 
 
 async def _experts(request: Request) -> Response:
@@ -171,7 +172,7 @@ async def _page(request: Request) -> Response:
 
 @lru_cache(maxsize=1)
 def _rendered_page() -> str:
-    from vllm_ndp.integration.serving.page import render
+    from vllm_ndp.integration.serving.page import render  # Bokeh takes a second to import, where the page is looked at
 
     return render()
 

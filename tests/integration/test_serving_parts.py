@@ -1,0 +1,69 @@
+"""Parts of what a server tells, without a server: which requests are meant by an id, a bounded memory, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("client_id", "names", "meant"),
+    [
+        ("cmpl-X", ["cmpl-X-0-1a2b3c4d", "cmpl-X-1-1a2b3c4d", "cmpl-XY-0-1a2b3c4d"], 2),
+        ("X", ["cmpl-X-0-1a2b3c4d", "chatcmpl-X-1a2b3c4d", "chatcmpl-Z-X-1a2b3c4d"], 2),
+        ("cmpl-X", ["0_cmpl-X-0-1a2b3c4d", "11_cmpl-X-0-1a2b3c4d", "a_cmpl-X-0-1a2b3c4d"], 2),
+        ("7", ["7-1a2b3c4d", "0_7-1a2b3c4d", "17-1a2b3c4d", "70-1a2b3c4d"], 2),
+        (".*", ["cmpl-X-0-1a2b3c4d"], 0),
+        ("", ["cmpl-X-0-1a2b3c4d"], 0),
+    ],
+)
+def test_an_id_means_what_vllm_made_of_it_and_nothing_else(client_id: str, names: list[str], meant: int):
+    assert made_of(client_id, names) == names[:meant]
+
+
+def test_only_the_last_reports_are_kept_and_shown_the_newest_first():
+    finished = FinishedRequests(kept=3)
+    for number in range(5):
+        finished.note({f"cmpl-{number}-0-1a2b3c4d": {"output_tokens": number, "measured_token_ms": [1.0]}})
+    assert finished.find("cmpl-1") == {}
+    assert [report for _, report in finished.latest(2)] == [{"output_tokens": 4}, {"output_tokens": 3}]
+    (report,) = finished.find("cmpl-4").values()
+    assert report["measured_token_ms"] == [1.0]
+
+
+def test_the_routes_end_the_start_of_a_server_that_did_not_ask_for_ndp():
+    from vllm_ndp.integration.serving.routes import NdpRoutes
+
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the server must not start")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8"))
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
+    asyncio.run(NdpRoutes(app)(scope, receive, send))
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    assert "needs --quantization ndp, got fp8: drop one of the two" in sent[0]["message"]
+
+
+def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
+    from vllm_ndp.integration.serving.metrics import DEVICE_UP, NdpStats
+
+    first = NdpStats({"steps": 1, "ndp_measured_plan_seconds": [0.1], DEVICE_UP: 1})
+    both = first.aggregate(NdpStats({"steps": 2, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.2], DEVICE_UP: 0}))
+    assert both.data == {"steps": 3, "pairs:hot": 3, "ndp_measured_plan_seconds": [0.1, 0.2], DEVICE_UP: 0}
+    assert both.reduce() == {"steps": 3, "pairs:hot": 3, DEVICE_UP: 0}
