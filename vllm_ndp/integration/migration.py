@@ -9,30 +9,45 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
+
+from vllm_ndp.integration.cuda.lanes import CudaMark, Mark
 
 Move = Callable[[], None]
 
 
+class Beside(Protocol):
+    """A stream for the moves of one layer, behind what the step before may still be reading."""
+
+    def carry_out(self, moves: Sequence[Move]) -> Mark:
+        """Called in the thread; the mark is passed when the moves are done."""
+
+
 class Migrator:
-    def __init__(self, cores: Collection[int]) -> None:
-        """cores: where the thread may run; the one that makes it may be bound to a single core."""
+    def __init__(self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None) -> None:
+        """cores: where the thread may run; the one that makes it may be bound to a single core. beside: asked for each
+        layer as it is begun; None where moves are done when they return."""
         self._cores = frozenset(cores)
+        self._beside = beside or _Stream.of_the_step
         self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
-        self._pending: dict[int, Future[None]] = {}  # layer -> its moves: at most one entry per layer
+        self._pending: dict[int, Future[Mark | None]] = {}  # layer -> its moves: at most one entry per layer
 
     def begin(self, layer: int, moves: Sequence[Move]) -> None:
         """Carry out the moves of a layer that has none pending, in the order in which layers were begun."""
         if layer in self._pending:
             raise ValueError(f"layer {layer} still waits for the moves before these")
         if moves:
-            self._pending[layer] = self._thread.submit(_carry_out, tuple(moves), _Stream.of_the_step())
+            self._pending[layer] = self._thread.submit(_carry_out, tuple(moves), self._beside())
 
     def wait(self, layer: int) -> None:
-        """Return when the slots of the layer hold what they are to hold. Raises what went wrong on the way."""
-        if (pending := self._pending.pop(layer, None)) is not None:
-            pending.result()
+        """Return when the slots of the layer hold what they are to hold, or will before the main stream reads them.
+
+        Raises what went wrong on the way.
+        """
+        if (pending := self._pending.pop(layer, None)) is not None and (done := pending.result()) is not None:
+            done.hold_main()
 
     def wait_for_all(self) -> None:
         for layer in list(self._pending):
@@ -49,6 +64,7 @@ class _Stream:
     """On a GPU: a stream of its own, behind what the step before may still be reading."""
 
     def __init__(self) -> None:
+        self._device = torch.cuda.current_device()  # of the worker's thread; each thread has its own
         self._ready = torch.cuda.Event()
         self._ready.record()
 
@@ -56,19 +72,20 @@ class _Stream:
     def of_the_step(cls) -> _Stream | None:
         return cls() if torch.cuda.is_initialized() else None
 
-    def carry_out(self, moves: Sequence[Move]) -> None:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
+    def carry_out(self, moves: Sequence[Move]) -> Mark:
+        side, done = torch.cuda.Stream(self._device), torch.cuda.Event()
+        with torch.cuda.device(self._device), torch.cuda.stream(side):
             side.wait_event(self._ready)
             for move in moves:
                 move()
-            side.synchronize()
+            done.record()
+        return CudaMark(done)
 
 
 @torch.inference_mode()
-def _carry_out(moves: Sequence[Move], stream: _Stream | None) -> None:
-    if stream is not None:
-        stream.carry_out(moves)
-        return
+def _carry_out(moves: Sequence[Move], beside: Beside | None) -> Mark | None:
+    if beside is not None:
+        return beside.carry_out(moves)
     for move in moves:
         move()
+    return None

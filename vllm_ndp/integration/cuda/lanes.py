@@ -53,10 +53,10 @@ class CudaLane:
     def mark(self) -> Mark:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return _CudaMark(event)
+        return CudaMark(event)
 
 
-class _CudaMark:
+class CudaMark:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 

@@ -1,0 +1,524 @@
+"""What does the plugin do on this GPU: is it right, how often does it wait, how fast is it, and beside what?
+
+    python benchmarks/gpu_check.py --minutes 50            every piece that is missing, most valuable first
+    python benchmarks/gpu_check.py --minutes 10            some of them; the next call goes on from there
+    python benchmarks/gpu_check.py --dry-run               what needs no GPU, small, on this machine
+
+A piece is a process of its own that ends within ten minutes; what it found becomes `gpu_<piece>.json` in --out
+(docs/measured, in a dry run a folder that is printed), with the machine and its GPU named. A piece whose file is there
+is not run again (--again). One that fails leaves its last words there and stops no other. docs/gpu.md: how to make the
+most of an hour. No line of this has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measured import ROOT, Measurement, machine, readable
+
+MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
+TESTS = ROOT / "tests/integration"
+WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
+WIDE_REPLICAS = Path(tempfile.gettempdir()) / "ndp-wide-replicas"
+WIDE_LAYERS = 8
+"""Random weights at the width of Mixtral-8x7B: 2.8 GB a layer."""
+PIECE_LIMIT_S = 600
+PATIENT_MS = 20_000.0  # Triton compiles for seconds in first calls; a cold expert on a CPU takes its time too
+PROMPTS = (
+    "def parse(line):\n    parts = line.split(',')\n",
+    "static void free_list(struct node *head)\n{\n",
+    "She had always wished to",
+    "CREATE TABLE orders (id integer PRIMARY KEY",
+)
+HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "deadline_ms": PATIENT_MS}
+
+
+class NeedsGpuError(Exception):
+    """Raised by a piece that means nothing without one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    question: str
+    minutes: float  # expected on a GPU, transfers and compilation included
+    run: Callable[[bool], dict[str, Any]]  # called with whether this is a dry run
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **options: Any) -> Any:
+    """A `vllm.LLM` in this process: stock, or with the plugin where settings are given."""
+    from vllm import LLM
+
+    base: dict[str, Any] = {
+        "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0, "disable_log_stats": True,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    if model == MODEL:
+        base["kv_cache_memory_bytes"] = 64 << 20  # several engines of one process must fit beside each other
+    base |= {"attention_backend": "TRITON_ATTN"} if on_gpu() else {"block_size": 32}
+    if settings is not None:
+        base |= {"quantization": "ndp", "additional_config": {"ndp": settings}}
+    return LLM(str(model), **(base | options))
+
+
+def end(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
+def greedy(llm: Any, prompts: Any, tokens: int, **params: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **params)
+    return list(llm.generate(list(prompts), sampling, use_tqdm=False))
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def equal_tokens(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
+    """How many tokens agree before the first that does not, of how many."""
+    agree = 0
+    for a, b in zip(mine, theirs, strict=True):
+        differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        agree += differing[0] if differing else len(a)
+    return {"equal": agree, "of": sum(map(len, theirs))}
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def versions(dry: bool) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    import vllm_ndp  # noqa: F401  # the plugin imports here
+
+    found: dict[str, Any] = {"vllm": vllm.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = "none"
+    if on_gpu():
+        found["capability"] = list(torch.cuda.get_device_capability())
+        found["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+    return found
+
+
+def routing(dry: bool) -> dict[str, Any]:
+    """The Triton kernels against the torch operators; without a GPU in Triton's interpreter."""
+    if not on_gpu():
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", str(TESTS / "test_cuda_routing.py"), "-m", "slow"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(done.stdout[-1500:])
+        return {"interpreted": done.stdout.strip().splitlines()[-1]}
+    import torch
+
+    from vllm_ndp.integration.cuda import kernels, packet
+    from vllm_ndp.integration.cuda import routing as operators
+
+    torch.manual_seed(0)
+    rows_found = []
+    for rows, experts, top_k, slots in ((1, 8, 2, 4), (8, 8, 2, 4), (64, 128, 8, 64), (256, 128, 8, 64)):
+        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        expert_map[torch.randperm(experts, device="cuda")[:slots]] = torch.arange(
+            slots, dtype=torch.int32, device="cuda"
+        )
+        ids = torch.rand(rows, experts, device="cuda").topk(top_k).indices.to(torch.int32)
+        weights = torch.rand(rows, top_k, device="cuda")
+        size = packet.packet_bytes(rows, top_k, 4096, x.dtype)
+        both = []
+        for split in (kernels.split, operators.split):
+            memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
+            into = packet.lay_out(memory, rows, top_k, 4096, x.dtype)
+            split(expert_map, ids, weights, x, into, slots)
+            both.append((into, microseconds(partial(split, expert_map, ids, weights, x, into, slots))))
+        (mine, kernel_us), (theirs, operators_us) = both
+        pairs, sent = theirs.head[:2].tolist()
+        for name, count in (("slots", rows), ("sent_rows", sent), ("pair_rows", pairs), ("pair_experts", pairs),
+                            ("pair_weights", pairs), ("x", sent)):  # fmt: skip
+            if not torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]):
+                raise RuntimeError(f"{name} of {rows} rows differs between the kernel and the operators")
+        rows_found.append({"rows": rows, "experts": experts, "kernel_us": kernel_us, "operators_us": operators_us})
+    return {"results": rows_found}
+
+
+def microseconds(call: Callable[[], object], count: int = 200) -> float:
+    """Of the GPU, per call."""
+    import torch
+
+    for _ in range(10):
+        call()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return round(start.elapsed_time(stop) * 1000 / count, 2)
+
+
+def serves(dry: bool) -> dict[str, Any]:
+    """Whether it serves at all: rows checked and none wrong, cold pairs computed by the device, none left out."""
+    llm = engine(HALF)
+    outputs, totals = greedy(llm, PROMPTS, 32), llm.collective_rpc("ndp_totals")[0]
+    status = llm.collective_rpc("ndp_status")[0]
+    end(llm)
+    kept = {name: totals[name] for name in ("row_checks", "sidecar_mismatches", "cold_pairs", "fallback_pairs")}
+    if kept["sidecar_mismatches"] or not kept["row_checks"] or not kept["cold_pairs"]:
+        raise RuntimeError(f"it does not serve as it should: {kept}")
+    return {**kept, "decode_layers": status["decode_layers"], "slot_kernel": status["slot_kernel"],
+            "text": outputs[0].outputs[0].text}  # fmt: skip
+
+
+def identity(dry: bool) -> dict[str, Any]:
+    """fp32, device in full precision: stock's tokens, with IEEE products and the same tiles for every K."""
+    os.environ |= {"TRITON_F32_DEFAULT": "ieee"} | ({"VLLM_BATCH_INVARIANT": "1"} if on_gpu() else {})
+    tokens = 8 if dry else 128
+    llm = engine(dtype="float32")
+    wanted = token_ids(greedy(llm, PROMPTS, tokens))
+    end(llm)
+    found = []
+    for layers in ("asynchronous", "eager"):
+        for hot in (4, 8):
+            settings = {"hot_experts": hot, "cold_precision": "full", "layers": layers, "deadline_ms": PATIENT_MS}
+            llm = engine(settings, dtype="float32")
+            found.append(
+                {"layers": layers, "hot": hot, **equal_tokens(token_ids(greedy(llm, PROMPTS, tokens)), wanted)}
+            )
+            end(llm)
+            if dry:
+                break
+    return {"results": found}
+
+
+def closeness(dry: bool) -> dict[str, Any]:
+    """bf16: log-probabilities of stock's own tokens, decoded one by one, beside the plugin's."""
+    tokens = 8 if dry else 64
+    llm = engine()
+    outputs = greedy(llm, PROMPTS, tokens, logprobs=1)
+    end(llm)
+    wanted = chosen_logprobs(outputs)
+    llm = engine({"hot_experts": 4, "cold_precision": "full", "execution": "paper", "deadline_ms": PATIENT_MS})
+    mine = greedy(llm, PROMPTS, tokens, logprobs=1)
+    end(llm)
+    agree = equal_tokens(token_ids(mine), token_ids(outputs))
+    found = chosen_logprobs(mine)
+    differences = []
+    for a, b, x, y in zip(token_ids(mine), token_ids(outputs), found, wanted, strict=True):
+        for i, (mine_token, token) in enumerate(zip(a, b, strict=True)):
+            if mine_token != token:
+                break
+            differences.append(abs(x[i] - y[i]))
+    differences.sort()
+    return {**agree, "mean": sum(differences) / len(differences), "largest": differences[-1],
+            "p99": differences[int(0.99 * (len(differences) - 1))]}  # fmt: skip
+
+
+def chosen_logprobs(outputs: list[Any]) -> list[list[float]]:
+    return [
+        [step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
+        for o in outputs
+    ]
+
+
+def device_killed(dry: bool) -> dict[str, Any]:
+    """An embedded device that is killed in mid-generation costs time only; another one is started."""
+    llm = engine({**HALF, "cold_precision": "full", "replicas": None, "deadline_ms": 1000.0})
+    tokens = 24 if dry else 256
+    wanted = token_ids(greedy(llm, PROMPTS, tokens))
+    pid = llm.collective_rpc("ndp_status")[0]["device_pid"]
+    timer = threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL))
+    timer.start()
+    found = token_ids(greedy(llm, PROMPTS, tokens))
+    timer.join()
+    for _ in range(20):  # the client looks for it between steps
+        greedy(llm, PROMPTS[:1], 4)
+        totals = llm.collective_rpc("ndp_totals")[0]
+        if totals["device_state"] == "up":
+            break
+        time.sleep(0.5)
+    end(llm)
+    return {**equal_tokens(found, wanted), "fallback_pairs": totals["fallback_pairs"], "device": totals["device_state"]}
+
+
+def waits(dry: bool) -> dict[str, Any]:
+    """Host waits, copies and launches per layer and decode step, from the profiler."""
+    if not on_gpu():
+        raise NeedsGpuError("what waits for a GPU is counted by the profiler of one; without: test_cuda_layer.py")
+    from torch.profiler import ProfilerActivity, profile
+
+    found = {}
+    ways: dict[str, dict[str, Any] | None] = {
+        "stock": None, "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"},
+        "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
+    }  # fmt: skip
+    for name, settings in ways.items():
+        llm = engine(settings)
+        greedy(llm, PROMPTS[:1], 8)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            greedy(llm, PROMPTS[:1], 65)
+        end(llm)
+        kinds = ("cudaStreamSync", "cudaEventSync", "cudaDeviceSync", "cudaMemcpy", "cudaLaunch", "cuLaunch")
+        counts = {e.key: e.count for e in profiled.key_averages() if e.key.startswith(kinds)}
+        found[name] = {key: round(count / 64 / 4, 2) for key, count in counts.items()}  # decode steps, layers
+    return found
+
+
+def timeline(dry: bool) -> dict[str, Any]:
+    """How much of the packet's and the sums' copies, and of the device's time, lies beside the hot experts."""
+    if not on_gpu():
+        raise NeedsGpuError("a timeline of copies beside kernels needs a GPU that runs both")
+    from torch.profiler import ProfilerActivity, profile
+
+    llm = engine({**HALF, "layers": "asynchronous"})
+    greedy(llm, PROMPTS, 8)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        greedy(llm, PROMPTS, 9)
+    end(llm)
+    path = Path(tempfile.gettempdir()) / "gpu_timeline.json"
+    profiled.export_chrome_trace(str(path))
+    by_kind: dict[str, float] = {}
+    for event in profiled.key_averages():
+        by_kind[event.key] = by_kind.get(event.key, 0.0) + getattr(event, "device_time_total", 0.0)
+    longest = sorted(by_kind.items(), key=lambda item: -item[1])[:20]
+    return {"perfetto": path.name, "gpu_us": {name[:80]: round(us, 1) for name, us in longest if us}}
+
+
+SLOW = {"deadline_ms": PATIENT_MS, "execution": "paper"}
+WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "stock": (None, {}),
+    "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
+    "8 of 8 hot": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
+    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
+    "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
+    "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
+}
+"""What is timed: settings of the plugin, None = stock; options of the engine."""
+
+
+def wide(dry: bool) -> dict[str, Any]:
+    """The model that speed is measured on, and its replicas."""
+    if dry:
+        raise NeedsGpuError("8 layers at full width, 23 GB, are written where a GPU serves them")
+    start = time.perf_counter()
+    sizes = ["--hidden", "4096", "--intermediate", "14336", "--layers", str(WIDE_LAYERS), "--experts", "8"]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/make_random_mixtral.py"), str(WIDE), *sizes], check=True)
+    written = time.perf_counter()
+    program = "import sys; from vllm_ndp.cli import main; sys.exit(main())"
+    quantize = [sys.executable, "-c", program, "quantize", str(WIDE), "--out", str(WIDE_REPLICAS)]
+    subprocess.run(quantize, check=True)
+    return {"write_s": round(written - start, 1), "quantize_s": round(time.perf_counter() - written, 1)}
+
+
+def speed(names: tuple[str, ...], dry: bool) -> dict[str, Any]:
+    """Tokens per second at real width: decode and prefill, by how many of the 8 experts are hot, beside stock."""
+    if not dry and not WIDE_REPLICAS.exists():
+        raise RuntimeError("the wide model is not on this machine: run --pieces wide --again first")
+    batches = (1,) if dry else (1, 8, 32)
+    rows: list[dict[str, Any]] = []
+    for name in names[:2] if dry else names:
+        settings, options = WAYS[name]
+        if settings is not None:
+            settings = {**settings, "replicas": str(REPLICAS if dry else WIDE_REPLICAS)}
+        try:
+            if dry:
+                llm = engine(settings, **options)
+            else:
+                llm = engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **options)
+        except Exception as error:  # one way that does not start must not cost the others
+            rows.append({"way": name, "failed": str(error)[-300:]})
+            continue
+        rows += [{"way": name, "batch": batch, **tokens_per_second(llm, batch, dry)} for batch in batches]
+        end(llm)
+        print(json.dumps(rows[-len(batches) :]), flush=True)
+    return {"layers": 4 if dry else WIDE_LAYERS, "results": rows}
+
+
+def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float]:
+    few, many = (2, 6) if dry else (8, 40)
+    prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 4000 + 10 for j in range(32)]} for i in range(batch)]
+    greedy(llm, prompts, few)
+    took = {}
+    for tokens in (1, few, many):
+        start = time.perf_counter()
+        greedy(llm, prompts, tokens)
+        took[tokens] = time.perf_counter() - start
+    return {
+        "decode": round(batch * (many - few) / max(took[many] - took[few], 1e-9), 1),
+        "prefill": round(batch * 32 / took[1], 1),
+    }
+
+
+def graphs(dry: bool) -> dict[str, Any]:
+    """PIECEWISE graphs that end before each MoE layer: the tokens without graphs, and what they gain."""
+    if not on_gpu():
+        raise NeedsGpuError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
+    found: dict[str, Any] = {}
+    for mode in ("NONE", "PIECEWISE"):
+        llm = engine(HALF, enforce_eager=False, compilation_config={"cudagraph_mode": mode})
+        found[mode] = {"tokens": token_ids(greedy(llm, PROMPTS, 64)), **tokens_per_second(llm, 1, dry)}
+        end(llm)
+    agree = equal_tokens(found["PIECEWISE"].pop("tokens"), found["NONE"].pop("tokens"))
+    return {**found, **agree}
+
+
+def link(dry: bool) -> dict[str, Any]:
+    """Link rates and latencies, as values for `hardware_overrides` beside the simulated preset."""
+    if not on_gpu():
+        raise NeedsGpuError("the link that is measured is the one to a GPU")
+    kit = ROOT / "benchmarks/gpu_kit/probe_gpu.py"
+    done = subprocess.run([sys.executable, str(kit)], capture_output=True, text=True, timeout=500, check=True)
+    probed = json.loads(done.stdout.splitlines()[-1])
+    rate, launch = probed["H2D pinned GB/s"], probed["copy of 16 KB pinned, not waited for us"][0]
+    overrides = {"link.bulk_bytes_per_s": int(rate * 1e9), "link.dma_launch_ps": int(launch * 1e6)}
+    return {"probed": probed, "preset": "h100-host", "based_on": "h100-ndp512", "hardware_overrides": overrides}
+
+
+PIECES = {
+    "versions": Piece("Does everything import, and what is it?", 1, versions),
+    "routing": Piece("Do the routing kernels give what the operators give?", 1, routing),
+    "serves": Piece("Does it serve?", 2, serves),
+    "identity": Piece("Is it stock vLLM in fp32 when nothing is quantized?", 5, identity),
+    "closeness": Piece("How close is it in bf16?", 2, closeness),
+    "device_killed": Piece("Does a killed device cost a token?", 2, device_killed),
+    "waits": Piece("How often does a layer wait for the GPU?", 4, waits),
+    "timeline": Piece("What lies beside what?", 2, timeline),
+    "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 4, wide),
+    "speed": Piece("How fast is it beside stock and beside offloading?", 9, partial(speed, tuple(WAYS)[:4])),
+    "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, graphs),
+    "link": Piece("What does a crossing cost?", 4, link),
+    "speed_more": Piece("How fast is it with more and fewer hot experts?", 9, partial(speed, tuple(WAYS)[4:])),
+}
+"""Most valuable first."""
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+def gpu_name() -> str:
+    """Asked of the driver's own program, so that this process holds nothing of the GPU."""
+    try:
+        ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(ask, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
+
+
+def run_piece(name: str, file: Path, *, dry: bool) -> None:
+    """In a process of its own: measure and write."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    measurement = Measurement(f"{PIECES[name].question}\n")
+    try:
+        figures = PIECES[name].run(dry)
+    except NeedsGpuError as error:
+        raise SystemExit(f"{name}: left out, {error}") from None
+    measurement.end({"gpu": gpu_name() or "none: a dry run", **figures}, file)
+    content = json.loads(file.read_text())
+    content["machine"]["gpu"] = gpu_name() or "none"
+    content["command"] = f"python benchmarks/gpu_check.py --pieces {name}{' --dry-run' if dry else ''}"
+    file.write_text(readable(content) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60, help="begin no piece that is expected to end later")
+    parser.add_argument("--pieces", default=",".join(PIECES), help=f"of {', '.join(PIECES)}")
+    parser.add_argument("--out", type=Path, help="folder for the results; docs/measured, in a dry run a new one")
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="on a machine without a GPU, small; pieces that need one say so"
+    )
+    parser.add_argument("--piece", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.piece:
+        run_piece(arguments.piece, arguments.out, dry=arguments.dry_run)
+        return 0
+    if unknown := sorted(set(arguments.pieces.split(",")) - set(PIECES)):
+        parser.error(f"no piece is called {unknown[0]}: there are {', '.join(PIECES)}")
+    if not arguments.dry_run and not gpu_name():
+        print("no NVIDIA GPU answers here: run this where one does, or with --dry-run what needs none")
+        return 2
+    out = arguments.out or (
+        Path(tempfile.mkdtemp(prefix="gpu-check-")) if arguments.dry_run else ROOT / "docs/measured"
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    return run_pieces(arguments.pieces.split(","), out, arguments)
+
+
+def run_pieces(names: list[str], out: Path, arguments: argparse.Namespace) -> int:
+    print(f"{machine()['processor']}, {gpu_name() or 'no GPU'}; results go to {out}", flush=True)
+    end_s, failed, left = time.monotonic() + 60 * arguments.minutes, 0, []
+    for name in names:
+        file, piece = out / f"gpu_{name}.json", PIECES[name]
+        if file.exists() and not arguments.again:
+            print(f"{name}: there already")
+            continue
+        if time.monotonic() + 60 * piece.minutes > end_s:
+            left.append(name)
+            continue
+        command = [sys.executable, __file__, "--piece", name, "--out", str(file)]
+        started = time.monotonic()
+        limit = min(PIECE_LIMIT_S, max(end_s - started, 60 * piece.minutes))
+        words, status = run_within(
+            [*command, "--dry-run"] if arguments.dry_run else command, limit, out / f"{name}.log"
+        )
+        took = f"{time.monotonic() - started:.0f} s"
+        if status == 0:
+            print(f"{name}: done in {took}")
+        elif words.startswith(f"{name}: left out"):
+            print(words)
+        else:
+            failed += 1
+            print(f"{name}: FAILED after {took}: {words}")
+        sys.stdout.flush()
+    if left:
+        print(f"no time for {', '.join(left)}: run this again")
+    return 1 if failed else 0
+
+
+def run_within(command: list[str], limit_s: float, log: Path) -> tuple[str, int]:
+    """The last line that it wrote, and its status; its whole process group is ended at the limit."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"it took longer than {limit_s:.0f} s", 124
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return (lines[-1][:500] if lines else ""), status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""What does this GPU machine offer the plugin? Needs torch alone, no vLLM: for the first call, beside install_part.sh.
+
+Host processor, link bandwidths, latencies of every way to hand a layer to the host and back (eager and inside one CUDA
+graph), and what quantizing an expert on the GPU costs. One JSON object last.
+usage: timeout 300 python3 probe_gpu.py [--quick]
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+HIDDEN, INTER = 4096, 14336
+FOUND: dict = {}
+
+
+def say(name, value):
+    FOUND[name] = value
+    print(f"{name:44s} {value}", flush=True)
+
+
+def shell(command):
+    r = subprocess.run(command, shell=True, capture_output=True, text=True)
+    return (r.stdout + r.stderr).strip()
+
+
+def host():
+    flags = set(shell("grep -m1 ^flags /proc/cpuinfo").split())
+    say("cpu", shell("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2").strip())
+    say("cores", len(os.sched_getaffinity(0)))
+    say(
+        "instructions",
+        " ".join(
+            f
+            for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+            if f in flags
+        ),
+    )
+    say("memory", shell("grep MemTotal /proc/meminfo").split(":")[1].strip())
+    say("caches", shell("lscpu | grep -E 'L2|L3|NUMA node\\(s\\)|Socket' | tr -s ' ' | paste -sd';'"))
+    say("kernel, glibc", shell("uname -r") + ", " + os.confstr("CS_GNU_LIBC_VERSION"))
+    say(
+        "compilers",
+        shell("g++ --version | head -1; nvcc --version | tail -2 | head -1; cmake --version | head -1").replace(
+            "\n", "; "
+        ),
+    )
+    say(
+        "gpu",
+        shell(
+            "nvidia-smi --format=csv,noheader "
+            "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total"
+        ),
+    )
+    say("disk, shm", shell("df -h /tmp /dev/shm | tail -2 | awk '{print $6, $4}' | paste -sd';'"))
+    say("memlock", shell("ulimit -l"))
+
+
+def median_us(function, n=200, warm=20):
+    for _ in range(warm):
+        function()
+    times = []
+    for _ in range(n):
+        t = time.perf_counter_ns()
+        function()
+        times.append((time.perf_counter_ns() - t) / 1e3)
+    times.sort()
+    return round(statistics.median(times), 2), round(times[int(n * 0.99) - 1], 2)
+
+
+def bandwidths(torch, megabytes):
+    n = megabytes << 20
+    gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    pageable = torch.ones(n, dtype=torch.uint8)
+
+    def rate(copy):
+        copy()
+        torch.cuda.synchronize()
+        best = 1e9
+        for _ in range(4):
+            t = time.perf_counter()
+            copy()
+            torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - t)
+        return round(n / best / 1e9, 1)
+
+    say("H2D pinned GB/s", rate(lambda: gpu.copy_(pinned, non_blocking=True)))
+    say("D2H pinned GB/s", rate(lambda: pinned.copy_(gpu, non_blocking=True)))
+    say("H2D pageable GB/s (what load() does today)", rate(lambda: gpu.copy_(pageable)))
+    say("D2H pageable GB/s", rate(lambda: pageable.copy_(gpu)))
+    other = torch.empty_like(gpu)
+    say("D2D GB/s, bytes read and written", round(2 * rate(lambda: other.copy_(gpu)), 0))
+    with tempfile.NamedTemporaryFile(dir="/tmp") as f:  # the pool: a mapped file
+        f.write(bytes(n))
+        f.flush()
+        for name, shared in (("private, writable", False), ("shared, writable", True)):
+            mapped = torch.from_file(f.name, shared=shared, size=n, dtype=torch.uint8)
+            say(f"H2D from a mapped file ({name}) GB/s", rate(lambda m=mapped: gpu.copy_(m)))
+            t = time.perf_counter()
+            error = torch.cuda.cudart().cudaHostRegister(mapped.data_ptr(), n, 0)
+            say(f"  cudaHostRegister of it ({name})", f"error {int(error)}, {time.perf_counter() - t:.3f} s")
+            if int(error) == 0:
+                say(f"  H2D from it registered ({name}) GB/s", rate(lambda m=mapped: gpu.copy_(m, non_blocking=True)))
+                torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr())
+
+
+def checked(result):
+    error = result[0] if isinstance(result, tuple) else result
+    if int(error):
+        raise RuntimeError(str(error))
+
+
+class Flags:
+    """Two words in pinned memory: what the GPU asks, what the host answers."""
+
+    def __init__(self, torch, layers=1):
+        self.tensor = torch.zeros(64 * layers, dtype=torch.int32, pin_memory=True)  # a cache line per word
+        self.words, self.at = self.tensor.numpy(), self.tensor.data_ptr()
+
+    def ask(self, layer):
+        return self.at + 4 * 64 * layer
+
+    def answer(self, layer):
+        return self.at + 4 * (64 * layer + 16)
+
+
+def latencies(torch):
+    from cuda.bindings import driver as cu
+
+    geq, equal = (
+        int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ),
+        int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ),
+    )
+    x = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    pinned = torch.empty(1, HIDDEN, dtype=torch.bfloat16, pin_memory=True)
+    answer = torch.randn(1, HIDDEN)
+    pinned_answer = answer.pin_memory()
+    back = torch.empty(1, HIDDEN, device="cuda")
+    event = torch.cuda.Event()
+    stream = torch.cuda.current_stream().cuda_stream
+    flags, seq = Flags(torch), [0]
+
+    def kernel():
+        x.mul_(1.0)
+
+    def sync():
+        kernel()
+        torch.cuda.synchronize()
+
+    def pageable():
+        kernel()
+        x.cpu()
+
+    def to_pinned():
+        kernel()
+        pinned.copy_(x, non_blocking=True)
+        event.record()
+        event.synchronize()
+
+    def spin():
+        seq[0] += 1
+        kernel()
+        checked(cu.cuStreamWriteValue32(stream, flags.ask(0), seq[0], 0))
+        while flags.words[0] != seq[0]:
+            pass
+
+    def round_trip():
+        seq[0] += 1
+        kernel()
+        checked(cu.cuStreamWriteValue32(stream, flags.ask(0), seq[0], 0))
+        checked(cu.cuStreamWaitValue32(stream, flags.answer(0), seq[0], geq))
+        kernel()
+        checked(cu.cuStreamWriteValue32(stream, flags.at + 4 * 32, seq[0], 0))
+        while flags.words[0] != seq[0]:
+            pass
+        flags.words[16] = seq[0]
+        while flags.words[32] != seq[0]:
+            pass
+
+    say("kernel launch, host side us", median_us(kernel))
+    torch.cuda.synchronize()
+    say("kernel + synchronize us (p50, p99)", median_us(sync))
+    say("kernel + .cpu() of 8 KB us", median_us(pageable))
+    say("kernel + copy to pinned + event us", median_us(to_pinned))
+    say(".to('cuda') of 16 KB pageable us", median_us(lambda: back.copy_(answer)))
+    say("copy of 16 KB pinned, not waited for us", median_us(lambda: back.copy_(pinned_answer, non_blocking=True)))
+    torch.cuda.synchronize()
+    for name, function in (
+        ("kernel + cuStreamWriteValue32 + host spin us", spin),
+        ("ask, answer, kernel, tell: 2 crossings us", round_trip),
+    ):
+        try:
+            say(name, median_us(function))
+        except RuntimeError as error:
+            say(name, f"refused: {error}")
+            return
+    host_function(torch, cu, stream, kernel, flags, seq)
+    whole_graph(torch, cu, equal)
+
+
+def host_function(torch, cu, stream, kernel, flags, seq):
+    """cuLaunchHostFunc with a function in C: what KTransformers does. g++ is needed."""
+    with tempfile.TemporaryDirectory() as d:
+        source, library = os.path.join(d, "h.c"), os.path.join(d, "h.so")
+        with open(source, "w") as f:
+            f.write("void tell(void* p) { ++*(volatile int*)p; }\n")
+        if shell(f"cc -O1 -shared -fPIC -o {library} {source}"):
+            say("cuLaunchHostFunc us", "no C compiler")
+            return
+        tell = ctypes.CDLL(library).tell
+        function = cu.CUhostFn(ctypes.cast(tell, ctypes.c_void_p).value)
+        flags.words[48] = 0
+
+        def call():
+            want = int(flags.words[48]) + 1
+            kernel()
+            checked(cu.cuLaunchHostFunc(stream, function, flags.at + 4 * 48))
+            while flags.words[48] != want:
+                pass
+
+        say("kernel + cuLaunchHostFunc + host spin us", median_us(call))
+        torch.cuda.synchronize()
+
+
+def whole_graph(torch, cu, equal, layers=32):
+    """32 layers in one graph; in each the GPU asks, works, waits for the host and reads its answer in pinned memory."""
+    flags = Flags(torch, layers)
+    partial = torch.ones(HIDDEN, pin_memory=True)
+    x = torch.zeros(HIDDEN, device="cuda")
+    work, landing = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16), torch.empty(HIDDEN, device="cuda")
+    work @ work
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        for layer in range(layers):
+            x.mul_(1.0)
+            checked(cu.cuStreamWriteValue32(stream, flags.ask(layer), 1, 0))
+            work @ work  # the hot experts
+            checked(cu.cuStreamWaitValue32(stream, flags.answer(layer), 1, equal))
+            checked(cu.cuStreamWriteValue32(stream, flags.answer(layer), 0, 0))  # armed for the next replay
+            landing.copy_(partial, non_blocking=True)
+            x.add_(landing)
+    stop = threading.Event()
+
+    def host_side():
+        while not stop.is_set():
+            for layer in range(layers):
+                while flags.words[64 * layer] != 1:
+                    if stop.is_set():
+                        return
+                flags.words[64 * layer] = 0
+                flags.words[64 * layer + 16] = 1
+
+    thread = threading.Thread(target=host_side, daemon=True)
+    thread.start()
+    times = []
+    for _ in range(50):
+        t = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - t) / layers * 1e6)
+    stop.set()
+    say("one graph, host asked in each of 32 layers: us a layer", round(statistics.median(times[10:]), 2))
+    say("  every answer arrived", bool((x == 50.0 * layers).all()))
+
+
+def quantizing(torch):
+    w = torch.randn(2 * INTER, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def fp8():
+        scale = w.abs().amax(1, keepdim=True).float() / 448
+        return (w / scale).to(torch.float8_e4m3fn), scale
+
+    def int4():
+        g = w.view(2 * INTER, HIDDEN // 128, 128)
+        lo, hi = g.amin(2, keepdim=True), g.amax(2, keepdim=True)
+        scale = (hi - lo) / 15
+        q = ((g - lo) / scale).round_().clamp_(0, 15).to(torch.uint8).view(2 * INTER, HIDDEN)
+        return q[:, ::2] | (q[:, 1::2] << 4), scale, lo
+
+    for name, function in (("fp8 per row", fp8), ("int4 g128", int4)):
+        function()
+        torch.cuda.synchronize()
+        t = time.perf_counter()
+        for _ in range(5):
+            function()
+        torch.cuda.synchronize()
+        say(f"gate and up of one expert to {name}, plain torch ms", round((time.perf_counter() - t) * 200, 2))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    host()
+    import torch
+
+    say("torch", torch.__version__)
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device")
+    parts = [
+        ("bandwidths", lambda: bandwidths(torch, 64 if quick else 352)),
+        ("latencies", lambda: latencies(torch)),
+        ("quantizing", lambda: quantizing(torch)),
+    ]
+    for name, part in parts:
+        try:
+            part()
+        except Exception as error:  # one part that fails must not cost the others
+            say(f"FAILED {name}", f"{type(error).__name__}: {error}")
+    print(json.dumps(FOUND))
+
+
+if __name__ == "__main__":
+    main()
