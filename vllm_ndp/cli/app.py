@@ -6,7 +6,18 @@ The files of commands import what they need when a command runs: a help must not
 from __future__ import annotations
 
 from ndp_device.command_line import program, run
-from vllm_ndp.cli import doctor, engine, plan, quantize, replay_cli, replica_sets, serving_cli, top, traces
+from vllm_ndp.cli import (
+    doctor,
+    engine,
+    plan,
+    quantize,
+    replay_cli,
+    replica_sets,
+    scaling_cli,
+    serving_cli,
+    top,
+    traces,
+)
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -21,6 +32,7 @@ for commands in (
     replica_sets.app,
     traces.app,
     replay_cli.app,
+    scaling_cli.app,
     serving_cli.app,
 ):
     app.add_typer(commands)

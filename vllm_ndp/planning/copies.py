@@ -76,35 +76,38 @@ def assign_copies(
         )
     held = np.zeros((num_layers, num_experts, num_devices), np.bool_)
     for layer, of_layer in enumerate(load):
-        sums = np.zeros((num_copies, num_devices))  # of first copies, of second ones, ...
-        together = np.zeros((num_devices, num_devices), np.int64)  # experts that two devices share
+        sums = [[0.0] * num_devices for _ in range(num_copies)]  # of first copies, of second ones, ...
+        together = [[0] * num_devices for _ in range(num_devices)]  # experts that two devices share
         for expert in np.argsort(-of_layer, kind="stable").tolist():
             left -= 1
             devices = _devices_for_one(sums, together, free, left)
             held[layer, expert, devices] = True
-            sums[range(num_copies), devices] += of_layer[expert]
-            together[np.ix_(devices, devices)] += 1
-            for device in devices:
+            for of_copy, device in zip(sums, devices, strict=True):
+                of_copy[device] += float(of_layer[expert])
                 free[device] -= 1
+                for other in devices:
+                    together[device][other] += 1
     return Copies(held)
 
 
-def _devices_for_one(sums: NDArray[np.float64], together: NDArray[np.int64], free: list[int], left: int) -> list[int]:
+def _devices_for_one(sums: list[list[float]], together: list[list[int]], free: list[int], left: int) -> list[int]:
     """For each copy the device with least load of such copies, and of equal ones that which shares fewest experts with
     the others: what a lost device leaves falls to many. But devices with most room come first where the `left` experts
     to come would otherwise not find enough devices each. sums [copies, D]; together [D, D].
     """
     num_copies = len(sums)
     with_room = [device for device, count in enumerate(free) if count > 0]
-    by_room = sorted(with_room, key=lambda device: (-free[device], sums[:, device].sum(), device))
+    by_room = sorted(with_room, key=lambda device: (-free[device], sum(of[device] for of in sums), device))
     for forced in range(num_copies + 1):
         chosen = by_room[:forced]
         for of_copy in sums[forced:]:
-            shared = together[chosen].sum(axis=0)
-            others = [device for device in with_room if device not in chosen]
-            chosen += [at for *_, at in sorted((of_copy[at], shared[at], -free[at], at) for at in others)[:1]]
-        after = [count - (device in chosen) for device, count in enumerate(free)]
-        if len(chosen) == num_copies and _fit(after, left, num_copies):
+            others = [
+                (of_copy[device], sum(together[one][device] for one in chosen), -free[device], device)
+                for device in with_room
+                if device not in chosen
+            ]
+            chosen += [min(others)[-1]] if others else []
+        if len(chosen) == num_copies and _fit([n - (at in chosen) for at, n in enumerate(free)], left, num_copies):
             return chosen
     raise AssertionError("the devices with most room always leave enough for the rest")
 
