@@ -83,7 +83,7 @@ class Host:
 
 
 def costs(address: str, rows: tuple[int, int], rounds: int) -> list[float]:
-    """Milliseconds of a call of each size, by calls in turns, so that both sizes meet the machine's other work alike."""
+    """Milliseconds of a call of each size: calls in turns, so that both meet the machine's other work alike."""
     taken: list[list[float]] = [[], []]
     hosts = [Host(address, count, 1) for count in rows]
     for _ in range(3 * rounds):

@@ -2,6 +2,7 @@
 
     python benchmarks/ranks_matrix.py                     every case, as the table of docs/distributed.md
     python benchmarks/ranks_matrix.py TP2 "TP2 compiled"  some of them
+    python benchmarks/ranks_matrix.py TP1 TP2 --wall 3    how long stock and the plugin take, in turns, instead
 
 Identity cases compute every expert in full precision and are compared with stock vLLM in one process (and with stock at
 the same parallelism where its CPU build runs); quantized ones with the plugin in one process at the same settings,
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,10 @@ ENVIRONMENT = {
 }
 
 
-def run_engine(options: dict[str, Any], settings: dict[str, Any] | None, tokens: int, *, fork: bool) -> dict[str, Any]:
-    """Tokens of two passes, and what each rank counted."""
+def run_engine(
+    options: dict[str, Any], settings: dict[str, Any] | None, tokens: int, *, fork: bool, num_passes: int = 2
+) -> dict[str, Any]:
+    """Tokens of the passes, how long each took, and what each rank counted."""
     from vllm import LLM, SamplingParams
 
     if fork:  # workers inherit what this process has imported: for trying things out
@@ -79,23 +83,28 @@ def run_engine(options: dict[str, Any], settings: dict[str, Any] | None, tokens:
     llm = LLM(str(MODEL), **(ENGINE | plugin | options))
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompts = [prompt * 4 for prompt in PROMPTS]
-    passes, reports = [], []
-    for _ in range(2):
+    passes, reports, seconds = [], [], []
+    for _ in range(num_passes):
+        begun = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - begun)
         passes.append([list(output.outputs[0].token_ids) for output in outputs])
         reports += [output.kv_transfer_params for output in outputs]
     totals = llm.collective_rpc("ndp_totals") if settings is not None else []
     llm.llm_engine.engine_core.shutdown()
-    return {"passes": passes, "totals": totals, "reports": reports}
+    return {"passes": passes, "totals": totals, "reports": reports, "seconds": seconds}
 
 
 def case(
-    name: str, options: dict[str, Any], settings: dict[str, Any] | None, tokens: int, fork: bool
+    name: str, options: dict[str, Any], settings: dict[str, Any] | None, tokens: int, fork: bool, num_passes: int = 2
 ) -> dict[str, Any]:
     """The same in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
-        asked = json.dumps({"options": options, "settings": settings, "tokens": tokens, "fork": fork, "out": str(out)})
+        asked = json.dumps(
+            {"options": options, "settings": settings, "tokens": tokens, "fork": fork, "num_passes": num_passes}
+            | {"out": str(out)}
+        )
         done = subprocess.run(
             [sys.executable, __file__, "--one", asked], env=os.environ | ENVIRONMENT, capture_output=True, text=True
         )
@@ -114,6 +123,29 @@ def identical(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[int, int]:
     return sum(a == b for a, b in pairs), len(pairs)
 
 
+def wall(modes: list[str], rounds: int, tokens: int, fork: bool) -> list[dict[str, Any]]:
+    """Seconds of a pass from the prefix cache, the least of all: stock, plugin with all experts hot, and as it is used;
+    engine after engine, in turns."""
+    sides = {"stock": None, "all hot": {"cold_precision": "full", "hot_experts": 8}, "half hot": QUANTIZED}
+    least: dict[tuple[str, str], float] = {}
+    for _ in range(rounds):
+        for mode in modes:
+            for side, settings in sides.items():
+                result = case(mode, MODES[mode], settings, tokens, fork, num_passes=6)
+                if "failed" in result:
+                    print(f"{mode} {side} failed: {result['failed']}")
+                    continue
+                took = min(result["seconds"][1:])
+                least[mode, side] = min(took, least.get((mode, side), took))
+    rows = []
+    for mode in modes:
+        seconds = {side: round(least[mode, side], 4) for side in sides if (mode, side) in least}
+        ratios = {side: round(took / seconds["stock"], 3) for side, took in seconds.items() if "stock" in seconds}
+        print(f"{mode:12} " + ", ".join(f"{side} {took} s ({ratios.get(side)})" for side, took in seconds.items()))
+        rows.append({"mode": mode, "seconds": seconds, "of_stock": ratios})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modes", nargs="*", help=f"of {', '.join(MODES)}, each perhaps with ' compiled'; all if none")
@@ -121,15 +153,19 @@ def main() -> None:
     parser.add_argument("--precision", choices=("identity", "quantized"), help="only one of the two")
     parser.add_argument("--fork", action="store_true", help="fork workers instead of spawning them: faster")
     parser.add_argument("--verbose", action="store_true", help="print the log of a case that failed")
+    parser.add_argument("--wall", type=int, metavar="ROUNDS", help="time stock and the plugin in turns instead")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         asked = json.loads(arguments.one)
-        result = run_engine(asked["options"], asked["settings"], asked["tokens"], fork=asked["fork"])
-        Path(asked["out"]).write_text(json.dumps(result))
+        out = Path(asked.pop("out"))
+        out.write_text(json.dumps(run_engine(**asked)))
         return
     wanted = arguments.modes or [*MODES, *(f"{mode} compiled" for mode in MODES)]
     tokens, fork = arguments.tokens, arguments.fork
+    if arguments.wall:
+        print(json.dumps(wall(arguments.modes or ["TP1", "TP2"], arguments.wall, tokens, fork)))
+        return
     stock = case("stock", {}, None, tokens, fork)
     quantized = case("quantized TP1", {}, QUANTIZED, tokens, fork) if arguments.precision != "identity" else stock
     print(f"{'mode':24} {'precision':10} {'identical':>12}  fallback pairs, row checks (mismatches) by rank")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,24 @@ class ExecuteHandle:
     patience_s: float  # from the beginning to the deadline
     result: ExecuteResult | None = None
     failure: DeviceError | DeviceUnavailable | RemoteProtocolError | None = None
+
+
+class Executes(Protocol):
+    """What a layer asks of one device, or of several as of one."""
+
+    def begin_execute(
+        self,
+        layer: int,
+        step: int,
+        submit_ps: int,
+        x: NDArray[Any],
+        pair_rows: NDArray[np.int32],
+        pair_experts: NDArray[np.int32],
+        pair_bits: NDArray[np.uint8],
+        gates: NDArray[np.float32],
+    ) -> Any: ...
+
+    def finish_execute(self, handle: Any) -> ExecuteResult: ...
 
 
 @dataclass

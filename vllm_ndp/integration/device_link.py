@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FLAG_OF_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device.agreement import Agreement
-from vllm_ndp.device.calls import ExecuteResult
+from vllm_ndp.device.calls import ExecuteResult, Executes
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 from vllm_ndp.device.several import DeviceSet
 from vllm_ndp.integration import compat
@@ -115,14 +115,15 @@ class DeviceCall:
     layer: int  # of the model
     bits: NDArray[np.uint8]  # [P], of each pair
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
-    _finish: Callable[[], ExecuteResult]
+    _client: Executes
+    _handle: Any
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         try:
-            answer = self._finish()
+            answer = self._client.finish_execute(self._handle)
         except DeviceUnavailable:
             return None
         self._round_trips_s.append(time.perf_counter() - self._sent_s)
@@ -217,6 +218,7 @@ class DeviceLink:
             self.close()  # nobody else knows the processes we started
             raise
         self.client: DeviceClient | DeviceSet = self._members[0].client
+        self._executes: Executes = self.client
 
     def _open(self, number: int) -> None:
         settings, process = self._settings, None
@@ -273,6 +275,7 @@ class DeviceLink:
             num_copies=devices.rules.num_copies,
             deadline_ms=self._settings.deadline_ms,
         )
+        self._executes = self.client
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
@@ -430,8 +433,8 @@ class DeviceLink:
         self.wait_installed()
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        finish = self._begin(layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights)
-        return DeviceCall(layer, bits, sent, finish, sent_s, self._round_trips_s)
+        handle = self._executes.begin_execute(layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights)
+        return DeviceCall(layer, bits, sent, self._executes, handle, sent_s, self._round_trips_s)
 
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
         """The same for the `count` pairs that a native split found. number: of the step."""
@@ -439,7 +442,7 @@ class DeviceLink:
         bits = few.pair_bits[:count]
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        finish = self._begin(
+        handle = self._executes.begin_execute(
             layer,
             number,
             few.native.submit_ps,
@@ -450,14 +453,7 @@ class DeviceLink:
             few.pair_weights[:count],
         )
         rows = few.sent_rows[: few.native.num_sent]
-        return DeviceCall(layer, bits, rows, finish, sent_s, self._round_trips_s)
-
-    def _begin(self, *request: Any) -> Callable[[], ExecuteResult]:
-        """Send an Execute; returns what waits for its answer."""
-        client = self.client
-        if isinstance(client, DeviceSet):
-            return partial(client.finish_execute, client.begin_execute(*request))
-        return partial(client.finish_execute, client.begin_execute(*request))
+        return DeviceCall(layer, bits, rows, self._executes, handle, sent_s, self._round_trips_s)
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
