@@ -44,9 +44,10 @@ def scaling(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
-    """Decode tokens/s over devices, GPUs and batches, what bounds each, and what hosts save that share devices.
+    """Tokens/s over devices, GPUs, batches; hosts that share them.
 
-    As many hot experts as GPU memory holds, all others on devices. All times are simulated.
+    As many hot experts as GPU memory holds, all others on devices, and what takes most of a step. All times are
+    simulated.
     """
     require_writable(out)
     from ndp_device.timing.spec import load_hardware
