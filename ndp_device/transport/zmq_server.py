@@ -45,6 +45,7 @@ STRANGERS_SHARE = 10
 """While a host computes, all peers that never did get one part in this many of the device's time."""
 
 _STRANGERS_WAIT_NS = 20_000_000  # at most, after one of them was served
+_ACCEPT_WAIT_NS = 5_000_000  # at most, after connections of strangers took their part of the time
 _COMPUTED_LATELY_NS = 1_000_000_000
 _NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connections gain nothing
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
@@ -103,7 +104,7 @@ class ZmqServer:
         self._spent_ns = 0.0  # the start tag of the request that is or was being served
         self._strangers_from_ns = 0
         self._computed_ns = 0
-        self._accepts_from_ns = 0
+        self._accepts_from_ns = 0  # 0 = at once
         self._checked_ns = self._polled_ns = 0
         self._unparsed: dict[_Peer, None] = {}  # with bytes that were read but not looked at
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
@@ -304,6 +305,8 @@ class ZmqServer:
                 ready = False
             if any(peer.is_waiting for peer in self._peers.values()):  # strangers whose turn has not come
                 timeout_s = min(timeout_s, max(self._strangers_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
+            if self._accepts_from_ns:
+                timeout_s = min(timeout_s, max(self._accepts_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
         self._look(timeout_s if ready else 0.0)
         with self._turn:
             for channel in channels:
@@ -317,29 +320,47 @@ class ZmqServer:
         events = self._poll.poll(timeout_s)
         with self._turn:
             now = self._polled_ns = self._clock.monotonic_ns()
+            strangers_ns = 0  # that peers which never computed take of this look
             for fd, event in events:
-                if fd == self._listener.fileno():
-                    self._accept(now)
-                    continue
                 peer = self._by_fd.get(fd)
-                if peer is None:
-                    continue  # a doorbell, or a peer that has just gone
-                if event & ENDED:
-                    self._drop(peer)  # nobody is there to read an answer
-                    continue
-                if event & WRITABLE:
-                    self._do(peer, peer.connection.write)
-                if event & READABLE and peer.name in self._peers:
-                    num_read = self._do(peer, peer.connection.read, now)
-                    if num_read is not None and num_read > READ_AT_ONCE // 16:
-                        self._bound_memory()
+                if peer is not None and peer.rank is Rank.COMPUTES:
+                    self._attend(peer, event, now)
+                elif peer is not None or fd == self._listener.fileno():  # else a doorbell, or a peer that has just gone
+                    begun_ns = self._clock.monotonic_ns()
+                    if peer is None:
+                        self._accept(now)
+                    else:
+                        self._attend(peer, event, now)
+                    strangers_ns += self._clock.monotonic_ns() - begun_ns
+            if self._accepts_from_ns and now >= self._accepts_from_ns:
+                self._accepts_from_ns = 0
+                self._poll.modify(self._listener.fileno(), READABLE)
+            elif not self._accepts_from_ns and strangers_ns and now < self._computed_ns + _COMPUTED_LATELY_NS:
+                self._accept_after(now + min(strangers_ns * (STRANGERS_SHARE - 1), _ACCEPT_WAIT_NS))
             for peer in [peer for peer in self._unparsed if peer.connection.may_wait]:
                 self._do(peer, peer.connection.parse, now)
             if now > self._checked_ns + _CHECK_NS:
                 self._check(now)
 
+    def _attend(self, peer: _Peer, event: int, now_ns: int) -> None:
+        if event & ENDED:
+            self._drop(peer)  # nobody is there to read an answer
+            return
+        if event & WRITABLE:
+            self._do(peer, peer.connection.write)
+        if event & READABLE and peer.name in self._peers:
+            num_read = self._do(peer, peer.connection.read, now_ns)
+            if num_read is not None and num_read > READ_AT_ONCE // 16:
+                self._bound_memory()
+
+    def _accept_after(self, at_ns: int) -> None:
+        """New connections wait in the listener's queue until then."""
+        if not self._accepts_from_ns:
+            self._poll.modify(self._listener.fileno(), 0)
+        self._accepts_from_ns = max(self._accepts_from_ns, at_ns)
+
     def _check(self, now_ns: int) -> None:
-        """End what takes too long; accept again."""
+        """End what takes too long."""
         self._checked_ns = now_ns
         self._handshake_time.begin_period()
         for peer in list(self._peers.values()):
@@ -349,9 +370,6 @@ class ZmqServer:
                 self._drop(peer)
             elif peer.connection.is_late(now_ns):
                 self._drop(peer)
-        if self._accepts_from_ns and now_ns > self._accepts_from_ns:
-            self._accepts_from_ns = 0
-            self._poll.modify(self._listener.fileno(), READABLE)
 
     def _accept(self, now_ns: int) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
@@ -361,8 +379,7 @@ class ZmqServer:
                 return
             except OSError as error:  # no descriptor, no memory: whoever connects waits in the listener's queue
                 _log.warning("no new connection can be accepted: %s", error.strerror)
-                self._accepts_from_ns = now_ns + _FULL_AGAIN_NS
-                self._poll.modify(self._listener.fileno(), 0)
+                self._accept_after(now_ns + _FULL_AGAIN_NS)
                 self._send_one_away()
                 return
             if connected is None:

@@ -34,6 +34,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum, zmq_server, zmtp
 from ndp_device.transport import connection as limits
+from ndp_device.transport.system import System
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
@@ -375,6 +376,58 @@ def test_peers_that_never_compute_get_a_tenth_of_the_time_while_a_host_computes(
     assert ids[:9].count(2) >= 7
     honest.close()
     stranger.close()
+
+
+class Ticking(System):
+    """Every look at the clock takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.clock = self  # type: ignore[assignment]
+        self.now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        self.now_ns += 1_000_000
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.monotonic_ns() / 1e9
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+    def run_beside(self, work: Callable[[], None]) -> None:
+        pass
+
+
+def test_connections_of_strangers_take_a_part_of_the_time_while_a_host_computes(tmp_path: Path) -> None:
+    """To accept four takes milliseconds here: as long as a host computes five pass before the next; else none do."""
+    system = Ticking()
+    server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
+    path = server.address.removeprefix("ipc://")
+    host = connected(server, 1)
+    (received,) = [server.receive(0) or server.receive(0)]
+    assert received is not None
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    for stranger in strangers[:20]:
+        stranger.connect(path)
+    while len(server._peers) < 21:
+        num_peers = len(server._peers)
+        server._look()
+        assert len(server._peers) > num_peers
+    for stranger in strangers[20:]:
+        stranger.connect(path)
+    before, waits = system.now_ns, 0
+    while len(server._peers) < 41:
+        server.served(received.client, 0, computed=True, greeted=True)
+        num_peers = len(server._peers)
+        server._look()
+        waits += len(server._peers) == num_peers
+        assert len(server._peers) <= num_peers + 4
+    assert waits >= 4
+    assert system.now_ns - before >= 4 * 5_000_000
+    for peer in (*strangers, host):
+        peer.close()
+    server.close()
 
 
 def test_requests_are_read_only_as_far_as_they_may_wait(server: ZmqServer) -> None:
