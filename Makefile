@@ -13,7 +13,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: site gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -42,6 +42,13 @@ check: $(READY)
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+# The docs as a site in build/site; a broken link ends it. An environment of its own: .venv stays what the tests know.
+SITE := build/site-env
+site:
+	test -x $(SITE)/bin/mkdocs || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet -c patches/constraints-cpu.txt 'mkdocs-material>=9.6,<10' typer msgspec numpy
+	PYTHONPATH=$(CURDIR) $(SITE)/bin/mkdocs build --strict
 
 # SECONDS in all, shared by every target of tests/fuzzing: files, codec, transport, handler, client. What ends badly is kept.
 fuzz: $(READY)
