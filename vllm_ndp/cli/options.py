@@ -112,8 +112,11 @@ class PlanOptions:
     avg_bits: AvgBitsOption = 2.0
     bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, mse or uniform.")] = "importance"
     bits_for: Annotated[
-        str, typer.Option(help="request: bits of each request alone; batch: the same bits for all that run together.")
-    ] = "request"
+        str,
+        typer.Option(
+            help="request: bits of each request alone; batch: the same for all that run; auto: by how many run."
+        ),
+    ] = "auto"
     batch_rule: Annotated[
         str, typer.Option(help="How scores of a batch become one hot set: sum, max, tokens or fairness.")
     ] = "sum"

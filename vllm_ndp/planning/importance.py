@@ -18,7 +18,10 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.planning.stats import RoutingStats, frozen_array
 
 PAPER_ALPHA = 0.5
-BITS_FOR = ("request", "batch")
+BITS_FOR = ("request", "batch", "auto")
+AUTO_SHARES_FROM, AUTO_MORE_BITS = 4, 0.5
+"""Running requests from which `auto` gives them common bits, and how many more on average: from there on that is as
+fast as own bits or faster, and loses less. Source: docs/systems.md, "Own or common bits"."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,20 @@ def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
     return own / (own + error) if own else 0.0
 
 
+def has_common_bits(bits_for: str, running: int) -> bool:
+    """Whether so many running requests share one assignment of bits."""
+    if bits_for not in BITS_FOR:
+        raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {bits_for!r}")
+    return running >= {"request": running + 1, "batch": 1, "auto": AUTO_SHARES_FROM}[bits_for]
+
+
 def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[ImportanceScore]:
     """What the bits of each running request are assigned from: its own score, or one for the whole batch.
 
-    Requests that want one expert at different widths read it once per width; with one score they never do.
+    Requests that want one expert at different widths read it once per width; with one score they never do. `auto`
+    decides by how many run.
     """
-    if bits_for not in BITS_FOR:
-        raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {bits_for!r}")
-    if bits_for == "request" or not scores:
+    if not has_common_bits(bits_for, len(scores)):
         return list(scores)
     together = ImportanceScore.from_weights(np.sum([score.values for score in scores], axis=0))
     return [together] * len(scores)

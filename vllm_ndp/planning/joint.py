@@ -37,8 +37,10 @@ MOST_TRIED = 1 << 16
 """Plans that are tried one by one."""
 _SAMPLE = 1200
 """Experts on which prices are searched, about."""
-_STEPS, _LAST_STEPS, _INNER_STEPS = 12, 5, 8
-"""Prices of the limit that are tried on the sample and on all layers, and prices of bytes at each."""
+_STEPS, _FIRST_STEPS, _LAST_STEPS, _INNER_STEPS = 12, 2, 5, 8
+"""Prices of the limit that are tried on the sample, then on all layers, there again if that is not near enough; and
+prices of bytes at each."""
+_NEAR_THE_END = 6
 _CLOSE = 2e-3
 """A budget's price is right when its logarithm is off by no more."""
 _FULL = 1e-3
@@ -158,8 +160,7 @@ def _at(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.fl
     """values [C, L, E] or [C, 1, 1] of each expert's choice [L, E]."""
     if values.shape[1:] == (1, 1):
         return np.asarray(values[:, 0, 0][chosen])
-    found = values.reshape(len(values), -1)[chosen.ravel(), np.arange(chosen.size)]
-    return np.asarray(found.reshape(chosen.shape))
+    return values.take(chosen * chosen.size + np.arange(chosen.size).reshape(chosen.shape))
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,10 @@ class _Limited:
         """As little as possible of what the first limit is about, within the others."""
         return _Limited(self.takes[0], self.takes, (np.inf, *self.most[1:]))
 
+    def only(self, which: NDArray[np.int64]) -> _Limited:
+        """With some of the choices."""
+        return _Limited(self.objective[which], tuple(takes[which] for takes in self.takes), self.most)
+
     def layers(self, which: slice) -> _Limited:
         """Some of the layers, with their share of every limit."""
         objective = self.objective[:, which]
@@ -234,30 +239,22 @@ class _Limited:
 
     def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.int64], float]:
         """(each expert's choice [L, E] at these prices [R] of the limits, the bound that they prove)."""
-        best, other = np.empty((2, *self.objective.shape[1:]))
-        chosen = np.zeros(best.shape, np.int64)
-        self._values(0, prices, best)
-        for c in range(1, len(self.objective)):
-            self._values(c, prices, other)
-            better = other < best
-            np.copyto(best, other, where=better)
-            np.copyto(chosen, c, where=better)
+        values = self._values(prices)
         worth = sum(price * most for price, most in zip(prices.tolist(), self.most, strict=True) if price)
-        return chosen, float(best.sum()) - worth
+        return values.argmin(axis=0), float(values.min(axis=0).sum()) - worth
 
     def changes(self, prices: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """[C, L, E], how much more each other choice costs at these prices."""
-        every = np.empty(self.objective.shape)
-        for c, out in enumerate(every):
-            self._values(c, prices, out)
-        every -= _at(every, chosen)
-        return every
+        values = self._values(prices)
+        values -= _at(values, chosen)
+        return values
 
-    def _values(self, c: int, prices: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-        np.copyto(out, self.objective[c])
+    def _values(self, prices: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = self.objective.copy()
         for price, takes in zip(prices.tolist(), self.takes, strict=True):
             if price:
-                out += price * takes[c]
+                values += price * takes
+        return values
 
 
 def _plan(problem: JointProblem, limited: _Limited, what: str, unit: str) -> JointPlan:
@@ -324,30 +321,49 @@ def _priced(limited: _Limited) -> tuple[NDArray[np.int64], float]:
     """(a plan, the bound of the objective)."""
     _, layers, experts = limited.objective.shape
     stride = min(max(round(layers * experts / _SAMPLE), 1), max(layers // 4, 1))
-    prices = None
-    if stride > 1:
-        sample = _Search(limited.layers(slice(stride // 2, None, stride)), None)
-        sample.run(_STEPS)
-        prices = sample.prices
-    search = _Search(limited, prices)
-    search.run(_STEPS if prices is None else _LAST_STEPS)
-    chosen = _mixed(limited, search.plans)
-    chosen = _within(limited, search.prices, chosen)
+    if stride == 1:
+        search = _Search(limited, None)
+        search.run(_STEPS)
+        return _rounded(limited, search, search.bound), search.bound
+    sample = _Search(limited.layers(slice(stride // 2, None, stride)), None)
+    sample.run(_STEPS)
+    # Choices that no plan of the sample has made near its end are left out at first; the bound knows them all.
+    likely = np.unique(np.concatenate([plan.ravel() for plan in sample.plans[-_NEAR_THE_END:]]))
+    search = _Search(limited.only(likely), sample.prices)
+    search.run(_FIRST_STEPS)
+    bound = limited.cheapest(search.prices)[1]
+    chosen = likely[_rounded(limited.only(likely), search, bound)]
+    if limited.over(chosen).any() or bound < (1 - _ENOUGH) * _total(limited.objective, chosen):
+        search = _Search(limited, search.prices)
+        search.run(_LAST_STEPS)
+        bound = max(bound, search.bound)
+        chosen = _rounded(limited, search, bound)
+    return chosen, bound
+
+
+def _rounded(limited: _Limited, search: _Search, bound: float) -> NDArray[np.int64]:
+    """A plan within every limit, as near to the bound as it gets, from those that a search has come by."""
+    chosen = _within(limited, search.prices, _mixed(limited, search.plans))
     if limited.over(chosen).any():
         if np.isinf(limited.most[0]):
-            return chosen, search.bound
+            return chosen
         chosen, _ = _priced(limited.freed())
         if limited.over(chosen).any():
-            return chosen, search.bound
-    chosen = _filled(limited, search.prices, chosen)
-    for _ in range(_EXCHANGES if layers * experts <= _MOST_EXCHANGED else 0):
-        if search.bound >= (1 - _ENOUGH) * _total(limited.objective, chosen):
-            break
-        exchanged = _exchanged(limited, search.prices, chosen)
+            return chosen
+
+    def is_enough(share: float) -> bool:
+        return bound >= (1 - share) * _total(limited.objective, chosen)
+
+    for _ in range(_FILLS):
+        if is_enough(_ENOUGH / 4):
+            return chosen
+        chosen = _filled(limited, search.prices, chosen)
+    for _ in range(_EXCHANGES if chosen.size <= _MOST_EXCHANGED else 0):
+        exchanged = None if is_enough(_ENOUGH) else _exchanged(limited, search.prices, chosen)
         if exchanged is None:
             break
         chosen = exchanged
-    return chosen, search.bound
+    return chosen
 
 
 class _Search:
@@ -486,23 +502,22 @@ def _within(limited: _Limited, prices: NDArray[np.float64], chosen: NDArray[np.i
 
 def _filled(limited: _Limited, prices: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     """The plan with what the limits leave over spent: the changes that gain most for what they use, as many as fit."""
-    for _ in range(_FILLS):
-        gain = _at(limited.objective, chosen) - limited.objective
-        cost = np.maximum(limited.changes(prices, chosen), 0.0)
-        cost[_adds_to_what_is_full(limited, chosen)] = np.inf
-        order, best, _ = _by_ratio(cost, gain)
-        fits = np.ones(len(order), np.bool_)
-        for takes, most in zip(limited.takes, limited.most, strict=True):
-            whole = np.broadcast_to(takes, limited.objective.shape).reshape(len(takes), -1)
-            more = whole[best, order] - _at(takes, chosen).ravel()[order]
-            fits &= np.cumsum(more) <= most * (1 + _SLACK) - _total(takes, chosen)
-        possible = np.flatnonzero(fits)
-        if not len(possible):
-            return chosen
-        count = possible[-1] + 1
-        chosen = chosen.copy()
-        chosen.flat[order[:count]] = best[:count]
-    return chosen
+    gain = _at(limited.objective, chosen) - limited.objective
+    cost = np.maximum(limited.changes(prices, chosen), 0.0)
+    cost[_adds_to_what_is_full(limited, chosen)] = np.inf
+    order, best, _ = _by_ratio(cost, gain)
+    fits = np.ones(len(order), np.bool_)
+    for takes, most in zip(limited.takes, limited.most, strict=True):
+        whole = np.broadcast_to(takes, limited.objective.shape).reshape(len(takes), -1)
+        more = whole[best, order] - _at(takes, chosen).ravel()[order]
+        fits &= np.cumsum(more) <= most * (1 + _SLACK) - _total(takes, chosen)
+    possible = np.flatnonzero(fits)
+    if not len(possible):
+        return chosen
+    count = possible[-1] + 1
+    filled = chosen.copy()
+    filled.flat[order[:count]] = best[:count]
+    return filled
 
 
 def _adds_to_what_is_full(limited: _Limited, chosen: NDArray[np.int64], but: tuple[int, ...] = ()) -> NDArray[np.bool_]:

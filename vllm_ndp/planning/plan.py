@@ -36,6 +36,10 @@ class Budget:
         if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
             raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
 
+    def with_more_bits(self, more: float) -> Budget:
+        """The same with a higher average, at most that of the widest replica."""
+        return Budget(self.num_hot, min(self.avg_bits + more, float(WIDTHS[-1])))
+
     def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bits above 1 that each layer may spend, from its number of cold experts [L].
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
-from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
+from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
@@ -34,7 +34,7 @@ class PlannerRules:
     budget: Budget
     loss: LossTable
     bits_for: str = "request"
-    """`request`: bits by each request's own score; `batch`: by one score for all that run."""
+    """`request`: bits by each request's own score; `batch`: by one score for all that run; `auto`: by how many run."""
     keeps_streamed: bool = True
     """Whether experts that a prefill streamed and that will be hot stay in the slots."""
     max_moves: int | None = None
@@ -90,9 +90,11 @@ class Replanner:
         self.placement, self.resident = placement, placement.hot
         bits: dict[int, BitwidthPlan] = {}  # of each distinct score: with bits_for "batch" there is one
         plans = {}
+        is_auto_common = rules.bits_for == "auto" and has_common_bits(rules.bits_for, len(scores))
+        budget = rules.budget.with_more_bits(AUTO_MORE_BITS) if is_auto_common else rules.budget
         for key, score in zip(scores, scores_for_bits(list(scores.values()), rules.bits_for), strict=True):
             if id(score) not in bits:
-                bits[id(score)] = self._bits(score, placement)
+                bits[id(score)] = self._bits(score, placement, budget)
             plans[key] = Plan(self.epoch, placement, bits[id(score)])
         return PlanChange(self.epoch, placement, plans, moved, int((became_hot & ~moved).sum()))
 
@@ -133,11 +135,11 @@ class Replanner:
         resident: NDArray[np.bool_] = keep_streamed(hot, wanted, passing, self.rules.budget.num_hot)[0]
         return resident
 
-    def _bits(self, score: ImportanceScore, placement: Placement) -> BitwidthPlan:
+    def _bits(self, score: ImportanceScore, placement: Placement, budget: Budget) -> BitwidthPlan:
         rules = self.rules
         if rules.full_precision:
             return full_precision(placement)
-        return rules.policy.assign(score, placement, rules.loss, rules.budget)
+        return rules.policy.assign(score, placement, rules.loss, budget)
 
     def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
         return self.rules.policy.place(scores, self.placement, self.rules.budget)

@@ -93,6 +93,22 @@ def test_what_a_prefill_left_in_the_slots_is_not_counted_as_a_move() -> None:
     assert (change.placement.hot == planner(None).replan({"a": score(1)}).placement.hot).all()
 
 
+def test_four_requests_get_common_bits_and_half_a_bit_more_and_three_their_own() -> None:
+    generator = np.random.default_rng(5)
+    loss = LossTable.nominal(2, 16)
+    rules = PlannerRules(load_policy("prefill"), Budget(4, 2.0), loss, bits_for="auto")
+    scores = {str(r): ImportanceScore.from_weights(generator.random((2, 16))) for r in range(4)}
+
+    def plans(names: str) -> list[np.ndarray]:
+        change = Replanner(rules, 2, 16).replan({name: scores[name] for name in names})
+        return [plan.bits.bits for plan in change.plans.values()]
+
+    three, four = plans("012"), plans("0123")
+    assert any((bits != three[0]).any() for bits in three)
+    assert all((bits == four[0]).all() for bits in four)
+    assert (three[0].sum(), four[0].sum()) == (2 * 12 * 2.0, 2 * 12 * 2.5)
+
+
 def test_bits_for_the_whole_batch_are_assigned_once() -> None:
     loss = LossTable.nominal(3, 16)
     rules = PlannerRules(load_policy("prefill"), Budget(8, 3.0), loss, bits_for="batch")

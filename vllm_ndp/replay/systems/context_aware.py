@@ -6,12 +6,14 @@ so this file also replays static, random, prior-shrunk and clairvoyant placement
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT
-from vllm_ndp.planning.importance import scores_for_bits
+from vllm_ndp.planning.importance import AUTO_MORE_BITS, has_common_bits, scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
@@ -54,8 +56,10 @@ def plan_groups(
             ranking = np.sum([score.values for score in scores], axis=0)
             placement = Placement(few_moves(current, ranking, options.migration_budget, options.hysteresis))
         current = hot[group] = placement.hot
+        is_auto_common = options.bits_for == "auto" and has_common_bits("auto", b)
+        budget = options.budget.with_more_bits(AUTO_MORE_BITS) if is_auto_common else options.budget
         for request, score in enumerate(scores_for_bits(scores, options.bits_for)):
-            planned = options.policy.assign(score, placement, options.loss, options.budget).bits
+            planned = options.policy.assign(score, placement, options.loss, budget).bits
             bits[group, request] = np.where(planned <= WIDTHS[-1], np.minimum(planned, options.widest), planned)
     return hot, before, bits
 
@@ -144,6 +148,8 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    if options.bits_for == "auto":  # as published, each request has its own
+        options = replace(options, bits_for="request")
     hot, before, bits = plan_groups(batches, options)
     # [G, B, L, E] looked up by [G, B, D, L, k]
     widths = np.take_along_axis(bits[:, :, None], batches.ids, axis=4)

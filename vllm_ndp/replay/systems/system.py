@@ -47,8 +47,9 @@ class ReplayOptions:
     """Moves per layer and prefill under `budgeted`."""
     hysteresis: float = 0.1
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
-    bits_for: str = "request"
-    """request: each has its own widths, as published · batch: one width per expert, so that all share its read."""
+    bits_for: str = "auto"
+    """request: each has its own widths, as published · batch: one width per expert, so that all share its read · auto:
+    batch from a few requests on, with half a bit more (planning/importance.py); in `context_aware`, request."""
     predictor: NextLayer | None = None
     """What systems prefetch by; None: as accurately as each has published."""
     widest: int = WIDTHS[-1]

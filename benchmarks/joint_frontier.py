@@ -1,0 +1,204 @@
+"""How much faster is the best plan over tiers and widths at the same loss, by model and GPU memory; how fast found?
+
+`joint` at the losses of `balanced` at 2 and 3 bits, on synthetic routing (signal 1) of four shapes with an ideal DRAM,
+batch 1, prompts of 256 and 256 decode tokens, device and host memories of 2 TB. --svg draws curves of time against
+loss, those of the paper's system, GPU memory alone and a joint plan that knows the decode too. Everything is simulated
+but the planner's own milliseconds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndp_device.errors import NdpError
+from vllm_ndp.planning.joint import Choice, JointProblem, least_time
+from vllm_ndp.replay.compare import CompareSettings, Replays, Workload
+from vllm_ndp.replay.frontier import ROOMY
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+
+GB = 10**9
+CELLS = {
+    "mixtral-8x7b": (8, 16, 24),
+    "qwen3-30b-a3b": (8, 12, 16),
+    "qwen3-235b-a22b": (24, 48, 80),
+    "deepseek-v3": (48, 80, 160),
+}
+LAYERS = 4
+AVG_BITS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+LOSSES = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.001)
+COLOURS = {
+    "paper": "#888888",
+    "balanced": "#1f77b4",
+    "GPU only": "#2ca02c",
+    "joint": "#d62728",
+    "joint, oracle": "#f7a8a8",
+}
+
+
+class Cell:
+    """One model on one size of GPU memory."""
+
+    def __init__(self, model: str, size: int, workload: Workload) -> None:
+        self.model, self.size, self._workload = model, size, workload
+
+    def rows(self, system: str, policy: str = "prefill", avg_bits: float = 2.0, **own: float | str) -> list[Any]:
+        """The rows of a system that fit; none where nothing does."""
+        overrides = {"dram.kind": "ideal", **ROOMY, "gpu.hbm_capacity_bytes": self.size * GB}
+        settings = CompareSettings(
+            model=self.model,
+            overrides=overrides,
+            systems=(system,),
+            policies=(policy,),
+            num_hot=self._workload.trace.provenance.num_experts,
+            avg_bits=avg_bits,
+            fit=True,
+            options=own,
+        )
+        try:
+            replays = Replays(self._workload, settings)
+            return [replays.replay(combination)[0].row for combination in replays.combinations]
+        except NdpError:
+            return []
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Name -> (loss, ms per decode token), by falling loss."""
+        found = {
+            "paper": [row for bits in AVG_BITS for row in self.rows("context_aware", avg_bits=bits)],
+            "balanced": [row for bits in AVG_BITS for row in self.rows("balanced", avg_bits=bits, spill_bits=3)],
+            "GPU only": self.rows("quantized")
+            + [row for loss in LOSSES for row in self.rows("joint", tiers="gpu", max_loss=loss)],
+            "joint": [row for loss in LOSSES for row in self.rows("joint", max_loss=loss)],
+            "joint, oracle": [row for loss in LOSSES for row in self.rows("joint", "oracle", max_loss=loss)],
+        }
+        return {
+            name: sorted((row.loss, 1e3 / row.decode_tokens_per_s) for row in rows)[::-1]
+            for name, rows in found.items()
+        }
+
+    def at_equal_loss(self) -> list[dict[str, Any]]:
+        """`joint` at most at the loss of `balanced`, and how much faster; none where balanced does not fit."""
+        out = []
+        for bits in (2.0, 3.0):
+            for rival in self.rows("balanced", avg_bits=bits, spill_bits=3):
+                limit = rival.loss
+                for _ in range(4):  # what is expected and what comes differ by a few percent
+                    (row,) = self.rows("joint", max_loss=limit)
+                    if row.loss <= rival.loss:
+                        break
+                    limit *= 0.99 * rival.loss / row.loss
+                out.append(
+                    {
+                        "model": self.model,
+                        "memory_gb": self.size,
+                        "avg_bits": bits,
+                        "balanced": [rival.decode_tokens_per_s, rival.loss],
+                        "joint": [row.decode_tokens_per_s, row.loss],
+                        "gain": row.decode_tokens_per_s / rival.decode_tokens_per_s - 1,
+                    }
+                )
+        return out
+
+
+def planning_ms(layers: int = 94, experts: int = 128, repeats: int = 30) -> tuple[list[float], list[float]]:
+    """(the planner's CPU milliseconds, gaps to the bound in percent), each quantile of several problems: skewed use, a
+    twentieth to a half of the full-precision bytes on the GPU."""
+    generator = np.random.default_rng(0)
+    full, times, gaps = 18_874_368, [], []
+    menu = tuple(
+        Choice(tier, bits, full if bits == 16 else int(full * (bits + 0.25) / 16))
+        for tier, widths in (("gpu", (16, 8, 4, 3, 2)), ("device", (16, 4, 3, 2, 1)))
+        for bits in widths
+    )
+    for turn in range(repeats):
+        share = generator.dirichlet(np.full(experts, 0.5), size=layers)
+        own = generator.lognormal(0.0, 0.3, size=share.shape)
+        rate = {"gpu": 3.0, "device": 0.5}
+        ps = np.array([np.minimum(8 * share, 1.0) * c.held_bytes / rate[c.tier] for c in menu])
+        loss = np.array([share * own * (0.0 if c.bits == 16 else 4.4 ** (1 - c.bits)) for c in menu])
+        budget = {"gpu": (0.05, 0.1, 0.2, 0.5)[turn % 4] * full * share.size}
+        problem = JointProblem(menu, ps, loss, budget)
+        started = time.process_time()
+        plan = least_time(problem, 0.02 * layers)
+        times.append(1e3 * (time.process_time() - started))
+        gaps.append(100 * plan.gap)
+    return [float(q) for q in np.quantile(times, (0, 0.5, 0.9))], [float(q) for q in np.quantile(gaps, (0, 0.5, 1))]
+
+
+def svg(curves: dict[tuple[str, int], dict[str, list[tuple[float, float]]]]) -> str:
+    """A panel for each model and size: loss to the right (logarithmic), milliseconds per token upwards from 0."""
+    width, height, pad = 250, 170, 34
+    models = list(dict.fromkeys(model for model, _ in curves))
+    columns = max(sum(model == name for model, _ in curves) for name in models)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{columns * width + 20}" height="{len(models) * height + 40}" '
+        'font-family="sans-serif" font-size="10"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for at, (name, colour) in enumerate(COLOURS.items()):
+        parts.append(f'<text x="{30 + 120 * at}" y="14" fill="{colour}" font-weight="bold">{name}</text>')
+    for (model, size), lines in curves.items():
+        row, column = models.index(model), [s for m, s in curves if m == model].index(size)
+        left, top = column * width + pad + 6, row * height + pad
+        inner_w, inner_h = width - pad - 16, height - pad - 22
+        most = 1.05 * max((ms for name in ("joint", "balanced") for _, ms in lines[name]), default=1.0)
+        parts.append(f'<rect x="{left}" y="{top}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#ccc"/>')
+        parts.append(f'<text x="{left + 4}" y="{top - 4}">{model}, {size} GB: ms/token, 0 to {most:.3g}</text>')
+        for exponent in (-3, -2, -1):
+            x = left + inner_w * (exponent + 3.2) / 3.2
+            parts.append(f'<text x="{x - 8:.0f}" y="{top + inner_h + 11}">1e{exponent}</text>')
+        for name, points in lines.items():
+            shown = [
+                (left + inner_w * (np.log10(loss) + 3.2) / 3.2, top + inner_h * (1 - ms / most))
+                for loss, ms in points
+                if 10**-3.2 <= loss <= 1 and ms <= most
+            ]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.6"/>')
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{COLOURS[name]}"/>' for x, y in shown]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(CELLS))
+    parser.add_argument("--svg", type=Path, help="draw the curves here")
+    parser.add_argument("--out", type=Path, help="write the JSON here too")
+    arguments = parser.parse_args()
+    milliseconds, gaps = planning_ms()
+    print("94 x 128 experts planned in {:.1f} / {:.1f} / {:.1f} ms of CPU (least, median, 90 %)".format(*milliseconds))
+    print("gap to the bound {:.3f} / {:.3f} / {:.3f} % (least, median, most)".format(*gaps))
+    print(f"\n{'model':16} {'GB':>4} {'bits':>4}  balanced tokens/s, loss   joint tokens/s, loss    faster")
+    drawn, equal = {}, []
+    for model in arguments.models.split(","):
+        settings = SyntheticSettings.of_shape(model, num_requests=6, prompt_len=256, decode_len=256)
+        workload = Workload(synthetic_trace(dataclasses.replace(settings, num_layers=LAYERS), model))
+        for size in CELLS[model]:
+            cell = Cell(model, size, workload)
+            for line in cell.at_equal_loss():
+                equal.append(line)
+                ours, theirs = line["joint"], line["balanced"]
+                print(
+                    f"{model:16} {size:4} {line['avg_bits']:4g} {theirs[0]:12.1f} {theirs[1]:10.4f} "
+                    f"{ours[0]:14.1f} {ours[1]:9.4f} {100 * line['gain']:8.1f} %",
+                    flush=True,
+                )
+            if arguments.svg:
+                drawn[model, size] = cell.curves()
+    if arguments.svg:
+        arguments.svg.write_text(svg(drawn))
+    curves = [{"model": model, "memory_gb": size, "curves": lines} for (model, size), lines in drawn.items()]
+    text = json.dumps({"planning_ms": milliseconds, "gap_percent": gaps, "equal_loss": equal, "curves": curves})
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
