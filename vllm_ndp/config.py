@@ -60,6 +60,8 @@ class NdpSettings:
     shortens a layer's simulated time; `auto` is balanced, except where nothing is quantized."""
     offload_bits: int | None = None
     """Bits of a hot expert while it runs on the device; None = 3."""
+    device_hosts: int = 1
+    """Hosts that share the device, this one included: balanced offloads only what pays beside the others."""
     layers: str = "auto"
     """Decode layers that wait for what they need (`eager`), or that launch first and wait once (`asynchronous`); `auto`
     is asynchronous on a GPU where hot experts stay there, else eager."""
@@ -135,6 +137,11 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'offload_bits' has no effect with execution {self.execution!r} and cold_precision "
                 f"{self.cold_precision!r}: drop it, or use execution 'balanced' with quantized cold experts"
+            )
+        if self.device_hosts < 1:
+            raise ConfigError(
+                f"ndp setting 'device_hosts' counts the hosts of the device, this one too, and must be at least 1, "
+                f"got {self.device_hosts}"
             )
         if not 0 < self.deadline_ms <= MAX_DEADLINE_MS:
             raise ConfigError(

@@ -99,7 +99,8 @@ def cases(draw: st.DrawFn) -> Case:
     device, gpu, link = st.floats(0.1, 10), st.floats(0.1, 100), st.floats(0, 3)  # so that offloading often pays
     model = draw(st.sampled_from([PLAIN, BESIDE]))
     costs = DrawnCosts(draw(st.lists(device, min_size=1, max_size=5)), draw(gpu), draw(link), draw(link), model)
-    balancer = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])))  # type: ignore[arg-type]
+    hosts = draw(st.sampled_from([1, 1, 2, 5]))
+    balancer = Balancer(costs, draw(st.sampled_from([1, 2, 3, 4])), hosts)  # type: ignore[arg-type]
     return Case(
         num_experts,
         top_k,

@@ -182,7 +182,7 @@ class NdpController:
         self.planner.start()
         costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
         self._device_rules = self._share_among_devices(costs)
-        self._balancer = Balancer(costs, offload_bits) if offload_bits else None
+        self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
         shared = compat.shared_experts(runner.model)
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)

@@ -183,6 +183,7 @@ def run_provenance(
             migration=settings.migration,
             bits_for=settings.bits_for,
             spill_bits=device.offload_bits,
+            device_hosts=settings.device_hosts,
             scheduling=scheduling,
             num_gpus=num_gpus,
             whole_experts=whole_experts,

@@ -50,7 +50,7 @@ def status(
         "bit_rule": settings.bit_rule,
         "avg_bits": settings.avg_bits,
         "bits_for": settings.bits_for,
-        "execution": _execution(num_hot, device.offload_bits),
+        "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "slot_kernel": hot.slot_kernel,
         "decode_layers": decode_layers,
@@ -88,9 +88,10 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _execution(num_hot: int, offload_bits: int) -> str:
+def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:
     if offload_bits:
-        return f"balanced: hot experts also on the device, at {offload_bits} bits, where faster"
+        beside = f" beside {device_hosts - 1} other hosts" if device_hosts > 1 else ""
+        return f"balanced: hot experts also on the device, at {offload_bits} bits, where faster{beside}"
     return "paper: hot experts on the GPU only" if num_hot else "every expert on the device"
 
 

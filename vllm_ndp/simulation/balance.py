@@ -6,8 +6,12 @@ make max(GPU, device) smallest:
 
     device = cold experts + message + offloaded experts          GPU = shared experts + hot experts that stay
 
-A pure function of sizes and gates, so the live plugin and replay decide alike. Knows simulated costs of experts.
-Does not know clocks, requests or tensors.
+Of several hosts that share the device each expects the others to ask for as much as it does: the device's times count
+once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does; offloading in
+one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
+
+A pure function of sizes, gates and the number of hosts, so the live plugin and replay decide alike. Knows simulated
+costs of experts. Does not know clocks, requests or tensors.
 """
 
 from __future__ import annotations
@@ -76,8 +80,12 @@ class Balancer:
 
     costs: Costs
     offload_bits: int
+    hosts: int = 1
+    """That share the device, this one included."""
 
     def __post_init__(self) -> None:
+        if self.hosts < 1:
+            raise ConfigError(f"a device has at least 1 host, got {self.hosts}")
         if self.offload_bits not in WIDTHS:
             raise ConfigError(f"offload_bits must be one of {list(WIDTHS)}, got {self.offload_bits}")
 
@@ -88,25 +96,25 @@ class Balancer:
         known = self._known
         device_ps = 0.0
         for (_, bits), rows in load.cold.items():  # not sum(): Python 3.12 and later add floats in another way
-            device_ps += known.device(bits, rows)
+            device_ps += self.device_ps(bits, rows)
         if load.cold:
-            device_ps += known.message(*load.message)
+            device_ps += self.message_ps(*load.message)
         order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
         gpu_ps = [float(known.shared(load.rows))]
         for expert in reversed(order):
             gpu_ps.append(gpu_ps[-1] + known.gpu(load.hot[expert][0]))
         best, best_ps, moved = 0, max(gpu_ps[-1], device_ps), 0.0
-        opening = 0.0 if load.cold else known.message(1, 1)
+        opening = 0.0 if load.cold else self.message_ps(1, 1)
         for count, expert in enumerate(order, start=1):
-            moved += known.device(self.offload_bits, load.hot[expert][0])
+            moved += self.device_ps(self.offload_bits, load.hot[expert][0])
             layer_ps = max(gpu_ps[-1 - count], device_ps + moved + opening)
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])
 
     def device_ps(self, bits: int, rows: int) -> float:
-        """What an expert with so many rows adds to the device's command."""
-        return self._known.device(bits, rows)
+        """What an expert with so many rows adds to the device's command, and to those of the other hosts."""
+        return self.hosts * self._known.device(bits, rows)
 
     def gpu_ps(self, rows: int) -> float:
         """What an expert with so many rows takes on the GPU."""
@@ -117,8 +125,8 @@ class Balancer:
         return float(self._known.shared(rows))
 
     def message_ps(self, rows: int, pairs: int) -> float:
-        """What a message takes beside its experts."""
-        return self._known.message(rows, pairs)
+        """What a message takes beside its experts; it waits for those of the other hosts."""
+        return self.hosts * self._known.message(rows, pairs)
 
     @cached_property
     def _known(self) -> _Known:

@@ -73,6 +73,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one activation element on the wire."""
     spill_bits: int = 0
     """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
+    device_hosts: int = 1
+    """Hosts that shared the device, as this one was told."""
     migration: str = "difference"
     """kept: experts that the end of a prefill streamed did not move again."""
     bits_for: str = "request"

@@ -110,6 +110,28 @@ def test_a_layer_without_hot_pairs_spills_nothing_and_a_lone_hot_expert_goes_whe
     assert Balancer(COSTS, 4).offloaded(alone) == frozenset()
 
 
-def test_an_impossible_width_is_refused():
+def test_each_host_of_a_device_expects_the_others_to_ask_for_as_much():
+    """Two hot experts take 210 us on the GPU; one of them 117 us and a message on the device at 3 bits, shorter beside
+    the 105 us of the other. Of two hosts each would wait for the other's: 2 x 129 us, longer than 210."""
+    load = LayerLoad({1: (1, 0.4), 4: (1, 0.6)}, {}, (0, 0), 1)
+    gpu, device = COSTS.resident_ps(1, 1), COSTS.device_expert_ps(3, 1) + COSTS.link_ps(1, 1) + COSTS.device_fill_ps
+    assert gpu < device < 2 * gpu < 2 * device
+    assert [Balancer(COSTS, 3, hosts).offloaded(load) for hosts in (1, 2, 8)] == [{1}, frozenset(), frozenset()]
+
+
+def test_the_more_hosts_share_a_device_the_fewer_experts_go_there():
+    rng = np.random.default_rng(0)
+    for hosts in (1, 2, 3, 8):
+        balancer = Balancer(COSTS, 3, hosts)
+        for _ in range(50):
+            is_hot, ids, gates, bits = random_layer(rng)
+            load = LayerLoad.of_arrays(is_hot, ids, gates, bits)
+            fewer = Balancer(COSTS, 3, hosts + 1).offloaded(load)
+            assert fewer <= balancer.offloaded(load)
+
+
+def test_an_impossible_width_is_refused_and_a_device_without_hosts():
     with pytest.raises(ConfigError, match="offload_bits must be one of"):
         Balancer(COSTS, 5)
+    with pytest.raises(ConfigError, match="at least 1 host, got 0"):
+        Balancer(COSTS, 3, 0)

@@ -92,7 +92,7 @@ class Engine:
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
         self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus, setup.stage, setup.num_stages))
         self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
-        self.balancer = Balancer(self.costs, setup.spill_bits) if setup.spill_bits else None
+        self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
         self.devices: Devices | None = None
         if setup.num_devices > 1:
             device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)

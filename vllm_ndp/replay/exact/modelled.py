@@ -29,6 +29,7 @@ def modelled_host(
     loss: LossTable,
     offload_bits: int = 0,
     keeps_streamed: bool = False,
+    device_hosts: int = 1,
 ) -> tuple[LiveSetup, PlannerRules]:
     """What a live run with these settings would have written into its trace. Raises ConfigError for another model."""
     costs = Costs(load_hardware(hardware, **overrides), model_named(model))
@@ -42,6 +43,7 @@ def modelled_host(
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,
+        device_hosts=device_hosts,
         migration="kept" if keeps_streamed else "difference",
     )
     return setup, PlannerRules(policy, budget, loss, keeps_streamed=keeps_streamed)

@@ -75,7 +75,7 @@ def serve(
     loss: LossTable | None = None,
 ) -> list[Served]:
     """Serve each trace on a host of its own; all hosts share one device. Raises before anything is simulated."""
-    hosts = [_host(trace, settings, number, prior, loss) for number, trace in enumerate(traces)]
+    hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
     device = DeviceModel(load_hardware(settings.hardware, **settings.overrides))
     return together([host.whole() for host in hosts], device)
 
@@ -106,7 +106,12 @@ def repeated(trace: Trace, count: int | None) -> Trace:
 
 
 def _host(
-    trace: Trace, settings: ServingSettings, number: int, prior: ImportanceScore | None, loss: LossTable | None
+    trace: Trace,
+    settings: ServingSettings,
+    number: int,
+    prior: ImportanceScore | None,
+    loss: LossTable | None,
+    device_hosts: int = 1,
 ) -> Host:
     if settings.process == "recorded" and settings.num_requests is not None:
         raise ConfigError("recorded arrivals are those of the trace's own requests: leave --requests out")
@@ -131,6 +136,7 @@ def _host(
         loss=loss,
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
         keeps_streamed=settings.migration == "kept",
+        device_hosts=device_hosts,
     )
     scheduling = settings.scheduling
     if scheduling.kv_blocks is None:
