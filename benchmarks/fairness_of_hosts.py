@@ -28,9 +28,11 @@ from vllm_ndp.device.client import DeviceClient
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128
-IN_FLIGHT = 4
-PAIRS_OF = {"equal": (1024, 1024), "unequal": (2048, 128)}
-"""Rows of the two hosts' calls, each of which asks two experts."""
+IN_FLIGHT = 8
+PAIRS_OF = {"equal": (1024, 1024), "unequal": (1024, 256)}
+"""Rows of the two hosts' calls, each of which asks two experts. All calls that a host may have in flight must outlast
+the other's one: a host whose queue runs empty meanwhile asks for less than its share, and gets it.
+"""
 
 
 def host(address: str, rows: int, in_flight: int, orders: Connection) -> None:

@@ -103,6 +103,7 @@ def _of_pool(pool: Pool) -> dict[str, Any]:
         "private_tokens_per_s": round(pool.private_tokens_per_s, 2),
         "shared": {point.num_devices: round(point.tokens_per_s, 2) for point in pool.shared},
         "execution": {point.num_devices: point.execution for point in pool.shared},
+        "most": {point.num_devices: point.bound for point in pool.shared},
         "enough": pool.enough,
         "saved": pool.saved,
     }

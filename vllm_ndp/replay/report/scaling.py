@@ -76,8 +76,8 @@ def _lines(plot: Any, points: Sequence[Point], x: str, ringed: int | None = None
 
 
 def _over_devices(model: str, points: Sequence[Point]) -> Any:
-    plot = _plot(model, "devices", x_range=(0.5, 9.2))
-    plot.xaxis.ticker = FixedTicker(ticks=list(range(1, 9)))
+    most = max(point.num_devices for point in points)
+    plot = _plot(model, "devices", x_range=(0.5, 1.15 * most + 1))
     for batch in sorted({point.batch for point in points}):
         of_batch = [point for point in points if point.batch == batch]
         fewest = min(point.num_gpus for point in of_batch)
