@@ -6,7 +6,8 @@ fastest plan that is expected to lose no more than the paper's plan at the same 
 another limit, `least` = loss asks for the least loss in the paper's time instead.
 
 Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`;
-all others cross the link, replicas at their width, 8 bits as 16. The planner weighs that against the steps to come.
+all others cross the link, replicas at their width (only the planes and scales that are not there yet), 8 bits as 16.
+The planner weighs that against the steps to come.
 """
 
 from __future__ import annotations
@@ -84,11 +85,22 @@ class Menu:
 
     @cached_property
     def moved_bytes(self) -> NDArray[np.float64]:
-        """[C], over the link to where it runs: the device and the host hold every width that they have."""
-        full = self.costs.shape.expert_bytes
-        return np.array(
-            [0 if c.tier != "gpu" else c.held_bytes if c.bits <= WIDTHS[-1] else full for c in self.choices], np.float64
-        )
+        """[C, C], over the link from one choice to another: the device and the host hold every width that they have.
+
+        Replicas are nested: a wider one on the GPU needs its further planes and the scales of its width, a narrower one
+        the scales alone."""
+        shape = self.costs.shape
+        moved = np.zeros((len(self.choices), len(self.choices)))
+        for to, after in enumerate(self.choices):
+            if after.tier != "gpu":
+                continue
+            for start, before in enumerate(self.choices):
+                moved[start, to] = after.held_bytes if after.bits <= WIDTHS[-1] else shape.expert_bytes
+                if before.tier == "gpu" and max(before.bits, after.bits) <= WIDTHS[-1]:
+                    planes = shape.weights_per_expert * min(before.bits, after.bits) // 8
+                    moved[start, to] -= planes
+        np.fill_diagonal(moved, 0.0)
+        return moved
 
     def where(self, tier: str) -> NDArray[np.bool_]:
         """[C]."""
@@ -185,9 +197,9 @@ class Planner:
         loss = np.moveaxis(values[:, :, None] * self._relative[:, :, menu.bits], 2, 0)
         moved = np.zeros(loss.shape)
         if current is not None and options.migration != "free":
-            moved = np.broadcast_to(menu.moved_bytes[:, None, None], loss.shape).copy()
-            if options.migration != "once":
-                np.put_along_axis(moved, current[None], 0.0, 0)
+            moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
+            if options.migration == "once":
+                moved = np.broadcast_to(menu.moved_bytes.max(axis=0)[:, None, None], loss.shape).copy()
             if options.migration in ("kept", "budgeted"):
                 wide = menu.where("gpu") & (menu.bits >= 8)
                 moved[wide] = np.where(streamed, 0.0, moved[wide])
