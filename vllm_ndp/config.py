@@ -14,7 +14,7 @@ from typing import Any
 
 from ndp_device.errors import ConfigError
 from ndp_device.widths import WIDTHS
-from vllm_ndp.planning.bitwidths import GAINS, LossTable
+from vllm_ndp.planning.bitwidths import GAINS, LOSSES, LossTable
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "migration": ("kept", "difference"),
     "bits_for": BITS_FOR,
     "bit_rule": GAINS,
+    "losses": LOSSES,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
@@ -78,6 +79,8 @@ class NdpSettings:
     """Weight of counts against router scores in the importance (paper: 0.5)."""
     bit_rule: str = "importance"
     """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`)."""
+    losses: str = "relative"
+    """Losses of replicas that the selector looks at: `relative` to the expert's own output, or `absolute`."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     device: str | tuple[str, ...] = EMBEDDED

@@ -64,7 +64,7 @@ def live_run(directory: Path, **options) -> tuple[Trace, list[int]]:
 
 
 def losses() -> LossTable:
-    return LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[0])
+    return LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[1])
 
 
 def served(trace: Trace, arrivals_ps: np.ndarray) -> Served:

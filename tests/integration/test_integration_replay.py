@@ -76,7 +76,7 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
         loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     else:
         replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
-        loss = LossTable.from_measured(load_loss_table(replicas)[0])
+        loss = LossTable.from_measured(load_loss_table(replicas)[1])
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0
@@ -94,7 +94,7 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     with engine(settings=settings, max_num_seqs=batch) as llm:
         reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
     trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[0])
+    loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[1])
     setup, rules = trace.provenance.live, recorded_rules(trace, loss)
     run = RecordedRun(trace, setup, rules)
     timings = [timing for step in run.steps.tolist() for timing in run.run(step).device if timing is not None]

@@ -216,3 +216,10 @@ def test_the_identity_mode_plans_full_precision_whatever_bit_rule_the_options_na
     planner = Replanner(rules, 2, 4)
     plan = planner.replan({0: ImportanceScore.from_weights(np.ones((2, 4)))}).plans[0]
     assert set(plan.bits.bits[~plan.placement.hot].tolist()) == {16}
+
+
+def test_losses_are_relative_unless_told_otherwise_and_other_words_are_refused():
+    assert NdpSettings().losses == "relative"
+    assert NdpSettings.from_mapping({"losses": "absolute"}).losses == "absolute"
+    with pytest.raises(ConfigError, match="'losses' must be one of relative, absolute, got 'mse'"):
+        NdpSettings(losses="mse")

@@ -353,8 +353,8 @@ def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> LossTable:
-    """Load the losses of the given replicas, else of those the run used, else of the cache."""
+def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
+    """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
     from ndp_device.cache import default_cache_dir
     from ndp_device.replicas.loss_table import load_loss_table
     from vllm_ndp.planning.bitwidths import LossTable
@@ -365,7 +365,8 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> Los
         replicas = Path(used) if used else default_cache_dir(p.model_digest)
     if nominal or replicas is None:
         return LossTable.nominal(p.num_layers, p.num_experts)
-    loss = LossTable.from_measured(load_loss_table(replicas)[0])
+    absolute, relative = load_loss_table(replicas)
+    loss = LossTable.from_measured(relative if kind == "relative" else absolute)
     if loss.mse.shape[:2] != (p.num_layers, p.num_experts):
         raise ConfigError(
             f"the replicas in {replicas} have [layers, experts] {list(loss.mse.shape[:2])}, the trace "
@@ -376,7 +377,11 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False) -> Los
 
 def losses_of_run(trace: Trace, replicas: Path | None) -> LossTable:
     """Load the losses that a live run planned with; nominal ones where it planned without, or was none."""
-    return losses(trace, replicas, nominal=trace.provenance.live is None or _is_identity(trace))
+    is_nominal = trace.provenance.live is None or _is_identity(trace)
+    kind = trace.provenance.settings.get(
+        "losses", "absolute"
+    )  # before there was the setting, all runs planned by these
+    return losses(trace, replicas, nominal=is_nominal, kind=kind)
 
 
 def _is_identity(trace: Trace) -> bool:

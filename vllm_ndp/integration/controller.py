@@ -176,7 +176,7 @@ class NdpController:
         self.locator = RowLocator(runner)
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
         if replicas is not None:
-            losses = device_link.load_losses(replicas, self.layers)
+            losses = device_link.load_losses(replicas, self.layers, settings.losses)
         replanner = Replanner(settings.planner_rules(shape.num_experts, losses), shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()

@@ -70,8 +70,8 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
     return cached
 
 
-def load_losses(replicas: Path, layers: range) -> LossTable:
-    """Of the MoE layers that this worker runs."""
+def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
+    """Of the MoE layers that this worker runs; kind: one of planning.bitwidths.LOSSES."""
     from ndp_device.replicas.format import read_manifest
     from ndp_device.replicas.loss_table import load_loss_table
 
@@ -81,7 +81,9 @@ def load_losses(replicas: Path, layers: range) -> LossTable:
             f"the replicas in {replicas} lack {sorted(missing)} bits; the selector needs all of {list(WIDTHS)}: "
             "run `vllm-ndp quantize` with --bits 1,2,3,4"
         )
-    return LossTable.from_measured(load_loss_table(replicas)[0][layers.start : layers.stop])
+    absolute, relative = load_loss_table(replicas)
+    losses = relative if kind == "relative" else absolute
+    return LossTable.from_measured(losses[layers.start : layers.stop])
 
 
 class LocalReplicas:

@@ -26,6 +26,9 @@ from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")
+LOSSES = ("relative", "absolute")
+"""What an expert's loss is: the error of its output on held-out tokens, by the output's own mean square or as it is.
+Absolute ones let the few experts of largest outputs take all bits. Source: docs/log/quality.md."""
 
 LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
@@ -36,7 +39,7 @@ _MAX_GAINS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class LossTable:
-    """Expert-output MSE of each replica on held-out calibration tokens; never rises with bits."""
+    """Expert-output error of each replica on held-out calibration tokens, as LOSSES says; never rises with bits."""
 
     mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
 

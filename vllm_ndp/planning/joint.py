@@ -355,7 +355,7 @@ def _rounded(limited: _Limited, search: _Search, bound: float) -> NDArray[np.int
         return bound >= (1 - share) * _total(limited.objective, chosen)
 
     for _ in range(_FILLS):
-        if is_enough(_ENOUGH / 4):
+        if is_enough(_ENOUGH / 2):
             return chosen
         chosen = _filled(limited, search.prices, chosen)
     for _ in range(_EXCHANGES if chosen.size <= _MOST_EXCHANGED else 0):
@@ -567,8 +567,9 @@ def _by_ratio(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """(experts, their best other choices, the gains), from the least cost per gain up; those that gain nothing are not
     in it. cost and gain [C, L, E]."""
-    ratio = np.full(cost.shape, np.inf)
-    np.divide(cost, gain, out=ratio, where=gain > 0)
+    with np.errstate(over="ignore"):  # next to no gain: as good as none
+        ratio = cost / np.maximum(gain, 1e-300)
+    ratio[gain <= 0] = np.inf
     best = ratio.argmin(axis=0)
     least = _at(ratio, best).ravel()
     able = np.flatnonzero(np.isfinite(least))
