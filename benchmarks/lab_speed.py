@@ -2,10 +2,10 @@
 
     python benchmarks/lab_speed.py [--model mixtral-8x7b] [--requests 64] [--rounds 5]
 
-Recording: token-layer rows per second of wall time through TraceWriter, closing included, beside what the disk takes
-for the same bytes. Replay: (token, layer) decisions per second of CPU time at batch 1, planning included, one row per
-system and variant that `compare` shows, the best of the rounds, which take turns. A synthetic trace of the model's
-shape. Last line of stdout: one JSON object.
+Recording: token-layer rows per second through TraceWriter, closing included, in steps of 1, 8 and 64 rows; of wall time
+beside what the disk takes for the same bytes, and of CPU time. Replay: (token, layer) decisions per second of CPU time
+at batch 1, planning included, one row per system and variant that `compare` shows, the best of the rounds, which take
+turns. A synthetic trace of the model's shape. Last line of stdout: one JSON object.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ from vllm_ndp.traces.trace import Trace
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option
 
-ROWS_PER_STEP = 64
+ROWS_PER_STEP = (1, 8, 64)
+MOST_STEPS = 4000
 
 
-def recording(trace: Trace) -> dict[str, float]:
-    """Every row of the trace, in steps of ROWS_PER_STEP, as a serving run would hand them over."""
+def recording(trace: Trace, rows_per_step: int) -> dict[str, float]:
+    """The trace in steps of so many rows, as a serving run would hand them over."""
+    num_rows = min(len(trace.step), MOST_STEPS * rows_per_step)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trace"
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         with TraceWriter(out, trace.provenance) as writer:
             for request, prompt_len in enumerate(trace.prompt_len.tolist()):
                 writer.add_request(request, str(request), prompt_len)
-            for step, start in enumerate(range(0, len(trace.step), ROWS_PER_STEP)):
-                rows = slice(start, start + ROWS_PER_STEP)
+            for step, start in enumerate(range(0, num_rows, rows_per_step)):
+                rows = slice(start, min(start + rows_per_step, num_rows))
                 columns = (trace.request[rows], trace.position[rows], trace.phase[rows])
                 writer.append_step(step, *columns, trace.ids[rows], trace.weights[rows])
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
         num_bytes = sum(file.stat().st_size for file in out.iterdir())
         started = time.perf_counter()
         with (Path(folder) / "plain").open("wb") as file:
@@ -60,9 +62,11 @@ def recording(trace: Trace) -> dict[str, float]:
             file.flush()
             os.fsync(file.fileno())
         disk = time.perf_counter() - started
+    token_layers = num_rows * trace.provenance.num_layers
     return {
-        "token_layer_rows_per_s": trace.num_token_layers / seconds,
-        "bytes_per_token_layer_row": num_bytes / trace.num_token_layers,
+        "token_layer_rows_per_s": token_layers / seconds,
+        "token_layer_rows_per_cpu_s": token_layers / cpu_seconds,
+        "bytes_per_token_layer_row": num_bytes / token_layers,
         "plain_write_of_the_same_bytes_s": disk,
         "seconds": seconds,
     }
@@ -80,7 +84,7 @@ def main() -> None:
         arguments.model, num_requests=arguments.requests, prompt_len=128, decode_len=256
     )
     trace = synthetic_trace(settings, arguments.model)
-    recorded = recording(trace)
+    recorded = {str(rows): recording(trace, rows) for rows in ROWS_PER_STEP}
     known, rest = split_requests(trace)
     prior, batches = popularity(known), Batches.of(rest)
     costs = Costs(load_hardware("h100-ndp512"), model_named(arguments.model))
@@ -110,7 +114,9 @@ def main() -> None:
         table.add_row(name, f"{speed:,.0f}")
     table.add_row("arranging the trace, once for all", f"{arranging:,.0f}")
     Console().print(table)
-    print(f"recording: {recorded['token_layer_rows_per_s']:,.0f} token-layer rows/s of wall time")
+    for rows, figure in recorded.items():
+        wall, cpu = figure["token_layer_rows_per_s"], figure["token_layer_rows_per_cpu_s"]
+        print(f"recording, {rows} rows a step: {wall:,.0f} token-layer rows/s of wall time, {cpu:,.0f} of CPU time")
     figures = {
         "model": arguments.model,
         "decisions": batches.num_decisions,

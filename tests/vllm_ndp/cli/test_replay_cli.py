@@ -6,11 +6,15 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from paths import DATA
+
+from vllm_ndp.cli import main
+from vllm_ndp.traces.trace import Trace, from_sequences
 
 pytestmark = pytest.mark.slow  # together: each test starts programs
 
@@ -160,3 +164,37 @@ def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):
     done = run(*arguments, code=2)
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "--option", "activation_bits=7", "--systems", "cxl_expert"], "activation_bits must be one of"),
+        (["compare", "--option", "tiers=moving", "--systems", "cxl_expert"], "tiers must be one of following, fixed"),
+        (["compare", "--option", "ahead=always", "--systems", "hobbit"], "ahead must be one of auto, on, off"),
+        (["compare", "--option", "speed=9"], "unknown option 'speed'"),
+        (["compare", "--columns", "speed"], "No such option"),
+        (["compare", "--model", "olmoe"], "name a model of the trace's routing shape"),
+        (["compare", "--systems", "cxl_expert", "--set", "host.cxl_capacity_bytes=1"], "expander memory lacks"),
+        (["compare", "--set", f"host.cxl_capacity_bytes={2**60}"], "host.cxl_capacity_bytes must lie in 1.."),
+        (["compare", "--set", "host.cxl_bytes_per_s=0"], "host.cxl_bytes_per_s must be"),
+        (["arrivals", "--process", "recorded"], "arrivals are out of order: request 2 comes at 1 s"),
+    ],
+)
+def test_bad_input_writes_nothing(arguments, says, tmp_path, monkeypatch, capsys):
+    """In this process; the trace's third request claims to have come before the second."""
+    trace = Trace.load(Path(TRACE)).select(range(4))
+    mixed = [replace(s, arrival_s=at) for s, at in zip(trace.sequences, (0.0, 2.0, 1.0, 3.0), strict=True)]
+    from_sequences(trace.provenance, mixed).save(tmp_path / "trace")
+    before = sorted(tmp_path.rglob("*"))
+    command, *rest = arguments
+    monkeypatch.setattr(
+        "sys.argv", ["vllm-ndp", command, str(tmp_path / "trace"), *rest, "--csv", str(tmp_path / "t.csv")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert says == "No such option" or len(error.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
