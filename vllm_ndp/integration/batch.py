@@ -11,13 +11,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.forward_context import get_forward_context
 
+from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Plan
 
@@ -222,23 +223,38 @@ def slot_mapping(blocks: Sequence[int], positions: NDArray[np.int64], block_size
 class RowLocator:
     """Which row of the running forward pass belongs to whom; known only once vLLM's runner has ordered its batch."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, late: LateCheck | None = None) -> None:
+        """late: where entries lie on a GPU, so that to look at them at once would wait for it."""
+        self._runner, self._late = runner, late
         self.group: KvGroup  # when the KV cache exists
         self.row_checks = 0
         self.mismatches = 0
 
     def locate(self, spans: dict[str, Span]) -> tuple[BatchRows, torch.Tensor]:
-        """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them."""
+        """The rows in the runner's order and their KV entries i64 [T], which must be where we expect them.
+
+        A late check says so when `settle` is called.
+        """
         rows = BatchRows(tuple(spans[request_id] for request_id in row_order(self._runner, spans)))
         entries = get_forward_context().slot_mapping[self.group.layer_name]
         if len(entries) != rows.num_rows or entries.dtype is not torch.int64:  # each of the two costs some us
             entries = entries[: rows.num_rows].to(torch.int64)
         self.row_checks += 1
-        if not rows.write_to(entries, self.group.block_size):
-            self.mismatches += 1
-            raise RuntimeError(
-                "the rows of this step do not belong to the requests vllm-ndp expected (KV slots differ): "
-                "this vLLM version orders its batch differently; see docs/compatibility.md"
-            )
+        if self._late is not None:
+            self.settle()  # of a step that ended in an error
+            self._late.begin(entries, rows.expected_slot_mapping(self.group.block_size))
+        elif not rows.write_to(entries, self.group.block_size):
+            self._refuse()
         return rows, entries
+
+    def settle(self) -> None:
+        """The step has run: raise if its rows were not whose we took them for, before its tokens are handed out."""
+        if self._late is not None and not self._late.settle():
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self.mismatches += 1
+        raise RuntimeError(
+            "the rows of this step do not belong to the requests vllm-ndp expected (KV slots differ): "
+            "this vLLM version orders its batch differently; see docs/compatibility.md"
+        )

@@ -33,6 +33,7 @@ from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
+from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
@@ -173,7 +174,7 @@ class NdpController:
         offload_bits = self.device.offload_bits
         self.hot.open_pool(settings.pool, self._packed_dir())
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
-        self.locator = RowLocator(runner)
+        self.locator = RowLocator(runner, self._make_late_check())
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
         if replicas is not None:
             losses = device_link.load_losses(replicas, self.layers, settings.losses)
@@ -247,6 +248,12 @@ class NdpController:
         if self._balancer is None or self.device.devices is None:
             return self._balancer
         return self.device.devices.balancer(self._balancer, layer, lambda: self.device.alive)
+
+    def _make_late_check(self) -> LateCheck | None:
+        device = self.hot.layers[0].held.w13.device
+        if device.type == "cpu":
+            return None
+        return LateCheck(make_lane(device), pinned_for(device), device, self._scheduler_config.max_num_batched_tokens)
 
     def _make_exchange(self, offload_bits: int) -> Exchange | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
@@ -354,6 +361,8 @@ class NdpController:
     def _close_report(self) -> StepReport | None:
         """Close the running step's simulated clock; what happened in it, once."""
         step = self.running.step
+        if step is not None and step.started:
+            self.locator.settle()
         closed = None if step is None else step.report(self._planned)
         if step is None or closed is None:
             return None
