@@ -2,8 +2,10 @@
 
 Real processes and kill -9 at a random instant, again and again; the host is the plugin's client and calls all the time.
 
+    ended     from the kill until the system has ended the process: nobody can notice before
     noticed   from the kill until the call that it hit has failed, or the first call after it
     again     from the moment the next device says that it is ready until it has served a call
+    away      a call while there is no device, until its host knows that it has to compute it: what being degraded adds
     wrong     results that are not the kernel's own to the bit: must be 0
     late      calls that ended after their deadline: must be 0
 
@@ -169,7 +171,7 @@ class Host:
 
 def percentiles(times_s: list[float]) -> dict[str, float]:
     found = np.percentile(np.array(times_s) * 1e3, [50, 90, 99, 100])
-    return dict(zip(("p50_ms", "p90_ms", "p99_ms", "max_ms"), found.round(2).tolist(), strict=True))
+    return dict(zip(("p50_ms", "p90_ms", "p99_ms", "max_ms"), found.round(3).tolist(), strict=True))
 
 
 def main() -> None:
@@ -186,7 +188,7 @@ def main() -> None:
         nursery(given.nursery, given.fresh)
         return
     measurement, rng, begun_s = Measurement(__doc__), random.Random(given.seed), time.monotonic()
-    noticed, again = [], []
+    ended, noticed, again, away = [], [], [], []
     with tempfile.TemporaryDirectory() as directory:
         address = f"ipc://{directory}/private/device"
         lives, host = Lives(address, given.fresh), Host(address, memory=given.way == "memory")
@@ -203,11 +205,15 @@ def main() -> None:
                 while host.call():
                     pass
                 failed_s = time.monotonic()
-                noticed.append(failed_s - lives.wait_for("killed"))
+                killed_s = lives.wait_for("killed")
+                noticed.append(failed_s - killed_s)
+                ended.append(lives.wait_for("gone") - killed_s)
                 lives.ask("start")
                 ready_s = 0.0
                 while not ready_s:  # a host goes on meanwhile, and computes for itself
-                    host.call()
+                    call_s = time.monotonic()
+                    if not host.call():
+                        away.append(time.monotonic() - call_s)
                     if (heard := lives.heard(given.pause / 1e3)) is not None and heard[0] == "ready":
                         ready_s = heard[1]
                 while not host.call():
@@ -218,12 +224,13 @@ def main() -> None:
             lives.close()
     figures = {
         "way": given.way, "fresh": given.fresh, "kills": given.kills, "served": host.served, "wrong": host.wrong,
-        "late": host.late, "noticed": percentiles(noticed), "again": percentiles(again),
+        "late": host.late, "ended": percentiles(ended), "noticed": percentiles(noticed), "again": percentiles(again),
+        "away": percentiles(away),
         "noticed_within_5_ms": round(float(np.mean(np.array(noticed) < NOTICED_GOAL_MS / 1e3)), 4),
         "again_within_100_ms": round(float(np.mean(np.array(again) < AGAIN_GOAL_MS / 1e3)), 4),
         "seconds": round(time.monotonic() - begun_s, 1),
     }  # fmt: skip
-    for name in ("noticed", "again"):
+    for name in ("ended", "noticed", "again", "away"):
         print(f"{name:9} " + "  ".join(f"{key} {value}" for key, value in figures[name].items()))
     measurement.end(figures, given.json)
 

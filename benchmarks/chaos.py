@@ -1,0 +1,176 @@
+"""Eight requests always run while the device is killed and stopped: are tokens the same, and how long does a step take?
+
+One engine in this process, the bundled model in fp32 with experts in full precision on the device, so that a lost call
+is computed here with the same result. The same requests run twice, in the same batches: undisturbed, then with kill -9
+and SIGSTOP of the device at random instants. Every token must be the same, and every request must end.
+
+    python benchmarks/chaos.py --kills 50 [--stops 10] [--seed N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import numpy as np
+from measured import ROOT, Measurement, add_json_option
+
+RUNNING = 8
+DEADLINE_MS = 300
+STOPPED_S = 0.1
+SERVES_S = 0.5  # at most, before it is disturbed again
+WORDS = ("def parse(line):", "static void free_list(", "She had always wished", "CREATE TABLE orders (", "The sea")
+
+
+class Requests:
+    """Request n, the same one whenever it is asked for: a prompt, and how many tokens it shall have."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, number: int) -> tuple[str, int]:
+        rng = random.Random(f"{self._seed} {number}")
+        return " ".join(rng.choices(WORDS, k=rng.randrange(1, 5))), rng.randrange(24, 96)
+
+
+class Engine:
+    def __init__(self) -> None:
+        from vllm import LLM
+
+        ndp = {"cold_precision": "full", "hot_experts": 2, "deadline_ms": DEADLINE_MS}
+        self._llm = LLM(
+            str(ROOT / "models" / "tiny-mixtral"),
+            dtype="float32", enforce_eager=True, max_model_len=512, max_num_batched_tokens=512, max_num_seqs=RUNNING,
+            kv_cache_memory_bytes=64 << 20, block_size=32, disable_log_stats=True, enable_prefix_caching=False,
+            quantization="ndp", additional_config={"ndp": ndp},
+        )  # fmt: skip
+
+    def run(self, requests: Requests, goes_on: Callable[[int], bool]) -> tuple[dict[int, list[int]], list[float]]:
+        """Keep eight requests running as long as goes_on(requests begun). Tokens of each, seconds of each step."""
+        from vllm import SamplingParams
+
+        engine, begun, tokens, steps = self._llm.llm_engine, 0, {}, []
+        while True:
+            while engine.get_num_unfinished_requests() < RUNNING and goes_on(begun):
+                prompt, count = requests(begun)
+                params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+                engine.add_request(f"{begun}", prompt, params)
+                begun += 1
+            if not engine.has_unfinished_requests():
+                return tokens, steps
+            start = time.perf_counter()
+            outputs = engine.step()
+            steps.append(time.perf_counter() - start)
+            for output in outputs:
+                if output.finished:
+                    tokens[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._llm.collective_rpc("ndp_status")[0]
+        return found
+
+    def totals(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._llm.collective_rpc("ndp_totals")[0]
+        return found
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+class Disturbance:
+    """Kills and stops at random instants, from a thread, as long as the engine runs."""
+
+    def __init__(self, kills: int, stops: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._left = ["kill"] * kills + ["stop"] * stops
+        self._rng.shuffle(self._left)
+        self.done: list[str] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from vllm_ndp.integration.controller import current_controller
+
+        while self._left and not self._closed.is_set():
+            member = current_controller().device._members[0]  # type: ignore[union-attr]
+            member.process._next_spawn_s = 0.0  # the pause between two starts would leave nothing to kill
+            if member.client.state != "up":
+                time.sleep(0.005)
+                continue
+            time.sleep(self._rng.random() * SERVES_S)
+            what = self._left.pop()
+            with suppress(ProcessLookupError):
+                if what == "kill":
+                    os.kill(member.process.pid, signal.SIGKILL)
+                else:
+                    os.kill(member.process.pid, signal.SIGSTOP)
+                    time.sleep(self._rng.random() * STOPPED_S)
+                    os.kill(member.process.pid, signal.SIGCONT)
+            self.done.append(what)
+
+
+def percentiles_ms(steps_s: list[float]) -> list[float]:
+    found: list[float] = np.percentile(np.array(steps_s) * 1e3, [50, 99, 100]).round(1).tolist()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    add_json_option(parser)
+    given = parser.parse_args()
+    measurement, engine, requests = Measurement(__doc__), Engine(), Requests(given.seed)
+    begun_s = time.monotonic()
+    engine.run(requests, lambda begun: begun < RUNNING)  # what is done once
+    before = engine.totals()
+    disturbance = Disturbance(given.kills, given.stops, given.seed)
+    try:
+        disturbed, disturbed_s = engine.run(requests, lambda begun: not disturbance.is_over)
+    finally:
+        disturbance.close()
+    after = engine.totals()
+    time.sleep(2.0)
+    undisturbed, undisturbed_s = engine.run(requests, lambda begun: begun < len(disturbed))
+    engine.close()
+    wrong = [number for number in disturbed if disturbed[number] != undisturbed.get(number)]
+    short = [number for number, tokens in disturbed.items() if len(tokens) != requests(number)[1]]
+    figures = {
+        "kills": disturbance.done.count("kill"), "stops": disturbance.done.count("stop"),
+        "requests": len(disturbed), "tokens": sum(map(len, disturbed.values())), "wrong": len(wrong),
+        "unfinished": len(short), "pairs_by_device": after["cold_pairs"] - before["cold_pairs"],
+        "pairs_computed_here": after["fallback_pairs"] - before["fallback_pairs"],
+        "step_ms": {
+            name: dict(zip(("p50", "p99", "max"), percentiles_ms(steps), strict=True))
+            for name, steps in (("undisturbed", undisturbed_s), ("disturbed", disturbed_s))
+        },
+        "deadline_ms": DEADLINE_MS, "seconds": round(time.monotonic() - begun_s, 1),
+    }  # fmt: skip
+    print("\n".join(f"{name:20} {value}" for name, value in figures.items()))
+    measurement.end(figures, given.json)
+    assert not wrong, f"requests {wrong[:9]} have other tokens"
+    assert not short, f"requests {short[:9]} did not end"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Does anything grow over a long night? Memory, descriptors and threads of server, engine and device as they serve.
+
+`vllm serve` with the bundled model and its embedded device; clients ask all the time with prompts and lengths of every
+kind, hang up in the middle now and then, and the device is killed every `--kill-every` seconds. A sample a minute goes
+to `--json FILE` as it is taken, so that a run that is stopped is a run. Growth is a line through the last two thirds:
+what a server takes once is not what it takes every hour.
+
+    python benchmarks/soak.py --hours 72 --json soak.json [--clients 4] [--kill-every 300] [--sample SECONDS]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from measured import ROOT, Measurement, add_json_option
+
+MODEL = ROOT / "models" / "tiny-mixtral"
+NDP = {"replicas": str(ROOT / "models" / "tiny-mixtral-replicas"), "hot_experts": 2}
+SERVE = [
+    *(str(Path(sys.executable).parent / "vllm"), "serve", str(MODEL), "--served-model-name", "tiny"),
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32", "--host", "127.0.0.1"),
+    *("--quantization", "ndp", "--additional-config", json.dumps({"ndp": NDP})),
+]  # fmt: skip
+READY_WITHIN_S = 900
+WORDS = ("def", "parse", "(line):", "return", "the", "sea", "static", "void", "CREATE", "TABLE", "orders", "{", "}")
+
+
+class Clients:
+    """Threads that ask as long as they are told, and count how it ended."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self._port, self.ended = port, threading.Event()
+        self.counted: Counter[str] = Counter()
+        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self.ended.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self, number: int) -> None:
+        rng = random.Random(number)
+        while not self.ended.is_set():
+            try:
+                self.counted[self._one(rng)] += 1
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self.counted[f"failed: {type(error).__name__}"] += 1
+                time.sleep(1.0)
+
+    def _one(self, rng: random.Random) -> str:
+        count, streams = rng.randrange(1, 64), rng.random() < 0.5
+        prompt = " ".join(rng.choices(WORDS, k=rng.randrange(1, 120)))
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": streams}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                return f"status {answer.status}"
+            if streams and rng.random() < 0.1:
+                answer.read(200)
+                return "hung up"
+            data = answer.read()
+            self.counted["tokens"] += count
+            return "answered" if streams or json.loads(data)["usage"]["completion_tokens"] == count else "short"
+        finally:
+            connection.close()
+
+
+class Processes:
+    """API server, engine and device by name, as they are now."""
+
+    def __init__(self, server: int) -> None:
+        self._server = psutil.Process(server)
+
+    def now(self) -> dict[str, psutil.Process]:
+        found = {"server": self._server}
+        for child in self._server.children(recursive=True):
+            with suppress(psutil.Error):
+                words = " ".join(child.cmdline())
+                if "ndp_device" in words:
+                    found["device"] = child
+                elif "EngineCore" in words or "EngineCore" in child.name():
+                    found["engine"] = child
+        return found
+
+    def sample(self) -> dict[str, dict[str, float]]:
+        taken = {}
+        for name, process in self.now().items():
+            with suppress(psutil.Error):
+                memory = process.memory_info()
+                taken[name] = {
+                    "pid": process.pid, "rss_mib": round(memory.rss / 2**20, 2),
+                    "fds": process.num_fds(), "threads": process.num_threads(),
+                }  # fmt: skip
+        return taken
+
+
+def growth_per_hour(series: list[dict[str, Any]], name: str, what: str) -> float | None:
+    """Slope of a line through the last two thirds of the samples of a process, of its present life."""
+    points = [(sample["at_s"], sample[name]) for sample in series if name in sample]
+    points = [(at_s, seen[what]) for at_s, seen in points if seen["pid"] == points[-1][1]["pid"]]
+    points = points[len(points) // 3 :]
+    if len(points) < 3:
+        return None
+    at_s, values = np.array(points).T
+    return round(float(np.polyfit(at_s, values, 1)[0]) * 3600, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float, default=0.5)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--kill-every", type=float, default=0.0, metavar="SECONDS", help="0 = the device is left alone")
+    parser.add_argument("--sample", type=float, default=60.0, metavar="SECONDS")
+    add_json_option(parser)
+    given = parser.parse_args()
+    measurement = Measurement(__doc__)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*SERVE, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    clients: Clients | None = None
+    series: list[dict[str, Any]] = []
+    kills = 0
+    try:
+        wait_until_ready(server, port)
+        processes, clients, start = Processes(server.pid), Clients(port, given.clients), time.monotonic()
+        next_kill_s = given.kill_every or float("inf")
+        while (at_s := time.monotonic() - start) < given.hours * 3600:
+            series.append({"at_s": round(at_s), **processes.sample(), "requests": dict(clients.counted)})
+            print(json.dumps(series[-1]), flush=True)
+            if given.json is not None:
+                given.json.write_text(json.dumps({"series": series}))
+            if at_s > next_kill_s and "device" in (now := processes.now()):
+                os.kill(now["device"].pid, signal.SIGKILL)
+                kills, next_kill_s = kills + 1, at_s + given.kill_every
+            time.sleep(min(given.sample, max(given.hours * 3600 - at_s, 0.1)))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if clients is not None:
+            clients.close()
+        server.terminate()
+        server.wait(60)
+    assert clients is not None
+    figures = {
+        "hours": round(series[-1]["at_s"] / 3600, 3), "kills": kills, "requests": dict(clients.counted),
+        "growth_per_hour": {
+            name: {what: growth_per_hour(series, name, what) for what in ("rss_mib", "fds", "threads")}
+            for name in ("server", "engine", "device") if name in series[-1]
+        },
+        "series": series,
+    }  # fmt: skip
+    measurement.end(figures, given.json)
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    end = time.monotonic() + READY_WITHIN_S
+    while time.monotonic() < end:
+        assert server.poll() is None, "vllm serve ended"
+        with suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(1.0)
+    raise AssertionError(f"vllm serve was not ready within {READY_WITHIN_S} s")
+
+
+if __name__ == "__main__":
+    main()
