@@ -194,7 +194,7 @@ class Planner:
         options, menu = self._options, self.menu
         values = np.mean([score.values for score in scores], axis=0)
         chance = np.minimum(self._top_k * values, 1.0)
-        loss = np.moveaxis(values[:, :, None] * self._relative[:, :, menu.bits], 2, 0)
+        loss = np.moveaxis(values[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / len(values)
         moved = np.zeros(loss.shape)
         if current is not None and options.migration != "free":
             moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
@@ -211,9 +211,8 @@ class Planner:
             self._budgets if current is not None else {"gpu": self._budgets["gpu"]},
             moved,
         )
-        layers = len(values)
         if "max_loss" in options.own:
-            return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0) * layers)
+            return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0))
         if menu.tiers == "gpu":
             raise ConfigError("tiers gpu has no plan of the paper to compare with: give --option max_loss=X")
         paper = self._papers(scores, values)
