@@ -32,6 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "layers": ("auto", "eager", "asynchronous"),
+    "prefill": ("auto", "split", "streamed"),
     "migration": ("kept", "difference"),
     "bits_for": BITS_FOR,
     "bit_rule": GAINS,
@@ -66,6 +67,10 @@ class NdpSettings:
     layers: str = "auto"
     """Decode layers that wait for what they need (`eager`), or that launch first and wait once (`asynchronous`); `auto`
     is asynchronous on a GPU where hot experts stay there, else eager."""
+    prefill: str = "auto"
+    """Cold experts of a prompt, in full precision on either side: `streamed` all to the GPU; `split`: the device
+    computes as many as make both sides end together on the simulated hardware; `auto` is split where the engine runs on
+    CPU and the device reads experts as they lie in the checkpoint, else streamed."""
     migration: str = "kept"
     """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
     every expert that becomes hot moves."""

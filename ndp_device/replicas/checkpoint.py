@@ -63,6 +63,12 @@ class CheckpointExperts:
             biases = Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in of_biases))
         return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=self.layout.activation)
 
+    @property
+    def lies_in_place(self) -> bool:
+        """Whether a kernel reads experts where they lie: row by row and unquantized. Others are copied for it."""
+        first = self.expert(0, 0)
+        return not self._packed and all(w.flags.c_contiguous for w in (first.w1, first.w3, first.w2))
+
     def check(self, layer: int) -> None:
         """Raise ReplicaError where a file that this layer's experts lie in has changed since it was opened."""
         for file in self._files_of(layer):

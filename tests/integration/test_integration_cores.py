@@ -46,7 +46,7 @@ def test_threads_that_are_not_bound_leave_the_device_free_too() -> None:
 
 
 def test_the_engine_takes_every_core_beside_an_embedded_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_on_cpu", lambda: True)
+    monkeypatch.setattr(compat, "on_cpu", lambda: True)
     compat.share_cores_with_the_device(NdpSettings(device="ipc:///tmp/elsewhere"))
     assert "VLLM_CPU_NUM_OF_RESERVED_CPU" not in os.environ
     compat.share_cores_with_the_device(NdpSettings())
@@ -55,7 +55,7 @@ def test_the_engine_takes_every_core_beside_an_embedded_device_only(monkeypatch:
 
 @pytest.mark.parametrize("name", OURS_TO_SET)
 def test_vllms_own_variables_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_on_cpu", lambda: True)
+    monkeypatch.setattr(compat, "on_cpu", lambda: True)
     monkeypatch.setenv(name, "1")
     compat.share_cores_with_the_device(NdpSettings())
     assert [os.environ.get(other) for other in OURS_TO_SET if other != name] == [None]

@@ -70,7 +70,7 @@ class Agreement:
                 f"{list(ours)}: start the device with the same --model"
             )
         if self.full_precision and FULL_PRECISION_BITS not in served.expert_bytes:
-            return "holds no checkpoint, which cold_precision 'full' computes from: start it with --model"
+            return "holds no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with --model"
         return self._replica_difference(welcome, served) if self.quantized else ""
 
     def _replica_difference(self, welcome: msg.Welcome, served: msg.Served) -> str:

@@ -63,7 +63,7 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
     if "ndp" not in additional:
         _refuse_misplaced(additional)
     settings = NdpSettings.from_mapping(additional.get("ndp"), notice=say)
-    return settings if _on_cpu() else limits.settings_on_gpu(settings)
+    return settings if on_cpu() else limits.settings_on_gpu(settings)
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
@@ -132,7 +132,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (not _is_ours(parallel.worker_cls), f"another worker class ({parallel.worker_cls}), unless it is made of "
          f"{WORKER_CLASS}: drop --worker-cls"),
     ]  # fmt: skip
-    if not _on_cpu():
+    if not on_cpu():
         refusals += limits.refusals(vllm_config, settings)
     for refused, what in refusals:
         if refused:
@@ -156,7 +156,7 @@ def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettin
     """whole: each rank holds whole experts."""
     if num_ranks == 1:
         return
-    unit = 32 if _on_cpu() else 1  # what the CPU kernel computes at a time
+    unit = 32 if on_cpu() else 1  # what the CPU kernel computes at a time
     if shape.intermediate_size % (unit * num_ranks) and not whole:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "
@@ -171,7 +171,7 @@ def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettin
 
 def _refuse_broken_on_cpu(vllm_config: VllmConfig) -> None:
     for architecture in vllm_config.model_config.architectures:
-        if _on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
+        if on_cpu() and (reason := BROKEN_ON_CPU.get(architecture)):
             raise ConfigError(f"{architecture} cannot be served on a CPU: {reason}; on CUDA it is accepted")
 
 
@@ -299,7 +299,7 @@ def _drafts_with_a_model(vllm_config: VllmConfig) -> bool:
     return speculative is not None and speculative.method not in MODEL_FREE_PROPOSERS
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -312,13 +312,13 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
     (measured: docs/performance.md). Whoever sets vLLM's own variables keeps them.
     """
     ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
-    if _on_cpu() and settings.device == EMBEDDED and ours_to_set:
+    if on_cpu() and settings.device == EMBEDDED and ours_to_set:
         os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
 
 
 def let_ray_run_on_cpu(vllm_config: VllmConfig) -> None:
     """vLLM's own Ray executor needs accelerators that Ray counts: patches/cpu-ray/README.md."""
-    if _on_cpu() and vllm_config.parallel_config.distributed_executor_backend == "ray":
+    if on_cpu() and vllm_config.parallel_config.distributed_executor_backend == "ray":
         vllm_config.parallel_config.distributed_executor_backend = "vllm_ndp.integration.ray_executor.CpuRayExecutor"
 
 
@@ -327,7 +327,7 @@ def bind_ranks(vllm_config: VllmConfig) -> None:
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
     global _binding
-    if not _on_cpu() or os.environ.get(_BINDING, _binding) != _binding or "VLLM_CPU_SIM_MULTI_NUMA" in os.environ:
+    if not on_cpu() or os.environ.get(_BINDING, _binding) != _binding or "VLLM_CPU_SIM_MULTI_NUMA" in os.environ:
         return  # the user's own
     parallel = vllm_config.parallel_config
     num_ranks = parallel.world_size * parallel.data_parallel_size_local
@@ -355,7 +355,7 @@ def device_cores(bound: set[int]) -> list[int]:
     thread OpenMP has bound to one core; its parent still has them all.
     """
     usable = os.sched_getaffinity(os.getppid())
-    if not _on_cpu():
+    if not on_cpu():
         return limits.cores_beside_engine(usable)
     return sorted(usable - bound or usable) if bound else []
 
@@ -375,7 +375,7 @@ def bound_cores() -> set[int]:
 
 def keep_moe_out_of_graphs(vllm_config: VllmConfig) -> None:
     """A captured graph cannot wait for a device in another process; torch.compile stays on."""
-    if _on_cpu():
+    if on_cpu():
         return  # no graphs on CPU; the opaque operator is enough
     if limits.configure_graphs(vllm_config):
         say("captured graphs end before each MoE layer (cudagraph_mode PIECEWISE)")

@@ -57,6 +57,7 @@ from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import Provenance, Scheduling
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class NdpController:
         costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
         self._device_rules = self._share_among_devices(costs)
         self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
+        prefill_split = PrefillSplit(costs) if self.device.computes_prompts else None
         shared = compat.shared_experts(runner.model)
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
@@ -199,6 +201,7 @@ class NdpController:
                 self.locator,
                 self.running,
                 self._balancer_of(index),
+                prefill_split,
                 weighs_input=self._weighs_input,
                 shared=shared.get(name.partition(":")[2]),
                 exchange=self._exchange,
@@ -213,19 +216,28 @@ class NdpController:
         offload_bits = settings.resolve_offload_bits(shape.num_experts)
         cores = self.ranks.merge(compat.bound_cores())
         if not self.ranks.leads:
-            group_size, expert_bytes = self.ranks.from_leader()
-            return LeadersDevice(offload_bits, group_size, expert_bytes, (True,) * settings.num_devices)
+            group_size, expert_bytes, computes_prompts = self.ranks.from_leader()
+            alive = (True,) * settings.num_devices
+            return LeadersDevice(offload_bits, group_size, expert_bytes, computes_prompts, alive)
         agreement = Agreement(
             shape,
             self.hardware,
-            full_precision=settings.cold_precision == "full",
+            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
             quantized=self._is_quantized(),
             replicas=planned,
         )
         device = DeviceLink(
-            settings, agreement, self.model_dir, self._digest, replicas, offload_bits, cores, self.layers
+            settings,
+            agreement,
+            self.model_dir,
+            self._digest,
+            replicas,
+            offload_bits,
+            cores,
+            self.layers,
+            wants_prompts=self._splits_prefill(),
         )
-        self.ranks.from_leader((device.group_size, device.expert_bytes))
+        self.ranks.from_leader((device.group_size, device.expert_bytes, device.computes_prompts))
         return device
 
     def _share_among_devices(self, costs: Costs) -> DeviceRules | None:
@@ -270,6 +282,19 @@ class NdpController:
             dtype=weights.dtype,
             start_thread=thread_of(device, compat.engine_cores()),
         )
+
+    def _splits_prefill(self) -> bool:
+        """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
+        settings, num_experts, reason = self.settings, self.pool.shape.num_experts, ""
+        if settings.resolve_hot_experts(num_experts) == num_experts:
+            reason = "every expert is hot"
+        elif settings.num_devices > 1:
+            reason = "several devices do not share the experts of prompts"
+        elif not self.pool.lies_in_place:
+            reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"
+        if settings.prefill == "split" and reason:
+            raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
+        return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
 
     def _is_quantized(self) -> bool:
         """Whether some experts are cold and run from 1-4 bit replicas."""

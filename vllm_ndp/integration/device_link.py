@@ -25,7 +25,7 @@ from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import FLAG_OF_BITS, WIDTHS
+from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.device.agreement import Agreement
 from vllm_ndp.device.calls import ExecuteResult, Executes
@@ -41,6 +41,8 @@ from vllm_ndp.simulation.devices import Devices, slowest
 
 _LOOK_EVERY_S = 0.02
 _LOOK_PATIENCE_S = 0.2
+_LEAST_MACS_PER_S = 2.5e9
+"""Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/serving.md)."""
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
@@ -193,8 +195,11 @@ class DeviceLink:
         offload_bits: int,
         engine_cores: set[int],
         layers: range,
+        *,
+        wants_prompts: bool,
     ) -> None:
         """offload_bits: of hot experts that run on the device, 0 where none ever does. engine_cores: of all ranks.
+        wants_prompts: whether it is to compute for prompts, if it holds the checkpoint.
 
         layers: the MoE layers of the model that this worker runs, which it counts from 0.
         """
@@ -215,6 +220,7 @@ class DeviceLink:
             for number in range(settings.num_devices):
                 self._open(number)
             self.served = self._agree()
+            self.computes_prompts = wants_prompts and FULL_PRECISION_BITS in self.served.expert_bytes
             self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
         except BaseException:
             self.close()  # nobody else knows the processes we started
@@ -377,7 +383,9 @@ class DeviceLink:
         """Announce what the plans of an epoch may ask for, without waiting. widths: masks [L, E]; hot [L, E]."""
         if self.offload_bits:
             widths[hot] |= FLAG_OF_BITS[self.offload_bits]
-        self._installing = epoch
+        if self.computes_prompts:
+            widths[~hot] |= FLAG_OF_BITS[FULL_PRECISION_BITS]
+        self._installing = epoch = epoch + 1  # the device counts from 1: nothing is installed in its epoch 0
         of_model = np.zeros((self._num_layers, widths.shape[1]), np.uint8)
         of_model[self._layers.start : self._layers.stop] = widths
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back
@@ -414,7 +422,8 @@ class DeviceLink:
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
         host, experts = _as_numpy(x), pairs.experts.astype(np.int32)
-        return self.send(step.number, step.clock.now_ps, layer, host, sent, local, experts, bits, pairs.topk_weights)
+        asked = layer, host, sent, local, experts, bits, pairs.topk_weights
+        return self.send(step.number, step.clock.now_ps, *asked, more_s=self._prompts_s(step, pairs))
 
     def send(
         self,
@@ -427,16 +436,31 @@ class DeviceLink:
         experts: NDArray[np.int32],
         bits: NDArray[np.uint8],
         topk_weights: NDArray[np.float32],
+        *,
+        more_s: float = 0.0,
     ) -> DeviceCall:
         """The same for rows that are gathered already: x [N, H] of the rows `sent` [N]; pair_rows [P] index them.
 
-        number and submit_ps: of the step, and the simulated time at which it hands the layer over.
+        number and submit_ps: of the step, and the simulated time at which it hands the layer over. more_s: beyond the
+        deadline of the settings, for prompts.
         """
         self.wait_installed()
         layer = self._layers[layer]
         sent_s = time.perf_counter()
-        handle = self._executes.begin_execute(layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights)
+        asked = layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights
+        if more_s:  # prompts are split beside one device only
+            deadline_s = time.monotonic() + self._settings.deadline_ms / 1e3 + more_s
+            handle = self._members[0].client.begin_execute(*asked, deadline_s=deadline_s)
+        else:
+            handle = self._executes.begin_execute(*asked)
         return DeviceCall(layer, bits, sent, self._executes, handle, sent_s, self._round_trips_s)
+
+    def _prompts_s(self, step: Step, pairs: Pairs) -> float:
+        """By how much the deadline, which is meant for decode rows, is longer for these."""
+        if step.rows.all_decode:
+            return 0.0
+        prompts = len(pairs.rows) - int(step.rows.decode[pairs.rows].sum())
+        return prompts * self._agreement.shape.weights_per_expert / _LEAST_MACS_PER_S
 
     def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
         """The same for the `count` pairs that a native split found. number: of the step."""

@@ -54,6 +54,11 @@ class ExpertsPool:
         return self.shape.weights_per_expert * self.dtype.itemsize
 
     @property
+    def lies_in_place(self) -> bool:
+        """Whether the device, which maps the same files, can compute experts without a copy of them."""
+        return self._checkpoint.lies_in_place
+
+    @property
     def shares(self) -> list[Share]:
         """All parts of an expert, whose results add up to the expert's."""
         return [Share(index, self.share.count) for index in range(self.share.count)]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from vllm_ndp.integration.batch import BatchRows
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, HotSlots
 from vllm_ndp.integration.pairs import Pairs, add_sums
+from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
@@ -151,7 +152,12 @@ class FewRows:
         found = {}
         for span, (cold, offloaded, fallback) in zip(rows.spans, self.native.counts(), strict=True):
             hot = span.num_tokens * pairs_per_row - cold - offloaded - fallback
-            counts = {"hot": hot, "spilled": offloaded, "cold": cold, "prefill": 0, "fallback": fallback}
+            counts = dict.fromkeys(PAIR_KINDS, 0) | {
+                "hot": hot,
+                "spilled": offloaded,
+                "cold": cold,
+                "fallback": fallback,
+            }
             found[span.request.request_id] = counts
         return found
 

@@ -26,6 +26,7 @@ class LeadersDevice:
     """Weights that share a scale in the device's replicas."""
     expert_bytes: dict[int, int]
     """What one read of an expert moves in the device's DRAM, by width."""
+    computes_prompts: bool
     alive: tuple[bool, ...]
     """Which devices are up, as the leader said before this step."""
     state: str = field(default="the leader's", init=False)

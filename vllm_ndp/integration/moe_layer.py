@@ -1,7 +1,8 @@
 """One MoE layer, one step: split the (row, expert) pairs, run both halves at the same time, add them.
 
     decode rows   hot pairs -> hot slots (vLLM's fused kernel)     cold and offloaded pairs -> one message to the device
-    prefill rows  hot pairs -> hot slots                           cold pairs -> streamed from the pool, full precision
+    prefill rows  hot pairs -> hot slots                           cold pairs -> streamed from the pool, or in the same
+                                                                   message; in full precision either way
 
 The message leaves before shared and hot experts are computed and its answer is collected after; what the device returns
 is a weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
@@ -25,12 +26,13 @@ from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.pairs import Pairs, Split, split_among_ranks, split_arrays, split_lists
+from vllm_ndp.integration.pairs import Pairs, Split, send_prompts, split_among_ranks, split_arrays, split_lists
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.devices import DevicesBalancer
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts: [T, H] -> [T, H], a fresh tensor."""
@@ -50,19 +52,22 @@ class MoELayer:
         locator: RowLocator,
         running: RunningStep,
         balancer: Balancer | DevicesBalancer | None,
+        prefill_split: PrefillSplit | None,
         *,
         weighs_input: bool = False,
         shared: Shared | None = None,
         exchange: Exchange | None = None,
         fixed: FixedOutput | None = None,
     ) -> None:
-        """balancer: None where hot experts never leave the GPU. weighs_input: the router's one weight is for x. shared:
-        the shared experts, where they are ours to run. exchange: where decode layers do not wait for the GPU. fixed:
-        where a captured graph reads what this layer gives."""
+        """balancer: None where hot experts never leave the GPU. prefill_split: None where the device computes nothing
+        of prompts. weighs_input: the router's one weight is for x. shared: the shared experts, where they are ours to
+        run. exchange: where decode layers do not wait for the GPU. fixed: where a captured graph reads what this layer
+        gives."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
+        self._prefill_split = prefill_split
         self._weighs_input = weighs_input
         self._shared, self._fixed = shared, fixed
         self._aside = None if exchange is None else AsideLayer(index, self._slots, device, exchange, self._compute_here)
@@ -142,7 +147,7 @@ class MoELayer:
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()
-        split = self._split(step, topk_weights, topk_ids)
+        split = self._split_prompts(step, self._split(step, topk_weights, topk_ids))
         call = self._device.submit(step, self.index, x, split)
         try:
             beside()
@@ -238,6 +243,13 @@ class MoELayer:
         if self._weighs_input:
             weights = [[1.0] * len(row) for row in weights]
         return split_lists(expert_map, ids, weights, self._applied(topk_weights))._replace(offloaded=offloaded)
+
+    def _split_prompts(self, step: Step, split: Split) -> Split:
+        """Of the pairs that would be streamed, the device computes those of the experts that it has sooner."""
+        if self._prefill_split is None or not len(split.stream.rows) or not self._device.is_up:
+            return split
+        decode = split.device.experts, step.bits_of(self.index, split.device)
+        return send_prompts(split, self._prefill_split.on_device(split.stream.experts, *decode))
 
     def _balancer_now(self, step: Step) -> Balancer | DevicesBalancer | None:
         """None where hot experts stay on the GPU: by the settings, in a step with prompts, and without a device."""

@@ -25,10 +25,23 @@ class Pairs(NamedTuple):
     def distinct_experts(self) -> NDArray[np.int64]:
         return np.unique(self.experts)
 
+    def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Pairs:
+        """Those that are marked in `chosen` [P], or at these places."""
+        return Pairs(self.rows[chosen], self.experts[chosen], self.topk_weights[chosen])
+
     def of_rows(self, wanted: NDArray[np.bool_]) -> Pairs:
         """The pairs whose row is marked in `wanted` [T]."""
-        keep = wanted[self.rows]
-        return Pairs(self.rows[keep], self.experts[keep], self.topk_weights[keep])
+        return self.where(wanted[self.rows])
+
+    def beside(self, others: Pairs) -> Pairs:
+        """These and the pairs of other rows, in the order of all rows."""
+        if not len(self.rows) or not len(others.rows):
+            return self if len(self.rows) else others
+        rows = np.concatenate([self.rows, others.rows])
+        order = np.argsort(rows, kind="stable")
+        experts = np.concatenate([self.experts, others.experts])
+        weights = np.concatenate([self.topk_weights, others.topk_weights])
+        return Pairs(rows, experts, weights).where(order)
 
 
 NO_PAIRS = Pairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
@@ -38,7 +51,7 @@ class Split(NamedTuple):
     """Every pair of a layer exactly once: `hot` runs here, `device` is sent, `stream` comes from the pool."""
 
     hot: SlotPairs
-    device: Pairs  # decode rows
+    device: Pairs  # decode rows, and prefill rows by send_prompts
     stream: Pairs  # prefill rows
     offloaded: frozenset[int] = frozenset()  # hot experts that run on the device this time
     loads: tuple[list[int], list[int]] | None = None
@@ -129,6 +142,12 @@ def split_among_ranks(
     cold = Pairs(rows, ids[rows, columns], topk_weights.float().cpu().numpy()[rows, columns])
     loads = counts[used].tolist(), owners[used].tolist()
     return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode), loads=loads)
+
+
+def send_prompts(split: Split, experts: NDArray[np.int64]) -> Split:
+    """The same with the pairs of prefill rows that have one of these experts on the device instead."""
+    sent = np.isin(split.stream.experts, experts)
+    return split._replace(device=split.device.beside(split.stream.where(sent)), stream=split.stream.where(~sent))
 
 
 def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:

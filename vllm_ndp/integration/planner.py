@@ -45,8 +45,11 @@ class Planner:
 
     def start(self) -> None:
         """Fill the slots with the first placement; whatever cannot be read is said at start-up."""
-        self._hot.place(self.replanner.placement.hot)
+        hot = self.replanner.placement.hot
+        self._hot.place(hot)
         self._hot.wait_for_all()
+        if self._device.computes_prompts:  # the first prompt runs before there is a plan
+            self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
 
     def replan(self) -> dict[str, TrackedRequest]:
         """Make new plans if a prefill has ended whose request is still there. Returns the requests that got one.

@@ -184,6 +184,7 @@ def run_provenance(
             bits_for=settings.bits_for,
             spill_bits=device.offload_bits,
             device_hosts=settings.device_hosts,
+            splits_prefill=device.computes_prompts,
             scheduling=scheduling,
             num_gpus=num_gpus,
             whole_experts=whole_experts,

@@ -17,9 +17,9 @@ from ndp_device.timing.work import Timing
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
-PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "fallback")
-"""Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs;
-decode pairs computed here because the device did not answer."""
+PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "prefill_device", "fallback")
+"""Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs
+here and on the device; pairs computed here because the device did not answer. Each pair is of one kind."""
 DEVICE_PARTS = ("link", "dram", "arrays")
 """Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
 
@@ -58,7 +58,7 @@ def energy_shares(
 
     sums: of the step's DeviceWork, in picojoules of the device's own account (ndp_device/timing/energy.py).
     """
-    sent = {name: kinds["cold"] + kinds["spilled"] for name, kinds in pairs.items()}
+    sent = {name: kinds["cold"] + kinds["spilled"] + kinds["prefill_device"] for name, kinds in pairs.items()}
     if not sums.get("energy_pj") or not any(sent.values()):
         return {}
     inside = CommandEnergy.of(

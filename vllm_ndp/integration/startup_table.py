@@ -51,6 +51,7 @@ def status(
         "avg_bits": settings.avg_bits,
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
+        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "slot_kernel": hot.slot_kernel,
         "decode_layers": decode_layers,
@@ -95,6 +96,14 @@ def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:
     return "paper: hot experts on the GPU only" if num_hot else "every expert on the device"
 
 
+def _prefill(settings: NdpSettings, num_hot: int, num_experts: int, *, splits: bool) -> str:
+    if num_hot == num_experts:
+        return "every expert on the GPU"
+    if splits:
+        return "split: cold experts streamed or on the device, in full precision, so that both end together"
+    return "streamed: cold experts through the GPU" + (" (auto)" if settings.prefill == "auto" else "")
+
+
 def human_bytes(num_bytes: int) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -128,6 +137,7 @@ def startup_table(status: dict[str, Any]) -> Table:
             f"{status['policy']}, average {status['avg_bits']:g} bits per {status['bits_for']} by {status['bit_rule']}",
         ),
         ("execution", status["execution"]),
+        ("prefill", status["prefill"]),
         ("slot kernel", status["slot_kernel"]),
         ("decode layers", status["decode_layers"]),
         ("routing trace", status["record"]),

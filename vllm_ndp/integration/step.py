@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.pairs import Pairs, Split
@@ -49,7 +50,7 @@ class Step:
     streamed: NDArray[np.bool_] = field(init=False)  # [L, E], experts that this step's prefill rows streamed
     _bits: NDArray[np.uint8] | None = field(default=None, init=False)
     _tally: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False)
-    """Kind -> [T], pairs of each decode row that left the hot slots."""
+    """Kind -> [T], pairs of each row that did not run where rows of its phase usually do: in hot slots, or streamed."""
     _reported: bool = field(default=False, init=False)
     _later: list[Callable[[], None]] = field(default_factory=list, init=False)
 
@@ -99,9 +100,9 @@ class Step:
         return bits
 
     def bits_of(self, layer: int, pairs: Pairs) -> NDArray[np.uint8]:
-        """The planned bits of each pair [P]; 0 = its expert is hot."""
+        """The bits of each pair [P] on the device: those planned, 0 = its expert is hot; of prompts full precision."""
         bits: NDArray[np.uint8] = self.bits[self.rows.owner[pairs.rows], layer, pairs.experts]
-        return bits
+        return bits if self.rows.all_decode else np.where(self.rows.decode[pairs.rows], bits, FULL_PRECISION_BITS)
 
     def end_layer(self, layer: int, split: Split, device_ps: int | None) -> None:
         """Account for where the pairs ran. device_ps: None where the device was not asked or gave nothing."""
@@ -125,7 +126,9 @@ class Step:
 
     def _count_device_pairs(self, split: Split) -> None:
         if not split.offloaded:
-            self._count("cold", split.device.rows)
+            decode = self.rows.decode[split.device.rows]
+            self._count("cold", split.device.rows[decode])
+            self._count("prefill_device", split.device.rows[~decode])
             return
         moved = np.array([expert in split.offloaded for expert in split.device.experts.tolist()])
         self._count("spilled", split.device.rows[moved])
@@ -173,15 +176,16 @@ class Step:
         rows, per_row = self.rows, self.sizes.pairs_per_row
         if self.few is not None:
             return self.few.pairs_by_request(rows, per_row)
-        left = {kind: np.add.reduceat(counts, rows.first_rows).tolist() for kind, counts in self._tally.items()}
-        decode = np.add.reduceat(rows.decode, rows.first_rows, dtype=np.int64).tolist()
-        found = {}
-        for i, span in enumerate(rows.spans):
-            pairs = dict.fromkeys(PAIR_KINDS, 0) | {kind: counts[i] for kind, counts in left.items()}
-            pairs["hot"] = decode[i] * per_row - sum(counts[i] for counts in left.values())
-            pairs["prefill"] = (span.num_tokens - decode[i]) * per_row
-            found[span.request.request_id] = pairs
-        return found
+        elsewhere = sum(self._tally.values(), np.zeros(rows.num_rows, np.int64))
+        tally = self._tally | {
+            "hot": np.where(rows.decode, per_row - elsewhere, 0),
+            "prefill": np.where(rows.decode, 0, per_row - elsewhere),
+        }
+        counts = {kind: np.add.reduceat(of_rows, rows.first_rows).tolist() for kind, of_rows in tally.items()}
+        return {
+            span.request.request_id: dict.fromkeys(PAIR_KINDS, 0) | {kind: found[i] for kind, found in counts.items()}
+            for i, span in enumerate(rows.spans)
+        }
 
 
 class RunningStep:

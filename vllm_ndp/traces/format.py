@@ -75,6 +75,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Bits of hot experts that run on the device (simulation/balance.py); 0 = none does, as in the paper."""
     device_hosts: int = 1
     """Hosts that shared the device, as this one was told."""
+    splits_prefill: bool = False
+    """Whether the device computed cold experts of prompts (simulation/prefill_split.py); else all were streamed."""
     migration: str = "difference"
     """kept: experts that the end of a prefill streamed did not move again."""
     bits_for: str = "request"

@@ -137,7 +137,7 @@ def test_a_device_without_replicas_is_refused_where_cold_experts_are_quantized(s
 
 def test_a_device_without_checkpoint_is_refused_where_cold_experts_are_full(spawn: Spawn) -> None:
     sentence = refusal(spawn(REPLICAS, None), agreement(None, quantized=False, full_precision=True))
-    assert "holds no checkpoint, which cold_precision 'full' computes from: start it with --model" in sentence
+    assert "no checkpoint, needed for cold_precision 'full' or prefill 'split': start it with --model" in sentence
 
 
 def test_a_device_that_lacks_widths_is_refused_by_the_first_and_by_how_many(spawn: Spawn, two_widths: Path) -> None:

@@ -1,7 +1,7 @@
 """One host run step by step with the very code the plugin runs: its planner, its balancer, StepClock for the GPU side.
 
 Plans come from the plugin's own planner (planning/replanner.py). Rows in the order they are given, one message per
-layer with the decode rows that have a cold pair, experts in order of first appearance, as integration/ does it. Slow
+layer with the rows that have a pair there, experts in order of first appearance, as integration/ does it. Slow
 and exact, where systems/ are fast and averaged.
 
 What the host asks of its device it yields (Command, Migration), and somebody answers: clients.py, which may have one
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import WholeModel
+from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
@@ -31,6 +33,7 @@ from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -93,11 +96,13 @@ class Engine:
         self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus, setup.stage, setup.num_stages))
         self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
         self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
+        self.prefill_split = PrefillSplit(self.costs) if setup.splits_prefill else None
         self.devices: Devices | None = None
         if setup.num_devices > 1:
             device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
+        self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
         self._owners = Owners(setup.num_gpus, *self.hot.shape) if setup.whole_experts else None
         self._own(self.hot)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
@@ -218,10 +223,12 @@ class Engine:
         hot_pairs = np.bincount(ids[here], minlength=len(on_gpu))
         cold_rows, cold_columns = np.nonzero(~here)
         experts = ids[cold_rows, cold_columns]
-        to_device = decode[cold_rows]
+        bits = self._bits_of_pairs(layer, cold_rows, experts, owner, decode)
+        of_decode = decode[cold_rows]
+        to_device = of_decode | self._prompts_on_device(experts, bits, of_decode)
         timing = None
         if to_device.any():
-            timing = yield from self._ask(layer, cold_rows[to_device], experts[to_device], owner)
+            timing = yield from self._ask(layer, cold_rows[to_device], experts[to_device], bits[to_device])
         device_ps = 0 if timing is None else timing.total_ps
         self._timings.append(timing)
         streamed = experts[~to_device]
@@ -236,8 +243,38 @@ class Engine:
         )
         if alone is not None:
             pairs = np.bincount(ids[decode][here[decode]], minlength=len(on_gpu))
-            alone.begin_layer()
+            submit_ps = alone.begin_layer()
+            if timing is not None and not of_decode[to_device].all():
+                device_ps = 0
+                if of_decode.any():
+                    work = self._work(layer, cold_rows[of_decode], experts[of_decode], bits[of_decode])
+                    device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
             alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps)
+
+    def _prompts_on_device(
+        self, experts: NDArray[np.int64], bits: NDArray[np.uint8], of_decode: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """Which of the cold pairs [P] of prompt rows the device computes. bits: of decode pairs."""
+        if self.prefill_split is None or of_decode.all():
+            return np.zeros(len(experts), np.bool_)
+        there = self.prefill_split.on_device(experts[~of_decode], experts[of_decode], bits[of_decode])
+        chosen: NDArray[np.bool_] = ~of_decode & np.isin(experts, there)
+        return chosen
+
+    def _bits_of_pairs(
+        self,
+        layer: int,
+        rows: NDArray[np.int64],
+        experts: NDArray[np.int64],
+        owner: NDArray[np.int64],
+        decode: NDArray[np.bool_],
+    ) -> NDArray[np.uint8]:
+        """At which width the device computes each pair [P]."""
+        bits = np.full(len(rows), FULL_PRECISION_BITS, np.uint8)
+        for place in np.flatnonzero(decode[rows]).tolist():
+            planned = self._bits_of(int(owner[rows[place]]))[layer, experts[place]]
+            bits[place] = planned or self.setup.spill_bits  # 0: a hot expert that was offloaded
+        return bits
 
     def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer:
         assert self.balancer is not None
@@ -247,36 +284,31 @@ class Engine:
         return self.devices.balancer(self.balancer, layer, lambda: everywhere)
 
     def _ask(
-        self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], owner: NDArray[np.int64]
+        self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]
     ) -> Asks[Timing]:
         """The layer's command, or one for each of several devices: all at the same time, the slowest one counts."""
-        planned = [self._bits_of(int(owner[row]))[layer, expert] for row, expert in zip(rows, experts, strict=True)]
-        bits = [int(width) or self.setup.spill_bits for width in planned]  # 0: a hot expert that was offloaded
         if self.devices is None:
-            only: Timing = yield self._command(layer, rows, experts.tolist(), bits)
+            only: Timing = yield Command(self._work(layer, rows, experts, bits), self.clock.now_ps)
             return only
-        widths = np.array(bits, np.uint8)
-        device_of = self.devices.route_pairs(layer, experts, widths, self.devices.all_alive)
+        device_of = self.devices.route_pairs(layer, experts, bits, self.devices.all_alive)
         timings = []
         for device in np.unique(device_of).tolist():
             own = device_of == device
-            timings.append((yield self._command(layer, rows[own], experts[own].tolist(), widths[own].tolist(), device)))
+            work = self._work(layer, rows[own], experts[own], bits[own])
+            timings.append((yield Command(work, self.clock.now_ps, device)))
         return slowest(timings)
 
-    def _command(
-        self, layer: int, rows: NDArray[np.int64], experts: list[int], bits: list[int], device: int = 0
-    ) -> Command:
-        work = work_of(
+    def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> Work:
+        return work_of(
             self.clock.model.shape,
             layer,
             rows,
-            experts,
-            bits,
+            experts.tolist(),
+            bits.tolist(),
             expert_bytes=self.setup.expert_bytes,
             group_size=self.setup.group_size,
             activation_bytes=self.setup.activation_bytes,
         )
-        return Command(work, self.clock.now_ps, device)
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:
         plan = self.requests[request].plan
