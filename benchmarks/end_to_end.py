@@ -272,7 +272,7 @@ def summarise(
     for one in rounds:
         for kind, count in one.get("pairs", {}).items():
             pairs[kind] = pairs.get(kind, 0) + count
-    decode_pairs = sum(count for kind, count in pairs.items() if kind != "prefill_pairs")
+    decode_pairs = sum(count for kind, count in pairs.items() if not kind.startswith("prefill"))
     hot_share = pairs.get("hot_pairs", 0) / decode_pairs if decode_pairs else 1.0
     entry: dict[str, Any] = {"system": name, "batches": batches, "memory": rounds[-1]["memory"], "rounds": len(rounds)}
     entry |= {key: rounds[-1][key] for key in ("status", "llama_cpp_python", "file_bytes") if key in rounds[-1]}

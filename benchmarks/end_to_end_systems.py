@@ -122,7 +122,7 @@ class VllmSystem:
     def _note(self, output: Any) -> None:
         if output.finished and self._is_plugin:
             report = output.kv_transfer_params["ndp"]
-            for kind in ("hot", "spilled", "cold", "prefill", "fallback"):
+            for kind in ("hot", "spilled", "cold", "prefill", "prefill_device", "fallback"):
                 name = f"{kind}_pairs"
                 self._pairs[name] = self._pairs.get(name, 0) + report.get(name, 0)
 

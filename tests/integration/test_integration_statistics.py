@@ -150,6 +150,7 @@ def test_every_decode_pair_is_executed_exactly_once(llm) -> None:  # type: ignor
     for output in outputs:
         report = output.kv_transfer_params["ndp"]
         assert report["hot_pairs"] + report["cold_pairs"] + report["fallback_pairs"] == (TOKENS - 1) * 4 * 2
-        assert report["prefill_pairs"] == len(output.prompt_token_ids) * 4 * 2
+        prompt_pairs = report["prefill_pairs"] + report["prefill_device_pairs"]
+        assert prompt_pairs == len(output.prompt_token_ids) * 4 * 2
         assert report["fallback_pairs"] == 0
         assert len(report["measured_token_ms"]) == len(report["simulated_token_us"]) == TOKENS - 1

@@ -83,14 +83,13 @@ class PrefillSplit:
         """The same for distinct experts [N], in order of their ids, with so many rows [N] each."""
         if not len(ids):
             return ids
-        device_ps = self._experts_ps(FULL_PRECISION_BITS, rows) + rows * self._pair_ps
+        already = np.zeros_like(rows)  # rows of these experts that are there in full precision anyway
         beside_ps, opening_ps = 0, self._opening_ps
         if decode_experts is not None and decode_bits is not None and len(decode_experts):
             beside_ps, opening_ps = self._decode_ps(decode_experts, decode_bits), 0
-            if (decode_bits == FULL_PRECISION_BITS).any():  # then rows of both kinds share a read
-                full = np.bincount(decode_experts[decode_bits == FULL_PRECISION_BITS], minlength=int(ids[-1]) + 1)[ids]
-                together, alone = (self._experts_ps(FULL_PRECISION_BITS, count) for count in (rows + full, full))
-                device_ps = together - alone + rows * self._pair_ps
+            full = decode_experts[decode_bits == FULL_PRECISION_BITS]
+            already = np.bincount(full, minlength=int(ids[-1]) + 1)[ids]
+        device_ps = self._full_ps(rows, already)
         order = np.argsort(-device_ps, kind="stable")
         pairs = np.cumsum(rows[order])
         too_many = int(pairs[-1]) - self.most_pairs + (0 if decode_experts is None else len(decode_experts))
@@ -108,6 +107,11 @@ class PrefillSplit:
     def most_pairs(self) -> int:
         """That one message can hold, if each is of another row: float32 rows come back."""
         return min(_MOST_ROWS, _MOST_BYTES // (4 * self.costs.shape.hidden_size + PAIR_BYTES) - 1)
+
+    def _full_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What experts with so many rows [N] more than there are already add to a command, in full precision."""
+        together, alone = (self._experts_ps(FULL_PRECISION_BITS, count) for count in (rows + already, already))
+        return together - alone + rows * self._pair_ps
 
     def _decode_ps(self, experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> int:
         """The device's part of decode rows, whose message is sent in any case."""
