@@ -11,6 +11,10 @@ from vllm_ndp.integration import controller, streaming
 pytestmark = pytest.mark.vllm
 
 
+SETTINGS = {"hot_experts": 3, "avg_bits": 2.0, "prefill": "streamed", "replicas": str(REPLICAS)}
+"""Prompts that are streamed whole have the most to keep."""
+
+
 def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
     """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
     reads: list[tuple[int, int]] = []
@@ -21,8 +25,7 @@ def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
         read(self, layer, expert, share, held, slot)
 
     monkeypatch.setattr(streaming.StagingStreamer, "_read", counted)
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "migration": migration}
-    with engine(settings=settings, **options) as llm:
+    with engine(settings=SETTINGS | {"migration": migration}, **options) as llm:
         reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]
         totals = llm.collective_rpc("ndp_totals")[0]
@@ -57,7 +60,7 @@ def test_keeping_streamed_experts_saves_a_read_each_and_changes_no_token(monkeyp
 
 
 def test_slots_hold_the_placement_again_when_the_prompt_that_was_to_change_it_has_left(monkeypatch):
-    with engine(settings={"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS)}) as llm:
+    with engine(settings=SETTINGS) as llm:
         first = token_ids(greedy(llm, [PROMPTS[0]], 6))
         assert greedy(llm, [PROMPTS[3]], 1)  # ends with its prefill, after it has kept experts
         assert llm.collective_rpc("ndp_totals")[0]["prefills"] == 1

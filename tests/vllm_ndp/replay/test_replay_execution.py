@@ -132,7 +132,7 @@ def test_two_bits_on_an_ideal_device_take_their_bytes_over_the_bandwidth():
 def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():
     batches = Batches.of(TRACE.select([0]))
     everything = np.ones((1, 4, 8), bool)
-    resident, cold = run_prompts(batches, everything, COSTS), run_prompts(batches, ~everything, COSTS)
+    resident, cold = run_prompts(batches, everything, COSTS).ps, run_prompts(batches, ~everything, COSTS).ps
     touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
     stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
     assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)

@@ -147,6 +147,19 @@ def test_each_way_to_migrate_moves_no_more_than_the_one_before():
     assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
 
 
+def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_copy_a_layer():
+    """What the device computed and will be hot has to move afterwards: at most one copy more than streaming it all."""
+    streamed, split = (run("balanced", migration="kept", own={"prefill": kind}) for kind in ("streamed", "split"))
+    assert run("balanced", migration="kept").prefill_ps.tobytes() == streamed.prefill_ps.tobytes()
+    assert (split.prefill_ps < streamed.prefill_ps).all()
+    assert split.prefill_ps.sum() < 0.6 * streamed.prefill_ps.sum()
+    assert split.moe_ps.tobytes() == streamed.moe_ps.tobytes()
+    both = [outcome.prefill_ps.sum(axis=1) + outcome.migration_ps for outcome in (streamed, split)]
+    assert (both[1] <= both[0] + COSTS.shape.num_layers * COSTS.copy_ps).all()
+    with pytest.raises(ConfigError, match="prefill must be one of streamed, split"):
+        run("balanced", own={"prefill": "both"})
+
+
 def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
     alone, shared = run(), run(bits_for="batch")
     assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()

@@ -59,8 +59,9 @@ SYSTEMS: dict[str, System] = {
 }
 
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "balanced": ("spill_bits",),
-    "adaptive": ("frequency", "memory_tokens"),
+    "context_aware": ("prefill",),
+    "balanced": ("spill_bits", "prefill"),
+    "adaptive": ("frequency", "memory_tokens", "prefill"),
     "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
     "replanned": ("execution", "spill_bits", "once_in"),
     "monde": ("h_rounding",),

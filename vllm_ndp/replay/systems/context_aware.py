@@ -22,7 +22,10 @@ from vllm_ndp.replay.vectorised.execution import SKIPPED, run_pairs, run_prompts
 from vllm_ndp.replay.vectorised.outcome import Outcome, layer_factor
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.memory import beside_device_memory
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 
+PREFILLS = ("streamed", "split")
+"""The option `prefill`: as published, or as the plugin does where it can (simulation/prefill_split.py)."""
 LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
 """Of an expert that is not computed at all, in units of its loss at 1 bit, where only that is known: the best one-bit
 quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960), skipping leaves all of it."""
@@ -78,9 +81,9 @@ def few_moves(hot: NDArray[np.bool_], ranking: NDArray[np.float64], most: int, h
 
 
 def moved_experts(
-    batches: Batches, options: ReplayOptions, hot: NDArray[np.bool_], before: NDArray[np.bool_]
+    options: ReplayOptions, hot: NDArray[np.bool_], before: NDArray[np.bool_], streamed: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """[G], experts that must cross the link between prefill and decode."""
+    """[G], experts that must cross the link between prefill and decode. streamed [G, L, E]: by the prompts."""
     if options.migration == "free":
         moves = np.zeros_like(hot)
     elif options.migration == "once":
@@ -88,7 +91,6 @@ def moved_experts(
     else:
         moves = hot & ~before
         if options.migration in ("kept", "budgeted"):
-            streamed = np.array([np.any([stats.counts > 0 for stats in group], axis=0) for group in batches.prompts])
             moves = moves & ~streamed
     count: NDArray[np.int64] = moves.sum(axis=(1, 2), dtype=np.int64)
     return count
@@ -122,7 +124,8 @@ def finish(
 ) -> Outcome:
     """Run pairs at the widths [G, B, D, L, k] and account for them; copied_experts moved during decode."""
     split = run_pairs(batches, widths, costs)
-    moved = moved_experts(batches, options, hot, before) * layer_factor(batches, costs)
+    prompts = run_prompts(batches, before, costs, PrefillSplit(costs) if _splits_prefill(options) else None)
+    moved = moved_experts(options, hot, before, prompts.streamed) * layer_factor(batches, costs)
     executed = np.broadcast_to(batches.pairs, widths.shape)
     cold = executed & (widths > 0)
     return Outcome(
@@ -131,7 +134,7 @@ def finish(
         moe_ps=split.moe_ps,
         device_ps=split.device_ps,
         gpu_ps=split.gpu_ps,
-        prefill_ps=run_prompts(batches, before, costs),
+        prefill_ps=prompts.ps,
         migration_ps=np.array([costs.gpu.migration_ps(round(count)) for count in moved], np.float64),
         migrated_bytes=(float(moved.sum()) + copied_experts) * costs.shape.expert_bytes,
         hot_pairs=int((executed & (widths == 0)).sum()),
@@ -141,6 +144,10 @@ def finish(
         loss=gate_loss(batches, widths, options),
         traffic=split.traffic,
     )
+
+
+def _splits_prefill(options: ReplayOptions) -> bool:
+    return options.word("prefill", PREFILLS[0], PREFILLS) == "split"
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
@@ -162,7 +169,8 @@ CONTEXT_AWARE = System(
         "placement and bits fixed after prefill; one placement per group (sum of importances), bits per request",
         "kept: whatever the prompts of a group streamed; the plugin keeps what the last chunk of each prompt streams",
         "GPU and device overlap within a layer, experts of one side run one after the other",
-        "prompts run in full precision: resident experts on the GPU, the others streamed over the link",
+        "prompts run in full precision: resident experts on the GPU, the others streamed over the link; with prefill "
+        "'split' the device computes some of these, so that both end together",
     ),
     True,
     replay,

@@ -280,7 +280,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
         gpu_ps=gpu,
-        prefill_ps=run_prompts(batches, on_gpu[before], costs),
+        prefill_ps=run_prompts(batches, on_gpu[before], costs).ps,
         migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
         migrated_bytes=float(bytes_moved.sum()),
         hot_pairs=int((on_gpu[pair] & executed).sum()),

@@ -18,6 +18,7 @@ from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.loads import add_up, sums_before
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 
 NOWHERE, SKIPPED = 255, 254
 _DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
@@ -172,7 +173,7 @@ def without_device(
     g, _, d, layers, _ = batches.shape
     if prefill_ps is None:
         here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
-        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs)
+        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs).ps
     return Outcome(
         system=system,
         policy=policy,
@@ -192,22 +193,55 @@ def without_device(
     )
 
 
-def run_prompts(batches: Batches, resident: NDArray[np.bool_], costs: Costs) -> NDArray[np.float64]:
-    """[G, B]: each prompt in full precision; experts that are not resident [G, L, E] are streamed over the link."""
+class Prompts(NamedTuple):
+    ps: NDArray[np.float64]  # [G, B], of the whole model
+    streamed: NDArray[np.bool_]  # [G, L, E], experts that a prompt of the group brought to the GPU
+
+
+def run_prompts(
+    batches: Batches, resident: NDArray[np.bool_], costs: Costs, split: PrefillSplit | None = None
+) -> Prompts:
+    """Each prompt in full precision. Experts that are not resident [G, L, E] are streamed over the link, or by `split`
+    computed by the device meanwhile."""
     g, b, _, layers, _ = batches.shape
     factor = costs.shape.num_layers / layers
-    out = np.zeros((g, b))
+    out, streamed = np.zeros((g, b)), np.zeros_like(resident)
     for group in range(g):
         here = resident[group]
         for request, stats in enumerate(batches.prompts[group]):
             rows = stats.num_tokens
             hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
-            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1))
+            device_ps = np.zeros(layers)
+            if split is not None:
+                there = _on_device(cold, split)
+                device_ps = _prompt_device_ps(np.where(there, cold, 0), rows, costs)
+                cold = np.where(there, 0, cold)
+            streamed[group] |= cold > 0
+            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1), device_ps)
             layer_ps = sum(
-                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs))
-                for h, hot_pairs, c, cold_pairs in zip(*(size.tolist() for size in sizes), strict=True)
+                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs), device)
+                for h, hot_pairs, c, cold_pairs, device in zip(*(size.tolist() for size in sizes), strict=True)
             )
             before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
             beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
             out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
-    return out
+    return Prompts(out, streamed)
+
+
+def _on_device(cold: NDArray[np.int64], split: PrefillSplit) -> NDArray[np.bool_]:
+    """[L, E], which of the experts with so many rows [L, E] the device computes."""
+    there = np.zeros(cold.shape, np.bool_)
+    for layer, rows in enumerate(cold):
+        ids = np.flatnonzero(rows)
+        there[layer, split.of_counts(ids, rows[ids])] = True
+    return there
+
+
+def _prompt_device_ps(counts: NDArray[np.int64], rows: int, costs: Costs) -> NDArray[np.float64]:
+    """[L], the device's command for experts with so many rows [L, E] in full precision, of a prompt of so many."""
+    distinct, places = np.unique(counts, return_inverse=True)
+    each = np.array([costs.device_expert_ps(FULL_PRECISION_BITS, n) if n else 0.0 for n in distinct.tolist()])
+    pairs = counts.sum(axis=1)
+    links = costs.messages_ps(np.minimum(pairs, rows), pairs) + costs.device_fill_ps
+    total: NDArray[np.float64] = np.where(pairs > 0, links + add_up(each[places].reshape(counts.shape)), 0.0)
+    return total
