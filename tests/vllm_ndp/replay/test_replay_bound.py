@@ -147,7 +147,7 @@ def test_rows_of_an_expert_at_widths_of_their_own_do_not_beat_the_bound():
 @pytest.mark.parametrize("num_hot", [0, 2, 4])
 def test_no_system_of_the_class_beats_the_bound(batch, num_hot):
     systems = tuple(name for name, system in SYSTEMS.items() if system.is_bounded)
-    assert {"context_aware", "balanced", "adaptive", "monde", "gpu_on_demand"} == set(systems)
+    assert {"context_aware", "balanced", "replanned", "adaptive", "monde", "gpu_on_demand"} == set(systems)
     settings = CompareSettings(
         systems=systems, policies=("prefill", "oracle"), batches=(batch,), num_hot=num_hot, regret=True, overrides=IDEAL
     )
