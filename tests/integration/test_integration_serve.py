@@ -460,7 +460,7 @@ def test_top_shows_what_the_server_does(server: Server):
     assert any(look["status"]["running"] for look in looks)
     assert 0 < max(look["rates"]["hot_share"] or 0 for look in looks) < 1
     assert looks[-1]["levels"]["device up"] == 1
-    assert looks[-1]["totals"]["cold pairs"] > 0 < looks[-1]["totals"]["simulated TPOT sum"]
+    assert looks[-1]["totals"]["cold pairs"] > 0 < looks[-1]["totals"]["simulated seconds"]
     drawn = subprocess.run(
         [*top, "--count", "2", "--interval", "0.2"],
         capture_output=True,
