@@ -215,7 +215,8 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
 def device_link(client: Client, num_layers: int) -> Any:
     """A real link around a client that computes here."""
     link: Any = DeviceLink.__new__(DeviceLink)
-    link.client, link._layers, link._installing = client, range(num_layers), None
+    link.client = link._executes = client
+    link._layers, link._installing = range(num_layers), None
     link._agreed_up, link._local, link.offload_bits = None, None, 0
     link._round_trips_s = deque()
     return link
