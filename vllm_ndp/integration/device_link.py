@@ -42,7 +42,7 @@ from vllm_ndp.simulation.devices import Devices, slowest
 _LOOK_EVERY_S = 0.02
 _LOOK_PATIENCE_S = 0.2
 _LEAST_MACS_PER_S = 2.5e9
-"""Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/serving.md)."""
+"""Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/timing.md)."""
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
