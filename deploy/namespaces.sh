@@ -41,6 +41,7 @@ settings='{"ndp": {"device": ["tcp://10.77.0.2:7777", "tcp://10.77.0.3:7777"], "
   "cold_precision": "full", "hot_experts": 2, "deadline_ms": 20000}}'
 ip netns exec ndp-host env VLLM_CPU_OMP_THREADS_BIND=nobind "$bin/vllm" serve "$model" --quantization ndp \
   --additional-config "$settings" --dtype float32 --enforce-eager --max-model-len 512 --block-size 32 \
+  --kv-cache-memory-bytes 67108864 \
   --host 127.0.0.1 --port 8000 > "$work/server.log" 2>&1 &
 pids+=($!)
 
@@ -49,7 +50,7 @@ ask() {
 import json, sys, time, urllib.request
 
 asked = {"model": sys.argv[1], "prompt": "def parse(line):", "max_tokens": 32, "temperature": 0, "ignore_eos": True}
-for attempt in range(600):
+for attempt in range(300):
     try:
         request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(asked).encode())
         request.add_header("Content-Type", "application/json")
