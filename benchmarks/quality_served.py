@@ -21,7 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from quality import MODEL, PROMPT_TOKENS, Cell, MixedModel, held_out_sequences, loss_tables, plan_bits, replicas_of
+from quality import (
+    MODEL,
+    PROMPT_TOKENS,
+    SELECTORS,
+    Cell,
+    MixedModel,
+    held_out_sequences,
+    loss_tables,
+    plan_bits,
+    replicas_of,
+)
 from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
@@ -117,7 +127,8 @@ def main() -> None:
         settings = {
             "avg_bits": cell.avg_bits,
             "hot_experts": cell.hot_experts,
-            "bit_rule": gain,
+            "bit_rule": SELECTORS[gain][0],
+            "losses": "relative" if SELECTORS[gain][1] == "relative" else "absolute",
             "replicas": str(replicas),
         }
         served, totals = served_nll(sequences, settings)

@@ -182,6 +182,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
             SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
             running,
             None,
+            None,
             weighs_input=setup.weighs_input,
             exchange=exchange,
         )

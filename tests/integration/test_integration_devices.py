@@ -203,7 +203,7 @@ def refusal(*addresses: str) -> str:
     settings = NdpSettings(device=addresses, cold_precision="full")
     agreement = Agreement(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
-        DeviceLink(settings, agreement, MODEL, model_digest(MODEL), None, 0, set(), range(4))
+        DeviceLink(settings, agreement, MODEL, model_digest(MODEL), None, 0, set(), range(4), wants_prompts=False)
     return str(caught.value)
 
 

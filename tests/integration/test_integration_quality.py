@@ -29,7 +29,7 @@ def test_served_decode_nll_is_the_quality_benchmarks(monkeypatch: pytest.MonkeyP
     sequences = torch.cat([held_out["german"], held_out["python"]])
 
     model = quality.MixedModel(MODEL, ExpertStore(MODEL, tmp_path, kernel=ReferenceKernel()))
-    cell = quality.Cell(1.5, 2, "importance", "prefill")
+    cell = quality.Cell(1.5, 2, "relative", "prefill")
     harness = served.harness_nll(model, sequences, cell, tmp_path)
     full = model.decode(None)
     settings = {"avg_bits": 1.5, "hot_experts": 2, "replicas": str(tmp_path), "kernel": "reference"}

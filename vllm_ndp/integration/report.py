@@ -18,6 +18,7 @@ from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
 PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "prefill_device", "fallback")
+DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
 """Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs
 here and on the device; pairs computed here because the device did not answer. Each pair is of one kind."""
 DEVICE_PARTS = ("link", "dram", "arrays")
@@ -58,7 +59,7 @@ def energy_shares(
 
     sums: of the step's DeviceWork, in picojoules of the device's own account (ndp_device/timing/energy.py).
     """
-    sent = {name: kinds["cold"] + kinds["spilled"] + kinds["prefill_device"] for name, kinds in pairs.items()}
+    sent = {name: sum(kinds[kind] for kind in DEVICE_PAIR_KINDS) for name, kinds in pairs.items()}
     if not sums.get("energy_pj") or not any(sent.values()):
         return {}
     inside = CommandEnergy.of(
@@ -186,7 +187,7 @@ class RequestReport:
         self.plan.update(step.plans.get(request_id, {}))
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules
-        if pairs.get("cold", 0) + pairs.get("spilled", 0):
+        if any(pairs.get(kind, 0) for kind in DEVICE_PAIR_KINDS):
             self.device.update(step.device)
             self.device_bounds.update(step.device_bounds)
         made = output_tokens - len(self.token_ps)

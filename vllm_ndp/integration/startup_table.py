@@ -15,6 +15,8 @@ from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
+from vllm_ndp.planning.plan import Budget
 
 
 def status(
@@ -89,6 +91,14 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def _bits(status: dict[str, Any]) -> str:
+    bits = status["avg_bits"]
+    if status["bits_for"] != "auto":
+        return f"average {bits:g} bits per {status['bits_for']}"
+    more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
+    return f"average {bits:g} bits per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
+
+
 def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:
     if offload_bits:
         beside = f" beside {device_hosts - 1} other hosts" if device_hosts > 1 else ""
@@ -132,10 +142,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
-        (
-            "policy",
-            f"{status['policy']}, average {status['avg_bits']:g} bits per {status['bits_for']} by {status['bit_rule']}",
-        ),
+        ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}"),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
         ("slot kernel", status["slot_kernel"]),
