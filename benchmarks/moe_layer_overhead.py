@@ -188,12 +188,12 @@ def run_arm(arguments: argparse.Namespace) -> None:
     if client is not None:
         begin = client.begin_execute
 
-        def begin_and_note(*message: Any) -> Any:
+        def begin_and_note(*message: Any, **options: Any) -> Any:
             calls.append(time.perf_counter())
             if floor is not None:
                 floor.note(message[5], message[6])
             last[:] = [tuple(part.copy() if hasattr(part, "copy") else part for part in message)]
-            return begin(*message)
+            return begin(*message, **options)
 
         client.begin_execute = begin_and_note
     watch = Stopwatch(llm, lambda: len(calls))

@@ -23,7 +23,7 @@ SETTINGS = {
 def runs():
     """{batch: {settings: (outputs, totals of this batch alone)}}; one engine for each settings serves both batches."""
     found = {batch: {} for batch in BATCHES}
-    common = {"avg_bits": 1.0, "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
+    common = {"avg_bits": 1.0, "bits_for": "request", "replicas": str(REPLICAS), "hardware_overrides": ENDLESS_GPU}
     for name, settings in SETTINGS.items():
         with engine(settings={**common, **settings}, max_num_seqs=max(BATCHES.values())) as llm:
             for batch, size in BATCHES.items():

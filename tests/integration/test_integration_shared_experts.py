@@ -46,9 +46,9 @@ def watched(llm: Any) -> list[tuple[str, int]]:
     begin, finish = client.begin_execute, client.finish_execute
     sent: dict[int, int] = {}
 
-    def begin_and_note(layer: int, *message: Any) -> Any:
+    def begin_and_note(layer: int, *message: Any, **options: Any) -> Any:
         events.append(("send", layer))
-        handle = begin(layer, *message)
+        handle = begin(layer, *message, **options)
         sent[handle.id] = layer
         return handle
 
