@@ -565,7 +565,10 @@ class History:
         self.counted["unserved"] = sum(host.unserved for host in hosts)
 
 
+LOGGERS = ("ndp_device", "vllm_ndp")
+
+
 def silence() -> None:
     """Devices and hosts say much about faults; a history says it all again."""
-    logging.getLogger("ndp_device").setLevel(logging.CRITICAL)
-    logging.getLogger("vllm_ndp").setLevel(logging.CRITICAL)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
