@@ -27,8 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_preset
 from measured import ROOT, Measurement, machine, readable
 
+KEPT = ROOT / "docs" / "measured"
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
 TESTS = ROOT / "tests/integration"
 WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
@@ -392,15 +394,13 @@ def graphs(dry: bool) -> dict[str, Any]:
 
 
 def link(dry: bool) -> dict[str, Any]:
-    """Link rates and latencies, as values for `hardware_overrides` beside the simulated preset."""
+    """Rates and latencies of link, GPU memory and host, which become a preset beside the simulated ones."""
     if not on_gpu():
         raise NeedsGpuError("the link that is measured is the one to a GPU")
     kit = ROOT / "benchmarks/gpu_kit/probe_gpu.py"
     done = subprocess.run([sys.executable, str(kit)], capture_output=True, text=True, timeout=500, check=True)
     probed = json.loads(done.stdout.splitlines()[-1])
-    rate, launch = probed["H2D pinned GB/s"], probed["copy of 16 KB pinned, not waited for us"][0]
-    overrides = {"link.bulk_bytes_per_s": int(rate * 1e9), "link.dma_launch_ps": int(launch * 1e6)}
-    return {"probed": probed, "preset": "h100-host", "based_on": "h100-ndp512", "hardware_overrides": overrides}
+    return {"probed": probed}
 
 
 PIECES = {
@@ -447,6 +447,8 @@ def run_piece(name: str, file: Path, *, dry: bool) -> None:
     content["machine"]["gpu"] = gpu_name() or "none"
     content["command"] = f"python benchmarks/gpu_check.py --pieces {name}{' --dry-run' if dry else ''}"
     file.write_text(readable(content) + "\n")
+    if "probed" in figures:
+        print(gpu_preset.write_preset(file, gpu_preset.FOLDER if file.parent == KEPT else file.parent))
 
 
 def main() -> int:
@@ -468,9 +470,7 @@ def main() -> int:
     if not arguments.dry_run and not gpu_name():
         print("no NVIDIA GPU answers here: run this where one does, or with --dry-run what needs none")
         return 2
-    out = arguments.out or (
-        Path(tempfile.mkdtemp(prefix="gpu-check-")) if arguments.dry_run else ROOT / "docs/measured"
-    )
+    out = arguments.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if arguments.dry_run else KEPT)
     out.mkdir(parents=True, exist_ok=True)
     return run_pieces(arguments.pieces.split(","), out, arguments)
 

@@ -113,6 +113,27 @@ def bandwidths(torch, megabytes):
                 torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr())
 
 
+def host_rates(torch):
+    """What the host's cores read and multiply together; cold experts are computed by them where no device is."""
+    ones = torch.ones(1 << 28)
+    a, b = torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 4096).bfloat16()
+
+    def best_s(function):
+        function()
+        times = []
+        for _ in range(5):
+            t = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - t)
+        return min(times)
+
+    say("threads of torch", torch.get_num_threads())
+    say("host reads GB/s", round(ones.nbytes / best_s(ones.sum) / 1e9, 1))
+    say("host bf16 GFLOP/s", round(2 * 4096**3 / best_s(lambda: a @ b) / 1e9, 1))
+    say("host memory bytes", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    say("gpu memory bytes", torch.cuda.get_device_properties(0).total_memory)
+
+
 def checked(result):
     error = result[0] if isinstance(result, tuple) else result
     if int(error):
@@ -188,6 +209,9 @@ def latencies(torch):
 
     say("kernel launch, host side us", median_us(kernel))
     torch.cuda.synchronize()
+    event.record()
+    event.synchronize()
+    say("event query, done us", median_us(event.query))
     say("kernel + synchronize us (p50, p99)", median_us(sync))
     say("kernel + .cpu() of 8 KB us", median_us(pageable))
     say("kernel + copy to pinned + event us", median_us(to_pinned))
@@ -311,6 +335,7 @@ def main():
     parts = [
         ("bandwidths", lambda: bandwidths(torch, 64 if quick else 352)),
         ("latencies", lambda: latencies(torch)),
+        ("host rates", lambda: host_rates(torch)),
         ("quantizing", lambda: quantizing(torch)),
     ]
     for name, part in parts:

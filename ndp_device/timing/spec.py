@@ -1,6 +1,7 @@
 """Hardware as data: frozen, self-checking values of one memory device, its link, its arrays and the GPU beside it.
 
-`load_hardware` turns a preset (presets.py) and overrides into a Hardware. Knows units and limits, not how time passes.
+`load_hardware` turns a preset (presets.py, measured_presets.py) and overrides into a Hardware.
+Knows units and limits, not how time passes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property
 from typing import Any, get_type_hints
 
 from ndp_device.errors import ConfigError
+from ndp_device.timing.measured_presets import known_presets
 from ndp_device.timing.presets import DENSITY_REFRESH, PRESETS, Quantity
 from ndp_device.timing.units import FS_PER_PS, PS_PER_S, ceil_div
 
@@ -348,10 +350,13 @@ def density_overrides(preset: str, gbit: int) -> Mapping[str, int]:
 
 
 def preset_table(preset: str) -> Mapping[str, Quantity]:
-    if preset not in PRESETS:
-        nearest = difflib.get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown hardware preset {preset!r}: did you mean {nearest!r}? Known: {', '.join(PRESETS)}")
-    return PRESETS[preset]
+    if preset in PRESETS:
+        return PRESETS[preset]
+    known = known_presets()
+    if preset not in known:
+        nearest = difflib.get_close_matches(preset, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown hardware preset {preset!r}: did you mean {nearest!r}? Known: {', '.join(known)}")
+    return known[preset]
 
 
 def _full_key(key: str, types: Mapping[str, type[Any]]) -> str:
