@@ -3,8 +3,9 @@
 The tensors claim torch's device `meta` and keep their data in the host's memory. Whatever would make a host wait for
 a real GPU is counted with the place that asked: copies to the host, copies of pageable memory to the GPU, and
 operators whose result's shape depends on data. An operator that mixes memories fails, as on a GPU. What runs on streams
-of its own is put off until it is waited for (`LazyLane`), so that a wait that is missing shows as a wrong number. Knows
-torch, and nothing of the plugin but the interface of its lanes.
+of its own is put off until it is waited for (`LazyLane`), so that a wait that is missing shows as a wrong number; and
+where it would overwrite what the main stream may still be reading, it raises (`WatchedLane`). Knows torch, and nothing
+of the plugin but the interface of its lanes.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ class PretendGpu(TorchDispatchMode):
         self.waits: list[str] = []
         self.launches = 0
         self._pinned: set[int] = set()
+        self.watches: dict[int, list[tuple[int, int, int]]] = {}
+        """Storage -> (from, to, when) in bytes and operators: what the main stream touched of it."""
+        self.operators = 0  # given to the main stream
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note from now on which operators touch a tensor's memory."""
+        self.watches[peek(tensor).untyped_storage().data_ptr()] = []
+        return tensor
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host that the GPU may copy from and to by itself."""
@@ -81,6 +90,10 @@ class PretendGpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
         on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+        if on_gpu and not func.is_view:
+            self.operators += 1
+            for tensor in on_gpu:
+                self._touch(tensor.data_on_host)
         device = kwargs.get("device")
         to_gpu = device is not None and torch.device(device) == GPU
         if func is aten._to_copy.default:
@@ -128,6 +141,10 @@ class PretendGpu(TorchDispatchMode):
         peek(target).copy_(peek(source))
         return target
 
+    def _touch(self, data: torch.Tensor) -> None:
+        if (touched := self.watches.get(data.untyped_storage().data_ptr())) is not None and data.numel():
+            touched.append((*extent(data), self.operators))
+
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
@@ -135,6 +152,12 @@ class PretendGpu(TorchDispatchMode):
         frames = [frame for frame in traceback.extract_stack() if "/vllm_ndp/" in frame.filename]
         place = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else "the test"
         self.waits.append(f"{place}: {why}")
+
+
+def extent(data: torch.Tensor) -> tuple[int, int]:
+    """The bytes from a tensor's first element to its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(data.size(), data.stride(), strict=True))
+    return data.data_ptr(), data.data_ptr() + (last + 1) * data.element_size()
 
 
 def _peeked(value: Any) -> Any:
@@ -150,6 +173,12 @@ class LazyLane:
 
     def follow_main(self) -> None:
         """What the main stream was given is done already."""
+
+    def mark_main(self) -> LazyMark:
+        return LazyMark(self, [True])
+
+    def follow(self, mark: LazyMark) -> None:
+        """As `follow_main`."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
 
@@ -179,3 +208,46 @@ class LazyMark:
     def hold_main(self) -> None:
         """The main stream waits, the host does not; nothing runs on the main stream before."""
         self._lane.run_until(self._reached)
+
+
+class WatchedLane(LazyLane):
+    """One that may also run as early as its order allows: what it writes, the main stream must be known to have left.
+
+    `ahead` counts copies that began before the main stream had done all that it was given.
+    """
+
+    def __init__(self, gpu: PretendGpu) -> None:
+        super().__init__(gpu.waits.append)
+        self._gpu, self._followed, self.ahead = gpu, 0, 0
+
+    def follow_main(self) -> None:
+        self._followed = self._gpu.operators
+
+    def mark_main(self) -> MainMark:
+        return MainMark(self._gpu.operators)
+
+    def follow(self, mark: MainMark) -> None:  # type: ignore[override]
+        self._followed = max(self._followed, mark.operators)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if isinstance(to, OnGpu):
+            data = to.data_on_host
+            start, end = extent(data)
+            for low, high, when in self._gpu.watches.get(data.untyped_storage().data_ptr(), []):
+                if low < end and start < high and when > self._followed:
+                    raise RuntimeError(f"a copy may overwrite what operator {when} reads: it follows {self._followed}")
+            self.ahead += self._followed < self._gpu.operators
+        super().copy(to, source)
+
+
+class MainMark(LazyMark):
+    """A point of the main stream, by how many operators came before."""
+
+    def __init__(self, operators: int) -> None:
+        self.operators = operators
+
+    def wait_on_host(self) -> None:
+        """Passed already: the main stream does at once what it is given."""
+
+    def hold_main(self) -> None:
+        """The main stream is past it."""

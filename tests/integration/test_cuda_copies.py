@@ -45,7 +45,7 @@ def test_each_thread_has_buffers_of_its_own() -> None:
     made: list[torch.device] = []
 
     class Counted:
-        def copy_all(self, copies: object) -> None: ...
+        def copy_all(self, copies: object, after: object) -> None: ...
 
     def make(device: torch.device) -> PinnedCopies:
         made.append(device)

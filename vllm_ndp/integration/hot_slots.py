@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.cuda.copies import CopiesByThread
+from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
 
 ALIAS_PAIRS = 32
@@ -166,8 +167,8 @@ class CudaSlotKernel:
         """fused: vLLM's fused_experts. tiles(w13 shape, w2 shape, k, dtype, T): a context in which it uses the tiles
         that stock vLLM, with all num_experts in one tensor, would use: it looks them up by the number of slots.
         copies: how weights get into a slot; plainly where None."""
-        self._activation, self._num_experts = activation, num_experts
-        self._fused, self._tiles, self._copies = fused, tiles, copies
+        self.activation, self.num_experts = activation, num_experts
+        self.fused, self._tiles, self.copies = fused, tiles, copies
         self._maps: dict[int, torch.Tensor] = {}
 
     @classmethod
@@ -190,19 +191,20 @@ class CudaSlotKernel:
     def check_slots(self, num_slots: int) -> None:
         return
 
-    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights, after: Mark | None = None) -> None:
+        """after: copy as soon as the stream has passed this mark, where copies run beside it."""
         half = to.w13.shape[1] // 2
         gate, up, down = to.w13[slot, :half], to.w13[slot, half:], to.w2[slot]
         parts = [(gate, expert.w1), (up, expert.w3), (down, expert.w2)]
-        if self._copies is not None:
-            self._copies.copy_all(parts)
+        if self.copies is not None:
+            self.copies.copy_all(parts, after)
             return
         for target, source in parts:
             target.copy_(source)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         num_slots = held.w13.shape[0]
-        if num_slots == self._num_experts:  # no id past the slots then: a pair that is elsewhere counts nothing here
+        if num_slots == self.num_experts:  # no id past the slots then: a pair that is elsewhere counts nothing here
             return self.run_named(x, held, weights.masked_fill(slots < 0, 0), slots.clamp(min=0))
         return self.run_named(x, held, weights, torch.where(slots >= 0, slots, num_slots))
 
@@ -212,19 +214,24 @@ class CudaSlotKernel:
         -1 must stay in the expert map, never in the ids, which the kernel looks up first.
         """
         num_slots, *rest = held.w13.shape
-        w2_shape = (self._num_experts, *held.w2.shape[1:])
-        all_here = num_slots == self._num_experts
-        with self._tiles((self._num_experts, *rest), w2_shape, slots.shape[1], x.dtype, x.shape[0]):
-            return self._fused(
+        w2_shape = (self.num_experts, *held.w2.shape[1:])
+        all_here = num_slots == self.num_experts
+        with self._tiles((self.num_experts, *rest), w2_shape, slots.shape[1], x.dtype, x.shape[0]):
+            return self.fused(
                 x,
                 held.w13,
                 held.w2,
                 weights,
                 slots,
-                activation=self._activation,
+                activation=self.activation,
                 global_num_experts=num_slots + (not all_here),
                 expert_map=None if all_here else self._map(num_slots, x.device),  # stock's own path, with its shortcut
+                **self._beside(held),
             )
+
+    def _beside(self, held: SlotWeights) -> dict[str, Any]:
+        """What else vLLM's function is told about these slots."""
+        return {}
 
     def _map(self, num_slots: int, device: torch.device) -> torch.Tensor:
         """Slot -> itself, and the one past the last to none."""

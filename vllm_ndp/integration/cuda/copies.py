@@ -8,34 +8,96 @@ not know experts, layers or plans.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ndp.integration.cuda.lanes import Lane, Mark, Pinned, make_lane, pinned_for
 
 BUFFER_BYTES = 32 << 20
 BUFFERS = 2
+SMALL_BYTES = 4096
+_ALIGNED = 16
 
 
 class PinnedCopies:
     """For one thread at a time, which must be inside the stream that reads what is copied."""
 
     def __init__(self, lane: Lane, pinned: Pinned, *, buffer_bytes: int = BUFFER_BYTES, buffers: int = BUFFERS) -> None:
-        self._lane = lane
+        self._lane, self._pinned = lane, pinned
         self._buffers = [pinned(buffer_bytes, dtype=torch.uint8) for _ in range(buffers)]
         self._emptied: list[Mark | None] = [None] * buffers
         self._next = 0
+        self._landing: list[torch.Tensor] = []  # on the GPU, for what is converted there
+        self._taken: list[Mark | None] = [None] * buffers
+        self._small = pinned(SMALL_BYTES, dtype=torch.uint8)
+        self._uploaded: Mark | None = None
 
-    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]], after: Mark | None = None) -> None:
         """Copy each source of the host, contiguous, to its place on the GPU, contiguous too; dtypes may differ.
 
-        What the stream was given so far is done before, what it is given from now on after.
+        What the stream is given from now on comes after. What it was given so far comes before, all of it or up to the
+        mark `after`: the rest then runs beside the copies, and must not use their places.
         """
-        self._lane.follow_main()
+        if after is None:
+            self._lane.follow_main()
+        else:
+            self._lane.follow(after)
         for target, source in copies:
             self._copy(target.view(-1), source.reshape(-1))
         self._lane.mark().hold_main()
+
+    def mark(self) -> Mark:
+        """The point up to which the stream was given work, for `after`."""
+        return self._lane.mark_main()
+
+    def upload(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+        """Small arrays, flat and contiguous, on the GPU: one copy by the stream itself, for which the host does not
+        wait. It waits for the upload before, whose memory this one needs."""
+        ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays]).tolist()
+        if self._uploaded is not None:
+            self._uploaded.wait_on_host()
+        if ends[-1] > len(self._small):
+            self._small = self._pinned(2 * ends[-1], dtype=torch.uint8)
+        places = list(zip([0, *ends[:-1]], arrays, strict=True))
+        for start, array in places:
+            self._small.numpy()[start : start + array.nbytes] = array.view(np.uint8)
+        there = self._small[: ends[-1]].to(device, non_blocking=True, copy=True)
+        self._uploaded = self._lane.mark_main()
+        return [there[start : start + a.nbytes].view(torch.from_numpy(a).dtype) for start, a in places]
+
+    def convert(
+        self,
+        source: torch.Tensor,
+        device: torch.device,
+        take: Callable[[int, torch.Tensor], None],
+        rows_at_once: int = 1,
+    ) -> None:
+        """Show rows of the host [N, K] to the stream, some at a time: take(first, rows on the GPU) gives it work.
+
+        rows_at_once: N and every part's number of rows are multiples of it. A row must fit a buffer.
+        """
+        step = len(self._buffers[0]) // (source.shape[1] * source.element_size()) // rows_at_once * rows_at_once
+        if not self._landing:
+            self._landing = [torch.empty(len(b), dtype=torch.uint8, device=device) for b in self._buffers]
+            self._lane.follow_main()  # the memory may be what the stream is reading now
+        for first in range(0, len(source), step):
+            part = source[first : first + step]
+            turn, self._next = self._next, (self._next + 1) % len(self._buffers)
+            if (emptied := self._emptied[turn]) is not None:
+                emptied.wait_on_host()
+            if (taken := self._taken[turn]) is not None:
+                self._lane.follow(taken)
+            size = part.numel() * part.element_size()
+            self._buffers[turn][:size].view(part.dtype).copy_(part.reshape(-1))
+            self._lane.copy(self._landing[turn][:size], self._buffers[turn][:size])
+            self._emptied[turn] = arrived = self._lane.mark()
+            arrived.hold_main()
+            take(first, self._landing[turn][:size].view(part.dtype).view(part.shape))
+            self._taken[turn] = self._lane.mark_main()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         step = len(self._buffers[0]) // target.element_size()
@@ -57,7 +119,11 @@ class CopiesByThread:
         self._make = make or (lambda device: PinnedCopies(make_lane(device), pinned_for(device)))
         self._mine = threading.local()
 
-    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def of_this_thread(self, device: torch.device) -> PinnedCopies:
         if not hasattr(self._mine, "copies"):
-            self._mine.copies = self._make(copies[0][0].device)
-        self._mine.copies.copy_all(copies)
+            self._mine.copies = self._make(device)
+        copies: PinnedCopies = self._mine.copies
+        return copies
+
+    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]], after: Mark | None = None) -> None:
+        self.of_this_thread(copies[0][0].device).copy_all(copies, after)

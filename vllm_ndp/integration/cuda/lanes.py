@@ -18,10 +18,10 @@ Pinned = Callable[..., torch.Tensor]
 
 
 class Mark(Protocol):
-    """A point on a lane."""
+    """A point on a lane, or on the main stream."""
 
     def wait_on_host(self) -> None:
-        """Return when the lane has passed it."""
+        """Return when it is passed."""
 
     def hold_main(self) -> None:
         """Have the main stream wait for it; the host does not."""
@@ -30,6 +30,12 @@ class Mark(Protocol):
 class Lane(Protocol):
     def follow_main(self) -> None:
         """What comes now starts when the main stream has done what it was given so far."""
+
+    def mark_main(self) -> Mark:
+        """The point that the main stream reaches when it has done what it was given so far, for `follow`."""
+
+    def follow(self, mark: Mark) -> None:
+        """What comes now starts when the main stream has passed a mark of `mark_main`, and may be before its end."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Between the GPU and pinned memory of the host, without waiting."""
@@ -46,6 +52,15 @@ class CudaLane:
     def follow_main(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
+    def mark_main(self) -> Mark:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._stream.device))
+        return CudaMark(event)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, CudaMark)
+        self._stream.wait_event(mark.event)
+
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
@@ -58,19 +73,24 @@ class CudaLane:
 
 class CudaMark:
     def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+        self.event = event
 
     def wait_on_host(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def hold_main(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream().wait_event(self.event)
 
 
 class HostLane:
     """For tensors of the host: everything is done at once."""
 
     def follow_main(self) -> None: ...
+
+    def mark_main(self) -> Mark:
+        return _PASSED
+
+    def follow(self, mark: Mark) -> None: ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(source)
