@@ -1,6 +1,7 @@
 """How full-precision experts leave the pool: into a hot slot, or through the kernel for rows that need them now.
 
-    StagingStreamer  from the checkpoint, packed into one staging slot, expert by expert: works everywhere
+    StagingStreamer  from the checkpoint through a staging slot, expert by expert: works everywhere. On a GPU two slots
+                     take turns, and one expert arrives while another one computes
     PackedStreamer   from a second memory map already in the CPU kernel's layout: one call for all experts of a layer,
                      no packing, at the price of a copy of the experts on disk
 
@@ -14,16 +15,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
 from ndp_device.errors import ConfigError
 from ndp_device.replicas._mapping import Watch
+from vllm_ndp.integration.cuda.lanes import Mark
+from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlotKernel, LowBitWeights
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotKernel, SlotWeights
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.ranks import Share
 
@@ -57,18 +62,38 @@ class StagingStreamer:
     keeps = True
 
     def __init__(self, pool: ExpertsPool, kernel: SlotKernel, like: SlotWeights) -> None:
+        """like: slots in full precision, for layout and dtype."""
         self._pool, self._kernel = pool, kernel
-        self._staging = like.empty_like(1)
-        self.staging_bytes = self._staging.num_bytes
+        self._through = kernel.plain if isinstance(kernel, LowBitSlotKernel) else kernel
+        """What runs an expert that only passes through: in full precision, whatever the slots hold."""
+        self._copies = kernel.copies if isinstance(kernel, CudaSlotKernel) else None
+        self._staging = [like.empty_like(1) for _ in range(1 if self._copies is None else 2)]
+        self._free: list[Mark | None] = [None for _ in self._staging]  # passed when what lay there has been read
+        self._turn = 0
+        self.staging_bytes = sum(slot.num_bytes for slot in self._staging)
         self.description = "the checkpoint, read page by page"
         if isinstance(kernel, CpuSlotKernel):
             self.description += '; {"pool": "packed"} prefills faster, for a copy on disk'
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
-        self._read(layer, expert, None, to, slot)
+        self._load(self._kernel, layer, expert, None, None, to, slot)
 
-    def _read(self, layer: int, expert: int, share: Share | None, to: SlotWeights, slot: int) -> None:
-        self._kernel.load(to, slot, self._pool.expert(layer, expert, share))
+    def _load(
+        self,
+        kernel: SlotKernel,
+        layer: int,
+        expert: int,
+        share: Share | None,
+        after: Mark | None,
+        to: SlotWeights,
+        slot: int,
+    ) -> None:
+        """after: where on the stream the slot has been read, if that was noted."""
+        weights = self._pool.expert(layer, expert, share)
+        if isinstance(kernel, CudaSlotKernel):
+            kernel.load(to, slot, weights, after)
+        else:
+            kernel.load(to, slot, weights)
         self._pool.check(layer)
 
     def run(
@@ -81,22 +106,39 @@ class StagingStreamer:
         shares: Sequence[Share],
     ) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in pairs.distinct_experts.tolist():  # each is read once per call
-            chosen = pairs.experts == expert
-            rows = torch.from_numpy(pairs.rows[chosen]).to(x.device)
-            weights = torch.from_numpy(pairs.topk_weights[chosen]).to(x.device).unsqueeze(1)
+        pairs = pairs.where(np.argsort(pairs.experts, kind="stable"))  # each expert is read once per call
+        all_rows, all_weights = self._upload([pairs.rows, pairs.topk_weights], x.device)
+        begin = self._mark(x.device)
+        experts, starts = np.unique(pairs.experts, return_index=True)
+        for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(pairs.rows)], strict=True):
+            rows, weights = all_rows[start:end], all_weights[start:end].unsqueeze(1)
+            kept = keep.get(expert)
+            own = kept if self._through is self._kernel else None  # a slot of another width is written afterwards
             for share in shares:
-                slot = keep.get(expert)
-                if slot is None:
-                    held = self._staging
-                    self._read(layer, expert, share, held, 0)
-                else:
+                if own is not None:
                     held = slots.held
-                    slots.migrate(slot, expert, partial(self.fill, layer, expert))
-                index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-                part = self._kernel.run(x.index_select(0, rows), held, weights, index)
+                    slots.migrate(own, expert, partial(self._load, self._kernel, layer, expert, None, begin))
+                else:
+                    self._turn = (self._turn + 1) % len(self._staging)
+                    held = self._staging[self._turn]
+                    self._load(self._through, layer, expert, share, self._free[self._turn], held, 0)
+                index = torch.full((len(rows), 1), own or 0, dtype=torch.int32, device=x.device)
+                part = self._through.run(x.index_select(0, rows), held, weights, index)
                 total.index_add_(0, rows, part.float())
+                if own is None:
+                    if kept is not None:
+                        assert isinstance(self._kernel, LowBitSlotKernel)
+                        slots.migrate(kept, expert, partial(self._kernel.adopt, held))
+                    self._free[self._turn] = self._mark(x.device)
         return total
+
+    def _upload(self, arrays: list[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+        if self._copies is None:
+            return [torch.from_numpy(array).to(device) for array in arrays]
+        return self._copies.of_this_thread(device).upload(arrays, device)
+
+    def _mark(self, device: torch.device) -> Mark | None:
+        return None if self._copies is None else self._copies.of_this_thread(device).mark()
 
 
 class PackedStreamer:
@@ -202,7 +244,9 @@ class PackedStreamer:
 def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, packed_dir: Path) -> Streamer:
     """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype."""
     if kind == "checkpoint":
-        return StagingStreamer(pool, slots.kernel, slots.held)
+        held = slots.held
+        like = held.in_full_precision(pool.dtype) if isinstance(held, LowBitWeights) else held
+        return StagingStreamer(pool, slots.kernel, like)
     return PackedStreamer(packed_dir, pool, slots.kernel, slots.held)
 
 
