@@ -49,7 +49,7 @@ HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "dead
 
 
 class NeedsGpuError(Exception):
-    """Raised by a piece that means nothing without one."""
+    """Raised by a piece that means nothing without one, or without a file that is not here."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **option
 
     base: dict[str, Any] = {
         "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0, "disable_log_stats": True,
-        "dtype": "bfloat16",
+        "dtype": "bfloat16", "enable_prefix_caching": False,  # a prompt that was seen costs no prefill
     }  # fmt: skip
     if model == MODEL:
         base["kv_cache_memory_bytes"] = 64 << 20  # several engines of one process must fit beside each other
@@ -380,6 +380,72 @@ def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float]:
     }
 
 
+PROMPT_LENGTHS = (64, 512, 1536)
+
+
+def prefill(dry: bool) -> dict[str, Any]:
+    """First token of one prompt at real width, by its length; where experts are cold they stream to the GPU.
+
+    What streams is counted from the plugin's sizes: every cold expert of every layer, once per prompt.
+    """
+    if not dry and not WIDE.exists():
+        raise RuntimeError("the wide model is not on this machine: run --pieces wide --again first")
+    names = ("stock", "4 of 8 hot", "stock, half the experts offloaded")
+    rows: list[dict[str, Any]] = []
+    for name in names[:2] if dry else names:
+        settings, options = WAYS[name]
+        if settings is not None:
+            settings = {**settings, "replicas": str(REPLICAS if dry else WIDE_REPLICAS)}
+        size = {"max_model_len": 2048, "max_num_batched_tokens": 2048, **options}
+        llm = engine(settings, **({} if dry else {"model": WIDE, "gpu_memory_utilization": 0.85, **size}))
+        for length in PROMPT_LENGTHS[:1] if dry else PROMPT_LENGTHS:
+            took = []
+            for number in range(2 if dry else 5):
+                prompt = {"prompt_token_ids": [(7 * i + 31 * number) % 4000 + 10 for i in range(length)]}
+                start = time.perf_counter()
+                greedy(llm, [prompt], 1)
+                took.append(time.perf_counter() - start)
+            rows.append({"way": name, "tokens": length, "first_token_ms": round(1000 * min(took[1:]), 1)})
+        end(llm)
+    return {"layers": 4 if dry else WIDE_LAYERS, "results": rows}
+
+
+def quantizing(dry: bool) -> dict[str, Any]:
+    """`quantize` with text, on the GPU and on the host: how long, and whether both lose the same."""
+    program = "import sys; from vllm_ndp.cli import main; sys.exit(main())"
+    rows = []
+    for device in ("cpu", "cuda") if on_gpu() else ("cpu",):
+        with tempfile.TemporaryDirectory() as folder:
+            options = [
+                "--calibration",
+                str(MODEL / "calibration.txt"),
+                "--device",
+                device,
+                "--samples",
+                "8" if dry else "64",
+            ]
+            command = [sys.executable, "-c", program, "quantize", str(MODEL), "--out", f"{folder}/replicas", *options]
+            if dry:
+                command += ["--bits", "2"]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        rows.append({"device": device, **{name: found[name] for name in ("experts", "seconds", "relative_loss")}})
+    return {"results": rows}
+
+
+def training(dry: bool) -> dict[str, Any]:
+    """The larger fixture: 109 M parameters on the bundled model's corpus, as far as nine minutes go."""
+    if not on_gpu():
+        raise NeedsGpuError("109 M parameters are not trained on a CPU in nine minutes")
+    corpus = ROOT / ".cache/tiny_mixtral/corpus"
+    if not list(corpus.glob("*.train.npy")):
+        raise NeedsGpuError(f"no corpus in {corpus.relative_to(ROOT)}: make it with build_corpus.py and bring it along")
+    script, out = ROOT / "benchmarks/tiny_mixtral/train.py", Path(tempfile.gettempdir()) / "ndp-larger"
+    options = ["--size", "larger", "--device", "cuda", "--windows", "32", "--minutes", "8.5", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True, text=True)
+    return {**json.loads(done.stdout.splitlines()[-1]), "checkpoint": str(out / "checkpoint")}
+
+
 def graphs(dry: bool) -> dict[str, Any]:
     """PIECEWISE graphs that end before each MoE layer: the tokens without graphs, and what they gain."""
     if not on_gpu():
@@ -414,9 +480,12 @@ PIECES = {
     "timeline": Piece("What lies beside what?", 2, timeline),
     "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 4, wide),
     "speed": Piece("How fast is it beside stock and beside offloading?", 9, partial(speed, tuple(WAYS)[:4])),
+    "prefill": Piece("How soon is the first token, with experts that stream and without?", 6, prefill),
     "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, graphs),
     "link": Piece("What does a crossing cost?", 4, link),
     "speed_more": Piece("How fast is it with more and fewer hot experts?", 9, partial(speed, tuple(WAYS)[4:])),
+    "quantizing": Piece("How long does quantizing take on the GPU, and is it as good as on the host?", 4, quantizing),
+    "training": Piece("How well does a larger fixture do that is trained here?", 9.5, training),
 }
 """Most valuable first."""
 
@@ -460,6 +529,8 @@ def main() -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="on a machine without a GPU, small; pieces that need one say so"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what became of each piece, and of the kit in --kit")
+    parser.add_argument("--kit", type=Path, help="folder that gpu_kit/make_bundle.sh has written, for --json")
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.piece:
@@ -472,19 +543,37 @@ def main() -> int:
         return 2
     out = arguments.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if arguments.dry_run else KEPT)
     out.mkdir(parents=True, exist_ok=True)
-    return run_pieces(arguments.pieces.split(","), out, arguments)
+    measurement, became = Measurement(__doc__), dict[str, str]()
+    status = run_pieces(arguments.pieces.split(","), out, arguments, became)
+    if arguments.json is not None:
+        pieces = [{"piece": name, "question": PIECES[name].question, "became": what} for name, what in became.items()]
+        measurement.end({"gpu": gpu_name() or "none", "pieces": pieces, "kit": kit_in(arguments.kit)}, arguments.json)
+    return status
 
 
-def run_pieces(names: list[str], out: Path, arguments: argparse.Namespace) -> int:
+def kit_in(folder: Path | None) -> list[dict[str, Any]]:
+    """The parts that were built: what each holds, and the bytes of it."""
+    parts = sorted(path.parent for path in folder.rglob("install_part.sh")) if folder is not None else []
+    return [
+        {"part": part.name, "bytes": sum(file.stat().st_size for file in part.iterdir()),
+         "holds": {file.name.removesuffix(".tar.xz"): file.stat().st_size for file in sorted(part.glob("*.tar.xz"))}}
+        for part in parts
+    ]  # fmt: skip
+
+
+def run_pieces(names: list[str], out: Path, arguments: argparse.Namespace, became: dict[str, str]) -> int:
+    """became: filled with one sentence on each piece."""
     print(f"{machine()['processor']}, {gpu_name() or 'no GPU'}; results go to {out}", flush=True)
     end_s, failed, left = time.monotonic() + 60 * arguments.minutes, 0, []
     for name in names:
         file, piece = out / f"gpu_{name}.json", PIECES[name]
         if file.exists() and not arguments.again:
+            became[name] = "there already"
             print(f"{name}: there already")
             continue
         if time.monotonic() + 60 * piece.minutes > end_s:
             left.append(name)
+            became[name] = "no time left"
             continue
         command = [sys.executable, __file__, "--piece", name, "--out", str(file)]
         started = time.monotonic()
@@ -494,13 +583,13 @@ def run_pieces(names: list[str], out: Path, arguments: argparse.Namespace) -> in
         )
         took = f"{time.monotonic() - started:.0f} s"
         if status == 0:
-            print(f"{name}: done in {took}")
+            became[name] = f"ran in {took}"
         elif words.startswith(f"{name}: left out"):
-            print(words)
+            became[name] = words.removeprefix(f"{name}: ")
         else:
             failed += 1
-            print(f"{name}: FAILED after {took}: {words}")
-        sys.stdout.flush()
+            became[name] = f"FAILED after {took}: {words}"
+        print(f"{name}: {became[name]}", flush=True)
     if left:
         print(f"no time for {', '.join(left)}: run this again")
     return 1 if failed else 0

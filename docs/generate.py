@@ -4,6 +4,7 @@
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options
+    docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     README.md               the sentences with measured figures
 
@@ -210,6 +211,47 @@ def vllm_hooks(root: Path = ROOT) -> str:
     return "\n".join([*lines, f"| names that we import | {' | '.join(imports)} |"])
 
 
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+DRY_RUN = "gpu_dry_run"
+
+
+def gpu_results(root: Path = ROOT) -> str:
+    """Every piece of benchmarks/gpu_check.py that was run where there is a GPU."""
+    measured = load_measured(root / "docs" / "measured")
+    pieces = {name: found for name, found in measured.items() if name.startswith("gpu_") and name != DRY_RUN}
+    if not pieces:
+        return "**Nothing.** No piece has been run on a GPU: there is no `docs/measured/gpu_<piece>.json` yet."
+    parts = []
+    for name, found in pieces.items():
+        rows = found.figures.get("results", [])
+        single = {key: value for key, value in found.figures.items() if key not in ("results", "gpu")}
+        lines = [f"**`{name.removeprefix('gpu_')}`** {found.question} ({found.figures['gpu']})", ""]
+        lines += table(rows) if rows else []
+        lines += ["", *(f"* {key}: {value}" for key, value in single.items()), "", about(found)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of rows that need not have the same keys."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[str(row.get(column, "")).replace("|", "/") for column in columns] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in ([*columns], ["---"] * len(columns), *cells)]
+
+
+def gpu_dry_run(root: Path = ROOT) -> str:
+    """What the same command did on a machine without a GPU, and the kit that takes it to one."""
+    found = load_measured(root / "docs" / "measured")[DRY_RUN]
+    lines = [f"| piece | {found.machine['processor']}, GPU: {found.figures['gpu']} |", "|---|---|"]
+    lines += [f"| {piece['question']} `{piece['piece']}` | {piece['became']} |" for piece in found.figures["pieces"]]
+    lines += ["", "| part of the kit | MiB | holds |", "|---|---|---|"]
+    for part in found.figures["kit"]:
+        holds = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in part["holds"].items())
+        lines.append(f"| {part['part']} | {part['bytes'] / 2**20:.1f} | {holds} |")
+    return "\n".join([*lines, "", about(found)])
+
+
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +333,8 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
         "published models": published_models,
         "hooks of vLLM": lambda: vllm_hooks(root),
+        "measured on a GPU": lambda: gpu_results(root),
+        "dry run without a GPU": lambda: gpu_dry_run(root),
         "options of vLLM": option_answers,
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
@@ -312,7 +356,7 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    for name in ("docs/architecture.md", "docs/compatibility.md", "docs/timing.md", "README.md"):
+    for name in ("docs/architecture.md", "docs/compatibility.md", "docs/gpu.md", "docs/timing.md", "README.md"):
         path = root / name
         found[path] = filled(path.read_text(), root)
     return found

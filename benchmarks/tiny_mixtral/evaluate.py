@@ -60,6 +60,7 @@ def perplexity(model: MixtralForCausalLM, tokens: list[int], max_windows: int | 
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)[:max_windows]
     total = 0.0
     for batch in windows.split(BATCH):
+        batch = batch.to(model.device)
         logits = model(batch).logits[:, :-1]
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
     return math.exp(total / (windows.shape[0] * (WINDOW_TOKENS - 1)))

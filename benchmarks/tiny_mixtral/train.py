@@ -1,11 +1,13 @@
 """Train tiny-mixtral from random weights on the corpus that build_corpus.py wrote.
 
     python benchmarks/tiny_mixtral/train.py [--steps 5000] [--minutes 120] [--out .cache/tiny_mixtral/train]
+    python benchmarks/tiny_mixtral/train.py --size larger --device cuda --windows 32 --minutes 9    109 M parameters
 
-Every batch holds one window of each domain. Muon (orthogonalised momentum) trains the experts and the attention's value
-and output matrices; Adam the rest: Muon on queries and keys lets attention logits grow without bound, for Mixtral does
-not normalise them. The learning rate warms up, stays, then falls linearly to zero; whichever of --steps and --minutes
-ends first ends the schedule, so that a slow machine still finishes well (only a run that ends by steps can repeat).
+Every batch holds one window of each domain, or --windows of them. Muon (orthogonalised momentum) trains the experts
+and the attention's value and output matrices; Adam the rest: Muon on queries and keys lets attention logits grow
+without bound, for Mixtral does not normalise them. The learning rate warms up, stays, then falls linearly to zero;
+whichever of --steps and --minutes ends first ends the schedule, so that a slow machine still finishes well (only a
+run that ends by steps can repeat).
 
 Continues from OUT when a state lies there. OUT/checkpoint is a Hugging Face checkpoint in bfloat16. Last line: JSON.
 """
@@ -13,6 +15,7 @@ Continues from OUT when a state lies there. OUT/checkpoint is a Hugging Face che
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -34,24 +37,34 @@ WINDOW_TOKENS = 512
 MUON_RATE, ADAM_RATE, SLOW_RATE = 2.5e-3, 2e-3, 1e-3
 MOMENTUM, ADAM_BETAS, WEIGHT_DECAY = 0.95, (0.9, 0.98), 0.1
 WARMUP_STEPS, FLAT_PART, CLIP_NORM = 100, 0.25, 1.0
+SIZES: dict[str, dict[str, int]] = {
+    "bundled": {},
+    "larger": {
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64,
+    },
+}  # fmt: skip
+"""What differs from the bundled model's configuration."""
 SAVE_EVERY, LOOK_EVERY, LOOK_WINDOWS = 200, 500, 8
 
 
 class Batches:
     """Batch n is a pure function of (corpus, seed, n): per domain, windows in an order drawn anew each epoch."""
 
-    def __init__(self, corpus: Path, seed: int) -> None:
+    def __init__(self, corpus: Path, seed: int, windows: int = 1) -> None:
+        """windows: of each domain in a batch."""
         files = sorted(corpus.glob("*.train.npy"))
         if not files:
             raise SystemExit(f"no *.train.npy in {corpus}: run build_corpus.py first")
         self.tokens = [np.load(path, mmap_mode="r") for path in files]
-        self.seed = seed
+        self.seed, self.windows = seed, windows
 
     def __getitem__(self, step: int) -> Tensor:
         rows = []
-        for domain, tokens in enumerate(self.tokens):
+        numbers = range(step * self.windows, (step + 1) * self.windows)
+        for number, (domain, tokens) in itertools.product(numbers, enumerate(self.tokens)):
             num_windows = (len(tokens) - 1) // WINDOW_TOKENS
-            epoch, index = divmod(step, num_windows)
+            epoch, index = divmod(number, num_windows)
             order = np.random.default_rng([self.seed, domain, epoch])
             shift = int(order.integers(len(tokens) - num_windows * WINDOW_TOKENS))
             start = int(order.permutation(num_windows)[index]) * WINDOW_TOKENS + shift
@@ -116,10 +129,10 @@ def part_of_rate(step: int, progress: float) -> float:
 class Run:
     """The model, both optimizers and how far they are; saved and restored without pickle."""
 
-    def __init__(self, out: Path, seed: int) -> None:
+    def __init__(self, out: Path, seed: int, size: str = "bundled", device: str = "cpu") -> None:
         self.out, self.step, self.elapsed_s, self.log = out, 0, 0.0, []
         torch.manual_seed(seed)
-        self.model = MixtralForCausalLM(MixtralConfig.from_pretrained(MODEL)).float()
+        self.model = MixtralForCausalLM(MixtralConfig.from_pretrained(MODEL, **SIZES[size])).float().to(device)
         self.model.set_experts_implementation("grouped_mm")
         named = dict(self.model.named_parameters())
         muon = {n for n in named if n.endswith(("gate_up_proj", "down_proj", "v_proj.weight", "o_proj.weight"))}
@@ -130,6 +143,7 @@ class Run:
 
     def learn(self, batch: Tensor, part_of_rate: float) -> float:
         """One step; returns the loss before it."""
+        batch = batch.to(self.model.device)
         loss = self.model(batch, labels=batch, output_router_logits=True).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
@@ -179,12 +193,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", choices=SIZES, default="bundled")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--windows", type=int, default=1, help="of each domain in a batch")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    run, batches = Run(arguments.out, arguments.seed), Batches(arguments.corpus, arguments.seed)
+    torch.set_float32_matmul_precision("high" if arguments.device != "cpu" else "highest")
+    run = Run(arguments.out, arguments.seed, arguments.size, arguments.device)
+    batches = Batches(arguments.corpus, arguments.seed, arguments.windows)
     held_out = held_out_tokens(MODEL / "eval", Tokenizer.from_file(str(MODEL / "tokenizer.json")))
 
-    tokens_per_step = len(batches.tokens) * WINDOW_TOKENS
+    tokens_per_step = len(batches.tokens) * arguments.windows * WINDOW_TOKENS
     began, before = time.monotonic(), run.elapsed_s
     progress = max(run.step / arguments.steps, run.elapsed_s / (60 * arguments.minutes))
     while progress < 1:
@@ -208,6 +227,7 @@ def main() -> None:
     result = {
         "steps": run.step,
         "tokens": run.step * tokens_per_step,
+        "parameters": run.model.num_parameters(),
         "measured_minutes": round(run.elapsed_s / 60, 1),
         "perplexity": scores,
         "geometric_mean": round(geometric_mean(list(scores.values())), 2),

@@ -17,9 +17,16 @@ from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.cuda import low_bit_slots
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.low_bit_slots import Form, Fp8Rows, Int4Groups, LowBitSlotKernel, encode_fp8_rows
+from vllm_ndp.integration.cuda.low_bit_slots import (
+    Form,
+    Fp8Rows,
+    Int4Groups,
+    LowBitSlotKernel,
+    LowBitSlots,
+    encode_fp8_rows,
+)
 from vllm_ndp.integration.experts_pool import ExpertWeights
-from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotPairs, SlotWeights
 
 HIDDEN, INTERMEDIATE, SLOTS = 64, 32, 3
 
@@ -69,6 +76,29 @@ def allocated(bits: int, device: Any = "cpu") -> Any:
     return held
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_slots_of_a_layer_run_at_their_width_and_stream_in_full_precision(bits: int) -> None:
+    """A layer's own calls: what migrates is quantized; the profile run names slots that exist."""
+    seen: list[Any] = []
+
+    def fused(x: torch.Tensor, w13: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        seen.append((w13, more))
+        return x
+
+    plain = CudaSlotKernel("silu", 8, fused, lambda *key: nullcontext())
+    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
+    slots = LowBitSlots(plain, held, 8, SLOTS, form_of(bits))
+    slots.migrate(1, 5, lambda to, slot: slots.load(slot, expert()))
+    assert (slots.expert_in.tolist(), slots.expert_map.tolist()[5]) == ([-1, 5, -1], 1)
+    assert slots.num_bytes == slots.codes.num_bytes > held.num_bytes == 0
+    x, ids = torch.zeros(2, HIDDEN), torch.tensor([[5, 2], [7, 5]])
+    slots.run(x, SlotPairs(slots.expert_map[ids], torch.ones(2, 2), [2]))
+    slots.run_anything(x, torch.ones(2, 2), ids)
+    slots.kernel.run(x, held.empty_like(1), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
+    assert [w13.dtype for w13, _ in seen] == [slots.codes.w13.dtype] * 2 + [torch.float32]
+    assert ["quant_config" in more for _, more in seen] == [True, True, False]
+
+
 def bits_of(held: Any) -> list[torch.Tensor]:
     return [peek(part).view(torch.uint8).clone() for part in held if part is not None]
 
@@ -105,15 +135,6 @@ def test_rows_that_land_before_the_last_ones_were_taken_are_seen(monkeypatch: py
         monkeypatch.setattr(WatchedLane, "follow", lambda self, mark: None)
         with pytest.raises(RuntimeError, match="a copy may overwrite what operator"):
             kernel.load(held, 0, expert())
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_an_expert_that_lies_on_the_gpu_is_quantized_to_the_same_codes(bits: int) -> None:
-    loaded, adopted, one = allocated(bits), allocated(bits), expert()
-    kernel_of(bits).load(loaded, 1, one)
-    whole = SlotWeights(torch.cat([one.w1, one.w3])[None], one.w2[None])
-    kernel_of(bits).adopt(whole, adopted, 1)
-    assert all(torch.equal(a, b) for a, b in zip(bits_of(loaded), bits_of(adopted), strict=True))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

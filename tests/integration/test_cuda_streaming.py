@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.low_bit_slots import Form, Fp8Rows, Int4Groups, LowBitSlotKernel, encode_fp8_rows
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
@@ -75,12 +74,6 @@ class Setup:
     buffer_bytes: int = 64
     seed: int = 0
     calls: int = 2  # in turn, as layers are
-    bits: int = 16  # of the slots
-
-    @property
-    def form(self) -> Form | None:
-        forms = {8: Fp8Rows(encode_fp8_rows, dict), 4: Int4Groups(4, self.dtype, dict)}
-        return forms.get(self.bits)
 
     @property
     def pairs(self) -> Pairs:
@@ -101,7 +94,6 @@ def setups(draw: st.DrawFn) -> Setup:
         shares=shares,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         buffer_bytes=draw(st.sampled_from([256, 1 << 20])),
-        bits=draw(st.sampled_from([16, 16, 8, 4])),
         seed=draw(st.integers(0, 1000)),
     )
 
@@ -125,8 +117,8 @@ def run_on_gpu(setup: Setup) -> Outcome:
         for part in (*streamer._staging[0][:2], *streamer._staging[1][:2], *slots.held):
             if part is not None:
                 gpu.watch(part)
-        plain = streamer._through
-        totals = calls(setup, streamer, slots, x, before=lambda: plain.run(x, hot_before(slots), *in_slot_0(x)))
+        hot = lambda: slots.kernel.run(x, slots.held, *in_slot_0(x))  # noqa: E731
+        totals = calls(setup, streamer, slots, x, before=hot)
         return Outcome(
             [peek(total).clone() for total in totals], [peek(t).clone() for t in slots.held if t is not None],
             slots.expert_in.tolist(), list(gpu.waits), lane.ahead,
@@ -144,26 +136,9 @@ def streamer_of(setup: Setup, copies: CopiesByThread | None, device: torch.devic
     kernel = CudaSlotKernel("silu", EXPERTS, fused, lambda *key: nullcontext(), copies)
     part = INTERMEDIATE // setup.shares
     shapes = (SLOTS, 2 * part, HIDDEN), (SLOTS, HIDDEN, part)
-    whole = SlotWeights(*(torch.zeros(shape, dtype=setup.dtype, device=device) for shape in shapes))
-    held: Any = whole
-    if setup.form is not None:
-        kernel = LowBitSlotKernel(kernel, setup.form)
-        held = setup.form.allocate(SLOTS, HIDDEN, part, whole.w13)
-        for tensor in held:
-            if tensor is not None:
-                peek(tensor).view(torch.uint8).zero_()
-    streamer = StagingStreamer(Pool(setup.seed), kernel, whole)  # type: ignore[arg-type]
+    held = SlotWeights(*(torch.zeros(shape, dtype=setup.dtype, device=device) for shape in shapes))
+    streamer = StagingStreamer(Pool(setup.seed), kernel, held)  # type: ignore[arg-type]
     return streamer, HotSlots(kernel, held, EXPERTS)
-
-
-def hot_before(slots: HotSlots) -> SlotWeights:
-    """What hot experts read in full precision; what they read of other slots is written by the stream itself."""
-    held = slots.held
-    if isinstance(held, SlotWeights):
-        return held
-    rows, hidden = held.w13.shape[1], held.w2.shape[1]
-    shapes = (1, rows, hidden), (1, hidden, rows // 2)
-    return SlotWeights(*(torch.zeros(shape, dtype=torch.float32, device=held.w13.device) for shape in shapes))
 
 
 def calls(setup: Setup, streamer: StagingStreamer, slots: HotSlots, x: torch.Tensor, before: Any = list) -> Any:

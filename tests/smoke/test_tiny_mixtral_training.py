@@ -42,6 +42,8 @@ def test_the_order_of_documents_does_not_depend_on_how_they_are_found(monkeypatc
 def test_an_epoch_shows_every_window_once_and_the_next_another_order(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    import torch
+
     train = script("train", monkeypatch)
     np.save(tmp_path / "one.train.npy", np.arange(10 * 512 + 1, dtype=np.uint16))
     batches = train.Batches(tmp_path, seed=0)
@@ -50,6 +52,7 @@ def test_an_epoch_shows_every_window_once_and_the_next_another_order(
         assert sorted(int(window[0]) // 512 for window in windows) == list(range(10))
     assert [int(window[0]) for window in epochs[0]] != [int(window[0]) for window in epochs[1]]
     assert (train.Batches(tmp_path, seed=0)[3] == batches[3]).all()
+    assert (train.Batches(tmp_path, seed=0, windows=2)[1] == torch.cat([batches[2], batches[3]])).all()
     assert (train.Batches(tmp_path, seed=1)[3] != batches[3]).any()
 
 

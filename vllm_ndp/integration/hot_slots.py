@@ -272,6 +272,10 @@ class HotSlots:
     def num_bytes(self) -> int:
         return self.held.num_bytes
 
+    def running(self) -> tuple[CpuSlotKernel | CudaSlotKernel, Any]:
+        """What computes the slots, and what it computes with."""
+        return self.kernel, self.held
+
     @property
     def takes_few_rows(self) -> bool:
         """Whether aliased pairs of a few rows may be given as lists made on the host."""
@@ -312,7 +316,8 @@ class HotSlots:
         if not pairs.counts:
             return torch.zeros_like(x)
         if pairs.idle_rows is None:
-            return self.kernel.run(x, self.held, pairs.topk_weights, pairs.slots)
+            kernel, held = self.running()
+            return kernel.run(x, held, pairs.topk_weights, pairs.slots)
         assert isinstance(self.kernel, CpuSlotKernel)
         out = self.kernel.fused(x, self.held, pairs.topk_weights, pairs.slots)
         if pairs.idle_rows:
@@ -329,4 +334,5 @@ class HotSlots:
         if not len(self.expert_in):
             return torch.zeros_like(x)
         slots = (topk_ids % len(self.expert_in)).to(torch.int32)
-        return self.kernel.run(x, self.held, topk_weights, slots)
+        kernel, held = self.running()
+        return kernel.run(x, held, topk_weights, slots)

@@ -26,7 +26,6 @@ from rich.progress import track
 from ndp_device.errors import ConfigError
 from ndp_device.replicas._mapping import Watch
 from vllm_ndp.integration.cuda.lanes import Mark
-from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlotKernel, LowBitWeights
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotKernel, SlotWeights
 from vllm_ndp.integration.pairs import Pairs
@@ -62,10 +61,7 @@ class StagingStreamer:
     keeps = True
 
     def __init__(self, pool: ExpertsPool, kernel: SlotKernel, like: SlotWeights) -> None:
-        """like: slots in full precision, for layout and dtype."""
         self._pool, self._kernel = pool, kernel
-        self._through = kernel.plain if isinstance(kernel, LowBitSlotKernel) else kernel
-        """What runs an expert that only passes through: in full precision, whatever the slots hold."""
         self._copies = kernel.copies if isinstance(kernel, CudaSlotKernel) else None
         self._staging = [like.empty_like(1) for _ in range(1 if self._copies is None else 2)]
         self._free: list[Mark | None] = [None for _ in self._staging]  # passed when what lay there has been read
@@ -76,24 +72,17 @@ class StagingStreamer:
             self.description += '; {"pool": "packed"} prefills faster, for a copy on disk'
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
-        self._load(self._kernel, layer, expert, None, None, to, slot)
+        self._load(layer, expert, None, None, to, slot)
 
     def _load(
-        self,
-        kernel: SlotKernel,
-        layer: int,
-        expert: int,
-        share: Share | None,
-        after: Mark | None,
-        to: SlotWeights,
-        slot: int,
+        self, layer: int, expert: int, share: Share | None, after: Mark | None, to: SlotWeights, slot: int
     ) -> None:
         """after: where on the stream the slot has been read, if that was noted."""
         weights = self._pool.expert(layer, expert, share)
-        if isinstance(kernel, CudaSlotKernel):
-            kernel.load(to, slot, weights, after)
+        if isinstance(self._kernel, CudaSlotKernel):
+            self._kernel.load(to, slot, weights, after)
         else:
-            kernel.load(to, slot, weights)
+            self._kernel.load(to, slot, weights)
         self._pool.check(layer)
 
     def run(
@@ -112,23 +101,19 @@ class StagingStreamer:
         experts, starts = np.unique(pairs.experts, return_index=True)
         for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(pairs.rows)], strict=True):
             rows, weights = all_rows[start:end], all_weights[start:end].unsqueeze(1)
-            kept = keep.get(expert)
-            own = kept if self._through is self._kernel else None  # a slot of another width is written afterwards
+            slot = keep.get(expert)
             for share in shares:
-                if own is not None:
+                if slot is not None:
                     held = slots.held
-                    slots.migrate(own, expert, partial(self._load, self._kernel, layer, expert, None, begin))
+                    slots.migrate(slot, expert, partial(self._load, layer, expert, None, begin))
                 else:
                     self._turn = (self._turn + 1) % len(self._staging)
                     held = self._staging[self._turn]
-                    self._load(self._through, layer, expert, share, self._free[self._turn], held, 0)
-                index = torch.full((len(rows), 1), own or 0, dtype=torch.int32, device=x.device)
-                part = self._through.run(x.index_select(0, rows), held, weights, index)
+                    self._load(layer, expert, share, self._free[self._turn], held, 0)
+                index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
+                part = self._kernel.run(x.index_select(0, rows), held, weights, index)
                 total.index_add_(0, rows, part.float())
-                if own is None:
-                    if kept is not None:
-                        assert isinstance(self._kernel, LowBitSlotKernel)
-                        slots.migrate(kept, expert, partial(self._kernel.adopt, held))
+                if slot is None:
                     self._free[self._turn] = self._mark(x.device)
         return total
 
@@ -244,9 +229,7 @@ class PackedStreamer:
 def make_streamer(kind: str, pool: ExpertsPool, slots: HotSlots, packed_dir: Path) -> Streamer:
     """The streamer of the setting `pool`. slots: any layer's, for kernel, layout and dtype."""
     if kind == "checkpoint":
-        held = slots.held
-        like = held.in_full_precision(pool.dtype) if isinstance(held, LowBitWeights) else held
-        return StagingStreamer(pool, slots.kernel, like)
+        return StagingStreamer(pool, slots.kernel, slots.held)
     return PackedStreamer(packed_dir, pool, slots.kernel, slots.held)
 
 

@@ -49,10 +49,9 @@ class AsideLayer:
         self._slots, self._device, self._exchange = slots, device, exchange
         self._compute_here = compute_here
         self._routing = routing_for(slots.expert_map.device)
-        kernel = slots.kernel
-        self._kernel = kernel
+        self._kernel, self._held = slots.running()
         self._num_slots, self._num_experts = len(slots.expert_in), len(slots.expert_map)
-        has_spare_id = isinstance(kernel, CudaSlotKernel) and self._num_slots < self._num_experts
+        has_spare_id = isinstance(self._kernel, CudaSlotKernel) and self._num_slots < self._num_experts
         self._elsewhere = self._num_slots if has_spare_id else -1
 
     def takes(self, step: Step) -> bool:
@@ -125,8 +124,8 @@ class AsideLayer:
             return torch.zeros_like(x)
         if are_named:
             assert isinstance(self._kernel, CudaSlotKernel)
-            return self._kernel.run_named(x, self._slots.held, topk_weights, slots)
-        return self._kernel.run(x, self._slots.held, topk_weights, slots)
+            return self._kernel.run_named(x, self._held, topk_weights, slots)
+        return self._kernel.run(x, self._held, topk_weights, slots)
 
     def _add(
         self,

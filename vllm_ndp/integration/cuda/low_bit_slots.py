@@ -14,17 +14,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
-from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 
 GROUPS = (128, 64, 32)
 FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
-ROWS = 1024
-"""Quantized at a time where an expert lies on the GPU already."""
 
 
 class LowBitWeights(NamedTuple):
@@ -40,12 +39,6 @@ class LowBitWeights(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(int(t.nbytes) for t in self if t is not None)
-
-    def in_full_precision(self, dtype: torch.dtype) -> SlotWeights:
-        """No slots, of the shape that an expert has in full precision."""
-        rows, hidden = self.w13.shape[1], self.w2.shape[1]
-        shapes = (0, rows, hidden), (0, hidden, rows // 2)
-        return SlotWeights(*(self.w13.new_empty(shape, dtype=dtype) for shape in shapes))
 
 
 class Fp8Rows:
@@ -123,9 +116,8 @@ class LowBitSlotKernel(CudaSlotKernel):
     """As the kernel of full-precision slots, with what these hold given beside: one more argument of the same call."""
 
     def __init__(self, plain: CudaSlotKernel, form: Form) -> None:
-        """plain: runs the experts that only pass through."""
         super().__init__(plain.activation, plain.num_experts, plain.fused, lambda *key: nullcontext(), plain.copies)
-        self.plain, self.form = plain, form
+        self.form = form
         self._configs: dict[int, Any] = {}
 
     def load(self, to: Any, slot: int, expert: ExpertWeights, after: Mark | None = None) -> None:
@@ -142,12 +134,6 @@ class LowBitSlotKernel(CudaSlotKernel):
                 rows_at_once = 2 if self.form.even_rows else 1
                 self.copies.of_this_thread(to.w13.device).convert(source, to.w13.device, take, rows_at_once)
 
-    def adopt(self, whole: SlotWeights, to: Any, slot: int) -> None:
-        """Quantize an expert that lies on the GPU, alone in `whole`."""
-        for matrix, source in ((13, whole.w13[0]), (2, whole.w2[0])):
-            for first in range(0, len(source), ROWS):
-                self._write(to, slot, matrix, first, source[first : first + ROWS])
-
     def _write(self, to: LowBitWeights, slot: int, matrix: int, first: int, rows: torch.Tensor) -> None:
         codes, scales, zeros = (to.w13, to.s13, to.z13) if matrix == 13 else (to.w2, to.s2, to.z2)
         here = slice(first, first + len(rows))
@@ -159,6 +145,27 @@ class LowBitSlotKernel(CudaSlotKernel):
         if at not in self._configs:
             self._configs[at] = self.form.quant_config(held)
         return {"quant_config": self._configs[at]}
+
+
+class LowBitSlots(HotSlots):
+    """Of one layer. `kernel` and `held`, which has no slots, stay those of full precision: experts stream with them."""
+
+    def __init__(self, plain: CudaSlotKernel, held: SlotWeights, num_experts: int, num_slots: int, form: Form) -> None:
+        super().__init__(plain, held, num_experts)
+        self.low = LowBitSlotKernel(plain, form)
+        hidden, intermediate = held.w2.shape[1:]
+        self.codes = form.allocate(num_slots, hidden, intermediate, held.w13)
+        self.expert_in = np.full(num_slots, -1)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.num_bytes
+
+    def running(self) -> tuple[CpuSlotKernel | CudaSlotKernel, Any]:
+        return self.low, self.codes
+
+    def load(self, slot: int, expert: ExpertWeights) -> None:
+        self.low.load(self.codes, slot, expert)
 
 
 def form_of_vllm(bits: int, hidden: int, intermediate: int, dtype: torch.dtype) -> Form:
