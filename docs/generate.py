@@ -242,7 +242,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def gpu_dry_run(root: Path = ROOT) -> str:
     """What the same command did on a machine without a GPU, and the kit that takes it to one."""
-    found = load_measured(root / "docs" / "measured")[DRY_RUN]
+    found = load_measured(root / "docs" / "measured").get(DRY_RUN)
+    if found is None:
+        return "No dry run is recorded."
     lines = [f"| piece | {found.machine['processor']}, GPU: {found.figures['gpu']} |", "|---|---|"]
     lines += [f"| {piece['question']} `{piece['piece']}` | {piece['became']} |" for piece in found.figures["pieces"]]
     lines += ["", "| part of the kit | MiB | holds |", "|---|---|---|"]

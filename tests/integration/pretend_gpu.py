@@ -50,6 +50,9 @@ class OnGpu(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func}: used outside of PretendGpu")
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()  # as torch does it; it refuses to for classes that it does not know
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
