@@ -1,6 +1,6 @@
 """What hardware preset do a machine's own measurements make?
 
-    python benchmarks/gpu_preset.py docs/measured/gpu_link.json      writes ndp_device/timing/measured/h100-host.json
+    python benchmarks/gpu_preset.py RESULT      of the piece `link`; writes ndp_device/timing/measured/h100-host.json
 
 `gpu_check.py` does this itself where it writes into docs/measured. The link, the GPU's memory and the host come from
 what `gpu_kit/probe_gpu.py` measured, each value with how; the near-data device stays the simulated one. Knows the
