@@ -48,7 +48,7 @@ def test_the_packet_holds_what_a_loop_finds(
 ) -> None:
     expert_map, ids, weights, x, num_slots = case
     elsewhere = num_slots if elsewhere is None else elsewhere
-    into = fields(*ids.shape, x.dtype)
+    into = fields(len(ids), ids.shape[1], x.dtype)
     routing.split(expert_map, ids, weights, x, into, elsewhere)
     found = HostFields(into)
     sent: list[int] = []

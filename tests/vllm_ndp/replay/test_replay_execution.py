@@ -245,7 +245,7 @@ def test_requests_of_different_lengths_decode_until_the_longest_is_done():
     settings = SyntheticSettings(num_layers=2, num_experts=8, top_k=2, num_requests=2, prompt_len=3, decode_len=5)
     trace = synthetic_trace(settings)
     keep = ~((trace.request == 1) & (trace.position >= 6))
-    trace = Trace(
+    trace = Trace(  # type: ignore[call-arg]  # of arrays by name
         trace.provenance,
         *(getattr(trace, n)[keep] for n in ("step", "request", "position", "phase", "ids", "weights")),
         trace.prompt_len,
