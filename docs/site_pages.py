@@ -1,7 +1,7 @@
 """Pages of the site that follow from the code: commands, settings, metrics, errors. A hook of mkdocs (mkdocs.yml).
 
 Made when the site is built and kept nowhere, so they cannot be out of date. Errors are read from the source: every
-`raise` of an error of ours, its sentence with the places that are filled in, and what it asks the reader to do.
+`raise` of an error of ours, its sentence with the places that are filled in; error_families.py says why and what to do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from error_families import FAMILIES, family_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ndp_device", "vllm_ndp")
@@ -82,15 +85,30 @@ def _sources() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+def refusals() -> Iterator[Sentence]:
+    """What the plugin refuses beside itself: pairs of a condition and a sentence's end, in two functions."""
+    for name in ("compat.py", "cuda/limits.py"):
+        path = ROOT / "vllm_ndp" / "integration" / name
+        functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+        for function in (one for one in functions if one.name in ("check", "refusals")):
+            for node in ast.walk(function):
+                text = _text(node.elts[1]) if isinstance(node, ast.Tuple) and len(node.elts) == 2 else ""
+                if " " in text:
+                    whole = f"quantization 'ndp' does not work together with {text}"
+                    yield Sentence("ConfigError", whole, path.relative_to(ROOT).as_posix())
+
+
 def errors_page() -> str:
-    classes, found = error_classes(), sorted(set(sentences()), key=lambda one: (one.error, one.text))
+    """Families, each with its reason, what to do, and its sentences."""
+    found = sorted({*sentences(), *refusals()}, key=lambda one: (one.error, one.text))
+    classes = error_classes()
     lines = ["# Errors", "", f"The {len(found)} sentences that errors of ours are made of, … for what is filled in. A"]
     lines += ["command ends with one of them on stderr and exit code 2; a server refuses to start with one.", ""]
-    for name, about in classes.items():
-        own = [one for one in found if one.error == name]
-        if not own:
-            continue
-        lines += [f"## {name}", "", about, "", "| sentence | what to do | from |", "|---|---|---|"]
+    for family in FAMILIES:
+        own = [one for one in found if family_of(one.error, one.text, one.file) is family]
+        kinds = "; ".join(f"`{name}`: {classes[name]}" for name in sorted({one.error for one in own}))
+        lines += [f"## {family.title}", "", kinds, "", f"**Why.** {family.why}", ""]
+        lines += [f"**What to do.** {family.what_to_do}", "", "| sentence | which says | from |", "|---|---|---|"]
         lines += [f"| {_cell(one.text)} | {_cell(one.advice)} | `{one.file}` |" for one in own]
         lines.append("")
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from vllm_ndp.config import NdpSettings
 sys.path.insert(0, str(ROOT / "docs"))
 
 import site_pages
+from error_families import FAMILIES, family_of, of_each
 
 DOCS = ROOT / "docs"
 
@@ -55,8 +56,29 @@ def test_the_catalogue_has_every_class_of_error_and_its_sentences() -> None:
     assert {"ConfigError", "ReplicaError", "DeviceUnavailable", "HubError", "DoesNotFit"} <= set(
         site_pages.error_classes()
     )
-    assert [name for name in sorted(ours) if f"## {name}\n" not in page] == []
+    assert [name for name in sorted(ours) if f"`{name}`: " not in page] == []
     assert len(set(site_pages.sentences())) > 300
+
+
+def test_every_sentence_has_a_family_that_says_why_and_what_to_do_and_every_family_a_sentence() -> None:
+    found = {*site_pages.sentences(), *site_pages.refusals()}
+    homeless = [one for one in found if family_of(one.error, one.text, one.file) is None]
+    assert homeless == []
+    assert [
+        title for title, count in of_each((one.error, one.text, one.file) for one in found).items() if not count
+    ] == []
+    assert all(family.why.endswith((".", ")")) and family.what_to_do.endswith((".", ")")) for family in FAMILIES)
+
+
+def test_refusals_of_vllms_features_are_whole_sentences_and_say_what_to_drop() -> None:
+    """As they are raised: test_integration_refusals.py starts engines that are refused with them."""
+    refused = list(site_pages.refusals())
+    assert len(refused) > 20
+    for one in refused:
+        assert family_of(one.error, one.text, one.file) is FAMILIES[0]
+        assert re.search(r"drop|use |disable|set |give it|unset|name other|choose", one.advice or one.text), one
+    page = site_pages.errors_page()
+    assert "expert load balancing (EPLB): drop --enable-eplb" in page
 
 
 def test_a_sentence_of_the_catalogue_has_its_advice_apart() -> None:
