@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.context_aware import gate_loss
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.cxl_tiers import COLD, HOT, WARM, Moves, TierCosts, retiered
 from vllm_ndp.replay.systems.prompts import each_ps, on_gpu_ps, prompts_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System, popular_placement, slots_bytes
@@ -28,6 +27,7 @@ from vllm_ndp.replay.vectorised.execution import copied_in_order, without_device
 from vllm_ndp.replay.vectorised.loads import Loads, add_up, distinct_cells, sums_after, sums_before
 from vllm_ndp.replay.vectorised.outcome import PS_PER_S, Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 
 COLD_BITS = 4
 ACTIVATION_BITS = 8  # source: seed 002

@@ -12,13 +12,13 @@ import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.context_aware import LOSS_OF_SKIPPING
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, time_before
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 
 ACCURACY = 0.9  # [O] of predicting the next layer's experts, as for MoEpic
 

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.prompts import each_ps, prompts_ps
 from vllm_ndp.replay.systems.system import (
     Memory,
@@ -24,6 +23,7 @@ from vllm_ndp.replay.vectorised.execution import with_copies, without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.cache import lcp, visits
@@ -18,6 +17,7 @@ from vllm_ndp.replay.vectorised.execution import copied_in_order, without_device
 from vllm_ndp.replay.vectorised.loads import add_up, sums_after, sums_before
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 
 HALF_LIFE_TOKENS = 64.0  # [O] the paper's decay of its score is not in what we could read
 

@@ -28,7 +28,6 @@ from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_loss,
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.systems.context_aware import gate_loss
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.ktransformers import CPU_BITS
 from vllm_ndp.replay.systems.prompts import on_gpu_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
@@ -37,6 +36,7 @@ from vllm_ndp.replay.vectorised.execution import run_prompts, shared_ps
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
 
 GPU_BITS = (16, 8, 4, 3, 2)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.replay.systems.context_aware import gate_loss
-from vllm_ndp.replay.systems.cpu import HostCpu
 from vllm_ndp.replay.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
@@ -22,6 +21,7 @@ from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
 
 CPU_BITS = (FULL_PRECISION_BITS, 8, 4)
 
