@@ -74,7 +74,10 @@ class LossTable:
 def select_bitwidths(
     score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget, gain: str = "importance"
 ) -> BitwidthPlan:
-    """The widths of largest total gain that spend exactly the budget's increments in each layer."""
+    """The widths of largest total gain that spend exactly the budget's increments in each layer.
+
+    Experts that are not cold have 0 bits here, as in `uniform_bitwidths`.
+    """
     if gain not in GAINS:
         raise ConfigError(f"bits must be chosen by one of {list(GAINS)}, got {gain!r}")
     hot = placement.hot
@@ -87,8 +90,8 @@ def select_bitwidths(
     if gain == "importance":
         gains = gains * score.values[:, :, None]
     num_cold, increments = placement.num_cold, budget.increments(placement.num_cold)
-    # Cold experts first, by falling importance, ties to the lower id; hot ones behind them.
-    order = np.argsort(np.where(hot, np.inf, -score.values), axis=1, kind="stable")
+    # Cold experts first, by falling importance, ties to the lower id; the others behind them.
+    order = np.argsort(np.where(placement.cold, -score.values, np.inf), axis=1, kind="stable")
     bits = np.zeros(hot.shape, np.uint8)
     for cold, spend in sorted(set(zip(num_cold.tolist(), increments.tolist(), strict=True))):
         if cold == 0:
@@ -104,7 +107,7 @@ def select_bitwidths(
 
 def uniform_bitwidths(placement: Placement, budget: Budget) -> BitwidthPlan:
     """The same bits for every cold expert; what a fractional average leaves over goes to the lower expert ids."""
-    cold = ~placement.hot
+    cold = placement.cold
     num_cold = placement.num_cold
     base, extra = np.divmod(budget.increments(num_cold), np.maximum(num_cold, 1))
     bits = 1 + base[:, None] + (np.cumsum(cold, axis=1) <= extra[:, None])
@@ -112,7 +115,7 @@ def uniform_bitwidths(placement: Placement, budget: Budget) -> BitwidthPlan:
 
 
 def full_precision(placement: Placement) -> BitwidthPlan:
-    """Every cold expert in the checkpoint's own precision: the identity mode, outside any bit budget."""
+    """Every expert in the checkpoint's own precision, hot ones aside: the identity mode, outside any bit budget."""
     return BitwidthPlan(np.where(placement.hot, 0, FULL_PRECISION_BITS))
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS, WIDTHS
+from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -25,20 +25,22 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 
 @dataclass(frozen=True)
 class Budget:
-    """num_hot experts per layer stay on the GPU; the cold ones keep avg_bits bits on average over the model."""
+    """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
+    average over the model."""
 
     num_hot: int
     avg_bits: float
+    num_warm: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_hot < 0:
-            raise ConfigError(f"num_hot must be at least 0, got {self.num_hot}")
+        if min(self.num_hot, self.num_warm) < 0:
+            raise ConfigError(f"num_hot and num_warm must be at least 0, got {self.num_hot} and {self.num_warm}")
         if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
             raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
 
     def with_more_bits(self, more: float) -> Budget:
         """The same with a higher average, at most that of the widest replica."""
-        return Budget(self.num_hot, min(self.avg_bits + more, float(WIDTHS[-1])))
+        return replace(self, avg_bits=min(self.avg_bits + more, float(WIDTHS[-1])))
 
     def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bits above 1 that each layer may spend, from its number of cold experts [L].
@@ -53,14 +55,31 @@ class Budget:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which experts are hot: in GPU memory, in full precision."""
+    """Which experts are hot: in GPU memory, in full precision; and which are warm: computed by the host's CPU, in full
+    precision too. The others are cold."""
 
     hot: NDArray[np.bool_]  # [L, E]
+    warm: NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # [L, E]; None: no expert is
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hot", frozen_array(self.hot, np.bool_))
+        warm = np.zeros_like(self.hot) if self.warm is None else self.warm
+        object.__setattr__(self, "warm", frozen_array(warm, np.bool_))
         if self.hot.ndim != 2 or self.hot.size == 0:
             raise ValueError(f"a placement must be [L, E], got {list(self.hot.shape)}")
+        if self.warm.shape != self.hot.shape or (self.warm & self.hot).any():
+            raise ValueError("an expert is hot, warm or cold: warm must be [L, E] and name no hot one")
+
+    @property
+    def cold(self) -> NDArray[np.bool_]:
+        """[L, E], the experts of the device."""
+        cold: NDArray[np.bool_] = ~(self.hot | self.warm)
+        return cold
+
+    @property
+    def tiers(self) -> NDArray[np.uint8]:
+        """[L, E]: 0 = cold, 1 = hot, 2 = warm, as a trace records it."""
+        return self.hot.astype(np.uint8) + np.uint8(2) * self.warm
 
     @property
     def num_hot(self) -> NDArray[np.int64]:
@@ -71,7 +90,7 @@ class Placement:
     @property
     def num_cold(self) -> NDArray[np.int64]:
         """Cold experts of each layer, [L]."""
-        num_cold: NDArray[np.int64] = self.hot.shape[1] - self.num_hot
+        num_cold: NDArray[np.int64] = self.cold.sum(axis=1, dtype=np.int64)
         return num_cold
 
     def moves_from(self, previous: Placement | None) -> NDArray[np.bool_]:
@@ -129,7 +148,7 @@ def limit_moves(
 
 @dataclass(frozen=True)
 class BitwidthPlan:
-    """Bits of each cold expert, 0 exactly where hot; 16 means the checkpoint's own weights."""
+    """Bits of each expert that is not hot, 0 exactly where hot; 16 means the checkpoint's own weights."""
 
     bits: NDArray[np.uint8]  # [L, E]
 
@@ -139,12 +158,6 @@ class BitwidthPlan:
             raise ValueError(f"a bitwidth plan must be [L, E], got {list(self.bits.shape)}")
         if not _IS_ALLOWED[self.bits].all():
             raise ValueError(f"bits must be one of {list(_ALLOWED_BITS)}, got {np.unique(self.bits).tolist()}")
-
-    @property
-    def average(self) -> float:
-        """Average bits over the cold experts, NaN when every expert is hot."""
-        cold = self.bits[self.bits > 0]
-        return float(cold.mean()) if cold.size else math.nan
 
     def width_mask(self) -> NDArray[np.uint8]:
         """[L, E]: bit b-1 is set where the expert has width b (1..4), bit 4 where it has full precision."""
@@ -177,10 +190,19 @@ class Plan:
             )
         if ((self.bits.bits == 0) != self.placement.hot).any():
             raise ValueError("bits must be 0 exactly where an expert is hot")
+        if (self.bits.bits[self.placement.warm] != FULL_PRECISION_BITS).any():
+            raise ValueError(f"bits must be {FULL_PRECISION_BITS} where an expert is warm")
+
+    @property
+    def average_bits(self) -> float:
+        """Over the cold experts, NaN where there are none."""
+        cold = self.bits.bits[self.placement.cold]
+        return float(cold.mean()) if cold.size else math.nan
 
     def fits(self, budget: Budget) -> bool:
         """At most num_hot hot experts in every layer, and no more quantized bits than the average allows."""
-        cold = self.bits.bits[self.bits.bits > 0].astype(np.int64)
+        cold = self.bits.bits[self.placement.cold].astype(np.int64)
         allowed = int(self.placement.num_cold.sum() + budget.increments(self.placement.num_cold).sum())
         quantized = bool((cold <= WIDTHS[-1]).all())
-        return bool((self.placement.num_hot <= budget.num_hot).all()) and quantized and int(cold.sum()) <= allowed
+        room = (self.placement.num_hot <= budget.num_hot) & (self.placement.warm.sum(axis=1) <= budget.num_warm)
+        return bool(room.all()) and quantized and int(cold.sum()) <= allowed

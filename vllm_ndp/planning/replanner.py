@@ -17,8 +17,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
+from vllm_ndp.planning.placement import top_experts, with_warm
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
 from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
@@ -63,11 +65,11 @@ class Replanner:
     """The placement in force, its epoch, and what the hot slots hold where that differs."""
 
     def __init__(self, rules: PlannerRules, num_layers: int, num_experts: int) -> None:
-        """Before the first prompt nothing is known: the lowest ids are hot, as good as any."""
+        """Before the first prompt nothing is known: the lowest ids are hot, as good as any, and the next ones warm."""
         self.rules = rules
-        hot = np.zeros((num_layers, num_experts), np.bool_)
-        hot[:, : rules.budget.num_hot] = True
-        self.placement = Placement(hot)
+        alike = np.zeros((num_layers, num_experts))
+        num_hot, num_warm = rules.budget.num_hot, rules.budget.num_warm
+        self.placement = with_warm(top_experts(alike, num_hot), alike, num_warm)
         self.resident: NDArray[np.bool_] = self.placement.hot
         """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
         self.epoch = 0
@@ -81,9 +83,11 @@ class Replanner:
         """Make one placement for all running requests and a plan for each, under a new epoch."""
         rules = self.rules
         placement = self._place(list(scores.values()))
+        together = np.sum([score.values for score in scores.values()], axis=0)
         if rules.max_moves is not None:
-            together = np.sum([score.values for score in scores.values()], axis=0)
             placement = limit_moves(self.resident, placement, together, rules.max_moves)
+        if rules.budget.num_warm:
+            placement = with_warm(placement, together, rules.budget.num_warm)
         became_hot = placement.moves_from(self.placement)
         moved = placement.hot & ~self.resident
         self.epoch += 1
@@ -139,7 +143,10 @@ class Replanner:
         rules = self.rules
         if rules.full_precision:
             return full_precision(placement)
-        return rules.policy.assign(score, placement, rules.loss, budget)
+        bits = rules.policy.assign(score, placement, rules.loss, budget)
+        if not rules.budget.num_warm:
+            return bits
+        return BitwidthPlan(np.where(placement.warm, FULL_PRECISION_BITS, bits.bits))
 
     def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
         return self.rules.policy.place(scores, self.placement, self.rules.budget)

@@ -6,6 +6,8 @@ make max(GPU, device) smallest:
 
     device = cold experts + message + offloaded experts          GPU = shared experts + hot experts that stay
 
+Where the host's CPU computes warm experts beside both, nothing is gained below what that takes.
+
 Of several hosts that share the device each expects the others to ask for as much as it does: the device's times count
 once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does; offloading in
 one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
@@ -36,6 +38,7 @@ class LayerLoad:
     cold: dict[tuple[int, int], int]  # (expert, bits) -> rows
     message: tuple[int, int]  # distinct rows with a cold pair, and cold pairs
     rows: int = 0  # of the layer, which all go through its shared experts
+    host_ps: int = 0  # what the host's CPU takes for warm experts, whatever becomes of hot ones
 
     @classmethod
     def of_lists(
@@ -60,18 +63,27 @@ class LayerLoad:
 
     @classmethod
     def of_arrays(
-        cls, is_hot: NDArray[np.bool_], ids: NDArray[np.int64], gates: NDArray[np.float32], bits: NDArray[np.uint8]
+        cls,
+        is_hot: NDArray[np.bool_],
+        ids: NDArray[np.int64],
+        gates: NDArray[np.float32],
+        bits: NDArray[np.uint8],
+        is_warm: NDArray[np.bool_] | None = None,
+        host_ps: int = 0,
     ) -> LayerLoad:
-        """The same for many rows. is_hot [E]; ids and gates [T, k]; bits [T, E]."""
+        """The same for many rows. is_hot [E]; ids and gates [T, k]; bits [T, E].
+
+        is_warm [E]: experts of the host's CPU, None where there are none; host_ps: what it takes for them.
+        """
         here = is_hot[ids]
         counts = np.bincount(ids[here], minlength=len(is_hot))
         mass = np.bincount(ids[here], weights=gates[here], minlength=len(is_hot))
-        rows, columns = np.nonzero(~here)
+        rows, columns = np.nonzero(~here if is_warm is None else ~(here | is_warm[ids]))
         experts = ids[rows, columns].astype(np.int64)
         keys, cold_counts = np.unique((experts << 8) | bits[rows, experts], return_counts=True)
         hot = {int(e): (int(counts[e]), float(mass[e])) for e in np.flatnonzero(counts)}
         cold = {(int(key) >> 8, int(key) & 255): int(count) for key, count in zip(keys, cold_counts, strict=True)}
-        return cls(hot, cold, (len(np.unique(rows)), len(rows)), len(ids))
+        return cls(hot, cold, (len(np.unique(rows)), len(rows)), len(ids), host_ps)
 
 
 @dataclass(frozen=True)
@@ -103,11 +115,11 @@ class Balancer:
         gpu_ps = [float(known.shared(load.rows))]
         for expert in reversed(order):
             gpu_ps.append(gpu_ps[-1] + known.gpu(load.hot[expert][0]))
-        best, best_ps, moved = 0, max(gpu_ps[-1], device_ps), 0.0
+        best, best_ps, moved = 0, max(gpu_ps[-1], device_ps, load.host_ps), 0.0
         opening = 0.0 if load.cold else self.message_ps(1, 1)
         for count, expert in enumerate(order, start=1):
             moved += self.device_ps(self.offload_bits, load.hot[expert][0])
-            layer_ps = max(gpu_ps[-1 - count], device_ps + moved + opening)
+            layer_ps = max(gpu_ps[-1 - count], device_ps + moved + opening, load.host_ps)
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])

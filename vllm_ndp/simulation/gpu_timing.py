@@ -1,7 +1,7 @@
 """How long the GPU side of a step would have taken: rooflines of one hardware preset, and the clock that adds them up.
 
     step = sum over MoE layers(
-               attention -> max( shared and hot experts | streamed experts over PCIe | device ) + overhead
+               attention -> max( shared and hot experts | streamed experts over PCIe | device | host's CPU ) + overhead
            ) + head
 
 "Attention" is all that runs before a layer's experts: attention of any form and the router, and the dense layers that
@@ -186,7 +186,7 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One layer of one step; total = attention + max(shared + hot, stream, device) + overhead."""
+    """One layer of one step; total = attention + max(shared + hot, stream, device, host) + overhead."""
 
     start_ps: int
     attention_ps: int
@@ -195,12 +195,12 @@ class LayerTime:
     stream_ps: int
     device_ps: int
     overhead_ps: int
+    host_ps: int = 0
 
     @property
     def total_ps(self) -> int:
-        return (
-            self.attention_ps + max(self.shared_ps + self.hot_ps, self.stream_ps, self.device_ps) + (self.overhead_ps)
-        )
+        beside = max(self.shared_ps + self.hot_ps, self.stream_ps, self.device_ps, self.host_ps)
+        return self.attention_ps + beside + self.overhead_ps
 
 
 @dataclass(frozen=True)
@@ -278,11 +278,12 @@ class StepClock:
         device_ps: int = 0,
         streamed_experts: int = 0,
         streamed_pairs: int = 0,
+        host_ps: int = 0,
     ) -> LayerTime:
         """hot_pairs: rows of each hot expert. hot_owners: as for GpuModel.hot_experts_ps.
 
         device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
-        PCIe, in prefill or because the device did not answer.
+        PCIe, in prefill or because the device did not answer. host_ps: what the host's CPU takes for warm experts.
         """
         if self._layer_start_ps is None:
             raise RuntimeError("end_layer: begin_layer must come first")
@@ -294,6 +295,7 @@ class StepClock:
             stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs),
             device_ps=device_ps,
             overhead_ps=self.model.hardware.gpu.layer_overhead_ps,
+            host_ps=host_ps,
         )
         self.now_ps = layer.start_ps + layer.total_ps
         self._layers.append(layer)

@@ -1,4 +1,8 @@
-"""A processor that computes experts beside a memory, two rooflines: the host's CPU, or an expander that multiplies."""
+"""A processor that computes experts beside a memory, two rooflines: the host's CPU, or an expander that multiplies.
+
+Tables and sums in floats are for systems that replay a whole trace at once; `pairs_ps` is the same price in whole
+picoseconds, for the step clock of the plugin and of the exact replay.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.timing import units
 from vllm_ndp.simulation.costs import Costs
 
 PS_PER_S = 1e12
@@ -44,15 +49,27 @@ class HostCpu:
 
     def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
         """[rows]: activations of n rows to the CPU and their results back, over the link."""
-        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
+        row_bytes = self._row_bytes(costs)
         return np.array([costs.fetch_ps(n * row_bytes) if n else 0 for n in range(max_rows + 1)], np.float64)
 
     def layers_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
         """[L]: all experts of counts [L, E] from host memory, one after the other, and the rows' way there and back."""
-        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
+        row_bytes = self._row_bytes(costs)
         hop = [costs.fetch_ps(int(n) * row_bytes) if n else 0 for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
         times: NDArray[np.float64] = self.each_ps(costs, counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
         return times
+
+    def pairs_ps(self, costs: Costs, experts: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
+        """The pairs of one layer, experts [P] and rows [P]: full-precision experts one after the other, and the way of
+        their rows there and back over the link."""
+        if not len(experts):
+            return 0
+        shape, total = costs.shape, costs.fetch_ps(len(np.unique(rows)) * self._row_bytes(costs))
+        read = units.transfer_ps(shape.expert_bytes, self.memory_bytes_per_s)
+        for count in np.unique(experts, return_counts=True)[1].tolist():
+            flops = 2 * shape.weights_per_expert * count
+            total += max(read, units.ceil_div(flops * units.PS_PER_S, self.flops_per_s))
+        return total
 
     def each_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
         """[...]: an expert from host memory for each of counts [...] rows; 0 rows cost nothing."""
@@ -60,3 +77,8 @@ class HostCpu:
         compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
         times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S
         return times
+
+    @staticmethod
+    def _row_bytes(costs: Costs) -> int:
+        """Of one row's activations there, and of its result back."""
+        return 2 * costs.shape.hidden_size * costs.shape.dtype_bytes

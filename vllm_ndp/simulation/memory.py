@@ -105,9 +105,13 @@ def slots_bytes(shape: ModelShape, num_hot: int) -> int:
     return (shape.num_layers * held + staged) * shape.expert_bytes
 
 
-def beside_device_memory(costs: Costs, num_hot: int, widest: int = WIDTHS[-1]) -> Memory:
+def beside_device_memory(
+    costs: Costs, num_hot: int, widest: int = WIDTHS[-1], *, computes_on_host: bool = False
+) -> Memory:
     """Of plans: num_hot experts per layer on the GPU; on the device every expert in full precision, for prompts and
-    migrations, and as a nested replica of up to `widest` bits."""
+    migrations, and as a nested replica of up to `widest` bits. Where the host's CPU computes some, its memory holds
+    every one that it may be asked for."""
     shape = costs.shape
     replicas = shape.num_layers * shape.num_experts * costs.stored_replica_bytes(widest)
-    return Memory(gpu=slots_bytes(shape, num_hot), device=all_experts_bytes(shape) + replicas)
+    experts = all_experts_bytes(shape)
+    return Memory(slots_bytes(shape, num_hot), experts + replicas, host=experts if computes_on_host else 0)

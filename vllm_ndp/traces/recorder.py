@@ -115,10 +115,12 @@ class TraceWriter:
             if 2 * self._used > self._capacity:
                 self._changed.notify_all()
 
-    def append_plan(self, step: int, epoch: int, hot: NDArray[np.bool_], bits: Mapping[int, NDArray[np.uint8]]) -> None:
-        """Placement [L, E] and bits [L, E] per request index, in force from `step` on."""
+    def append_plan(
+        self, step: int, epoch: int, tiers: NDArray[np.uint8], bits: Mapping[int, NDArray[np.uint8]]
+    ) -> None:
+        """Placement [L, E] (0 cold, 1 hot, 2 warm) and bits [L, E] per request index, in force from `step` on."""
         shape = (self._provenance.num_layers, self._provenance.num_experts)
-        for request, cells in {ALL_REQUESTS: hot, **bits}.items():
+        for request, cells in {ALL_REQUESTS: tiers, **bits}.items():
             if cells.shape != shape:
                 raise TraceError(f"a plan must be [layers, experts] {list(shape)}, got {list(cells.shape)}")
             self._add("plans", (step, epoch, request, np.array(cells, np.uint8)))

@@ -33,6 +33,7 @@ from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
+from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -102,6 +103,7 @@ class Engine:
             device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
+        self._cpu = HostCpu.of(self.costs)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
         self._owners = Owners(setup.num_gpus, *self.hot.shape) if setup.whole_experts else None
         self._own(self.hot)
@@ -191,7 +193,10 @@ class Engine:
             ids = trace.ids[rows, layer].astype(np.int64)
             if self.balancer is not None and decode.all():
                 bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
-                load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits)
+                warm = self.planner.placement.warm[layer]
+                warm_rows, columns = np.nonzero(warm[ids])
+                host_ps = self._cpu.pairs_ps(self.costs, ids[warm_rows, columns], warm_rows)
+                load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits, warm, host_ps)
                 here = here.copy()
                 here[list(self._balancer_of(layer).offloaded(load))] = False
             yield from self._run_layer(layer, ids, here, owner, decode, alone)
@@ -221,7 +226,10 @@ class Engine:
         self.clock.begin_layer()
         here = on_gpu[ids]
         hot_pairs = np.bincount(ids[here], minlength=len(on_gpu))
-        cold_rows, cold_columns = np.nonzero(~here)
+        warm = self.planner.placement.warm[layer][ids] & decode[:, None]
+        warm_rows, warm_columns = np.nonzero(warm)
+        host_ps = self._cpu.pairs_ps(self.costs, ids[warm_rows, warm_columns], warm_rows)
+        cold_rows, cold_columns = np.nonzero(~(here | warm))
         experts = ids[cold_rows, cold_columns]
         bits = self._bits_of_pairs(layer, cold_rows, experts, owner, decode)
         of_decode = decode[cold_rows]
@@ -240,6 +248,7 @@ class Engine:
             device_ps=device_ps,
             streamed_experts=len(np.unique(streamed)),
             streamed_pairs=len(streamed),
+            host_ps=host_ps,
         )
         if alone is not None:
             pairs = np.bincount(ids[decode][here[decode]], minlength=len(on_gpu))
@@ -249,7 +258,7 @@ class Engine:
                 if of_decode.any():
                     work = self._work(layer, cold_rows[of_decode], experts[of_decode], bits[of_decode])
                     device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
-            alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps)
+            alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps, host_ps=host_ps)
 
     def _prompts_on_device(
         self, experts: NDArray[np.int64], bits: NDArray[np.uint8], of_decode: NDArray[np.bool_]

@@ -57,7 +57,7 @@ def recorded_rules(trace: Trace, loss: LossTable) -> PlannerRules:
     settings = NdpSettings.from_mapping(trace.provenance.settings)
     return dataclasses.replace(
         settings.planner_rules(trace.provenance.num_experts, loss),
-        budget=Budget(setup.hot_experts, settings.avg_bits),
+        budget=Budget(setup.hot_experts, settings.avg_bits, setup.warm_experts),
         bits_for=setup.bits_for,
         keeps_streamed=setup.migration == "kept",
     )
@@ -109,12 +109,13 @@ def require_capacity(engine: Engine, num_hot: int) -> None:
     np.maximum.at(context, place.ravel(), trace.position[ran].astype(np.int64) + 1)
     which = np.unique(spans[0], return_inverse=True)[1]
     cached, running = int(np.bincount(which, weights=context).max()), int(np.bincount(which).max())
-    held = Footprint.of(beside_device_memory(costs, num_hot), costs.shape, cached, running)
+    experts = beside_device_memory(costs, num_hot, computes_on_host=engine.planner.rules.budget.num_warm > 0)
+    held = Footprint.of(experts, costs.shape, cached, running)
     held.require(costs.hardware, f"the run with K {num_hot}", "record it with other capacities, or fewer hot_experts")
 
 
 def _recorded_plans(trace: Trace) -> dict[int, dict[int, NDArray[np.uint8]]]:
-    """epoch -> {-1: hot, request: bits}."""
+    """epoch -> {-1: tiers, request: bits}."""
     out: dict[int, dict[int, NDArray[np.uint8]]] = {}
     if trace.plans:
         columns = (trace.plans[name] for name in ("epoch", "request", "cells"))
@@ -127,7 +128,7 @@ def _differs(engine: Engine, plan: dict[int, NDArray[np.uint8]] | None) -> int:
     """1 where a recorded plan of this epoch exists and is not the one just made."""
     if plan is None:
         return 0
-    same = np.array_equal(plan[ALL_REQUESTS].astype(np.bool_), engine.hot)
+    same = np.array_equal(plan[ALL_REQUESTS], engine.planner.placement.tiers)
     for request, cells in plan.items():
         if request != ALL_REQUESTS:
             ours = engine.requests[request].plan

@@ -12,8 +12,15 @@ from typing import Any
 from vllm_ndp.replay.exact.engine import StepRun
 
 SIMULATED, MEASURED = 1, 2
-GPU, LINK_IN, DEVICE, LINK_OUT, MIGRATION = 1, 2, 3, 4, 5
-_TRACKS = {GPU: "GPU", LINK_IN: "link to device", DEVICE: "NDP", LINK_OUT: "link from device", MIGRATION: "migration"}
+GPU, LINK_IN, DEVICE, LINK_OUT, MIGRATION, HOST = 1, 2, 3, 4, 5, 6
+_TRACKS = {
+    GPU: "GPU",
+    LINK_IN: "link to device",
+    DEVICE: "NDP",
+    LINK_OUT: "link from device",
+    MIGRATION: "migration",
+    HOST: "host CPU",
+}
 _PS_PER_US = 1e6
 
 
@@ -55,6 +62,8 @@ def _step(run: StepRun) -> list[dict[str, Any]]:
             events.append(_slice(GPU, "hot experts", at + time.shared_ps, time.hot_ps, **where))
         if time.stream_ps:
             events.append(_slice(MIGRATION, "stream experts", at, time.stream_ps, **where))
+        if time.host_ps:
+            events.append(_slice(HOST, "warm experts", at, time.host_ps, **where))
         if timing is None:
             continue
         arrived = timing.submit_ps + timing.launch_ps + timing.link_in_ps

@@ -1,0 +1,124 @@
+"""Warm experts: the most important ones after the hot ones, in full precision, outside of the budget of bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.planning.bitwidths import LossTable, uniform_bitwidths
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.policies import ScoredPolicy, load_policy
+from vllm_ndp.planning.replanner import PlannerRules, Replanner
+
+LAYERS, EXPERTS = 3, 16
+LOSS = LossTable.nominal(LAYERS, EXPERTS)
+
+
+def replanner(budget: Budget, **rules: object) -> Replanner:
+    return Replanner(PlannerRules(load_policy("prefill"), budget, LOSS, **rules), LAYERS, EXPERTS)  # type: ignore[arg-type]
+
+
+def score(seed: int) -> ImportanceScore:
+    return ImportanceScore.from_weights(np.random.default_rng(seed).random((LAYERS, EXPERTS)), 64)
+
+
+@given(st.integers(0, 10**6), st.integers(0, EXPERTS), st.integers(0, EXPERTS), st.integers(1, 3))
+def test_after_the_hot_experts_the_next_most_important_ones_are_warm(seed: int, hot: int, warm: int, requests: int):
+    warm = min(warm, EXPERTS - hot)
+    scores = {r: score(seed + r) for r in range(requests)}
+    change = replanner(Budget(hot, 2.5, warm)).replan(scores)
+    order = np.argsort(-np.sum([s.values for s in scores.values()], axis=0), axis=1, kind="stable")
+    for layer in range(LAYERS):
+        assert set(np.flatnonzero(change.placement.hot[layer])) == set(order[layer, :hot])
+        assert set(np.flatnonzero(change.placement.warm[layer])) == set(order[layer, hot : hot + warm])
+    for plan in change.plans.values():
+        assert (plan.bits.bits[change.placement.warm] == 16).all()
+        assert plan.fits(Budget(hot, 2.5, warm))
+        cold = plan.bits.bits[change.placement.cold]
+        assert cold.size == 0 or 2.5 - 1 / LAYERS <= cold.mean() == plan.average_bits <= 2.5
+
+
+def test_warm_experts_do_not_change_who_is_hot_nor_what_moves():
+    plain, tiered = replanner(Budget(4, 3.0)), replanner(Budget(4, 3.0, 5))
+    for seed in range(4):
+        scores = {"a": score(seed), "b": score(seed + 100)}
+        for each in (plain, tiered):
+            each.keep(list(scores.values()), np.random.default_rng(seed).random((LAYERS, EXPERTS)) < 0.5)
+        one, other = plain.replan(scores), tiered.replan(scores)
+        assert (one.placement.hot == other.placement.hot).all()
+        assert (one.moved == other.moved).all()
+
+
+def test_an_expert_that_may_not_move_to_the_gpu_is_warm_first():
+    """Nothing may move: the four that the prompt wants hot and the slots do not hold are the most important others."""
+    rules = replanner(Budget(4, 3.0, 4), max_moves=0)
+    values = np.ones((LAYERS, EXPERTS))
+    values[:, 10:14] = 9.0
+    change = rules.replan({"a": ImportanceScore.from_weights(values, 64)})
+    assert change.placement.hot[:, :4].all()
+    assert change.placement.warm[:, 10:14].all()
+
+
+def test_a_policy_that_knows_nothing_of_tiers_gets_full_precision_for_warm_experts():
+    class Careless(ScoredPolicy):
+        def assign(self, score, placement, loss, budget):  # type: ignore[no-untyped-def]
+            return BitwidthPlan(np.where(placement.hot, 0, 2))
+
+    ours = load_policy("prefill")
+    assert isinstance(ours, ScoredPolicy)
+    careless = Careless(ours.name, ours.scorer, ours.settings)
+    change = Replanner(PlannerRules(careless, Budget(4, 2.0, 3), LOSS), LAYERS, EXPERTS).replan({"a": score(1)})
+    bits = change.plans["a"].bits.bits
+    assert (bits[change.placement.warm] == 16).all()
+    assert (bits[change.placement.cold] == 2).all()
+
+
+def test_before_the_first_prompt_the_ids_after_the_hot_ones_are_warm():
+    placement = replanner(Budget(2, 3.0, 3)).placement
+    assert placement.tiers.tolist() == [[1, 1, 2, 2, 2] + [0] * 11] * LAYERS
+
+
+def test_impossible_placements_and_plans_are_refused():
+    hot = np.array([[True, False, False]])
+    with pytest.raises(ValueError, match="hot, warm or cold"):
+        Placement(hot, hot)
+    with pytest.raises(ValueError, match="hot, warm or cold"):
+        Placement(hot, np.zeros((1, 4), np.bool_))
+    warm = Placement(hot, np.array([[False, True, False]]))
+    with pytest.raises(ValueError, match="bits must be 16 where an expert is warm"):
+        Plan(0, warm, BitwidthPlan(np.array([[0, 3, 3]])))
+    assert uniform_bitwidths(warm, Budget(1, 3.0, 1)).bits.tolist() == [[0, 0, 3]]
+    with pytest.raises(ConfigError, match="at least 0"):
+        Budget(1, 3.0, -1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"warm_experts": -1}, "'warm_experts' must be 0 or more, got -1"),
+        (
+            {"hot_experts": 4, "warm_experts": 5},
+            "beside 4 hot experts, the model has only 8 experts per layer: at most 4",
+        ),
+        ({"warm_experts": 2, "devices": 2}, "know hot and cold experts only: use one device"),
+        (
+            {"hot_experts": 4, "warm_experts": 4, "execution": "balanced"},
+            "4 of 8 experts hot and 4 warm: use 'auto'",
+        ),
+    ],
+)
+def test_settings_that_leave_no_room_for_warm_experts_are_refused(settings: dict, wanted: str):
+    with pytest.raises(ConfigError) as error:
+        NdpSettings.from_mapping(settings).resolve_offload_bits(8)
+    assert wanted in str(error.value)
+
+
+def test_the_budget_with_more_bits_keeps_its_warm_experts():
+    assert Budget(1, 3.0, 2).with_more_bits(0.5) == dataclasses.replace(Budget(1, 3.5), num_warm=2)
