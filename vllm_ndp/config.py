@@ -50,6 +50,9 @@ class NdpSettings:
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
+    warm_experts: int = 0
+    """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
+    ones, by the same scores."""
     avg_bits: float = 3.0
     """Average bits of a request's cold experts, 1 to 4."""
     bits_for: str = "auto"
@@ -128,6 +131,13 @@ class NdpSettings:
                 )
         if self.hot_experts is not None and self.hot_experts < 0:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
+        if self.warm_experts < 0:
+            raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
+        if self.warm_experts and self.num_devices > 1:
+            raise ConfigError(
+                f"ndp setting 'warm_experts' is {self.warm_experts}, but plans over {self.num_devices} devices know "
+                "hot and cold experts only: use one device, or 'warm_experts': 0"
+            )
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
@@ -227,12 +237,14 @@ class NdpSettings:
 
         Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
         """
-        num_hot = self.resolve_hot_experts(num_experts)
-        possible = self.cold_precision == "quantized" and 0 < num_hot < num_experts
+        num_hot, num_cold = self.resolve_hot_experts(num_experts), self.num_cold(num_experts)
+        possible = self.cold_precision == "quantized" and num_hot > 0 < num_cold
         if self.execution == "balanced" and not possible:
+            warm = f" and {self.warm_experts} warm" if self.warm_experts else ""
             raise ConfigError(
                 f"ndp setting 'execution' is 'balanced', which needs quantized cold experts and some hot ones; "
-                f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot: use 'auto'"
+                f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot{warm}: use "
+                "'auto'"
             )
         return (self.offload_bits or DEFAULT_OFFLOAD_BITS) if possible and self.execution != "paper" else 0
 
@@ -252,7 +264,7 @@ class NdpSettings:
         """How plans are made under these settings, live and when a recorded run is replayed."""
         return PlannerRules(
             policy=self.make_policy(),
-            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits),
+            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts),
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.migration == "kept",
@@ -286,6 +298,16 @@ class NdpSettings:
                 f"ndp setting 'hot_experts' is {self.hot_experts}, the model has only {num_experts} experts per layer"
             )
         return self.hot_experts
+
+    def num_cold(self, num_experts: int) -> int:
+        """Experts per layer that are neither hot nor warm. Raises ConfigError when more are asked for than exist."""
+        num_hot = self.resolve_hot_experts(num_experts)
+        if num_hot + self.warm_experts > num_experts:
+            raise ConfigError(
+                f"ndp setting 'warm_experts' is {self.warm_experts} beside {num_hot} hot experts, the model has only "
+                f"{num_experts} experts per layer: at most {num_experts - num_hot} can be warm"
+            )
+        return num_experts - num_hot - self.warm_experts
 
 
 def _with_new_names(

@@ -165,14 +165,16 @@ def _times(between: Rates | None) -> RenderableType:
 
 
 def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
+    from vllm_ndp.operating.watch import PLACES
+
     if not any(name.endswith(" pairs") for name in now.sums):
         return ["vllm-ndp is not active in this server, or has served nothing yet"]
-    pairs = _table("pairs/s", "hot", "spilled", "cold", "fallback", "prefill", "hot share", "experts moved/s", "device")
+    pairs = _table("pairs/s", *PLACES, "hot share", "experts moved/s", "device")
     per_s = {} if between is None else between.per_s
     up = now.levels.get("device up")
     pairs.add_row(
         "",
-        *(_number(per_s.get(f"{place} pairs"), ".0f") for place in ("hot", "spilled", "cold", "fallback", "prefill")),
+        *(_number(per_s.get(f"{place} pairs"), ".0f") for place in PLACES),
         "-" if between is None or between.hot_share is None else f"{100 * between.hot_share:.0f} %",
         _number(per_s.get("experts moved")),
         "-" if up is None else "up" if up else "[red]down: the host computes for it[/]",

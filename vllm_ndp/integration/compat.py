@@ -98,6 +98,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
          "'prior' from 'policy_options'"),
+        (bool(settings.warm_experts) and parallel.tensor_parallel_size > 1,
+         "'warm_experts' beside tensor or expert parallelism, whose ranks would compute them more than once: drop "
+         "--tensor-parallel-size, or 'warm_experts'"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
@@ -141,12 +144,12 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
-    num_hot = settings.resolve_hot_experts(shape.num_experts)
+    num_cold = settings.num_cold(shape.num_experts)
     settings.resolve_offload_bits(shape.num_experts)
     hardware_of(settings)
     settings.make_policy()
     _refuse_ineffective_bit_rule(settings)
-    if settings.replicas is not None and settings.cold_precision == "quantized" and num_hot < shape.num_experts:
+    if settings.replicas is not None and settings.cold_precision == "quantized" and num_cold:
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings

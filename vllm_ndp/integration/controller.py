@@ -50,6 +50,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
+from vllm_ndp.integration.warm_experts import WarmExperts
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.replanner import Replanner
@@ -114,6 +115,7 @@ class NdpController:
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
         self._scheduler_config = vllm_config.scheduler_config
         self._exchange: Exchange | None = None
+        self._warm: WarmExperts | None = None
         self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._digest = ""
@@ -189,6 +191,7 @@ class NdpController:
         shared = compat.shared_experts(runner.model)
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
+        self._warm = self._make_warm(costs)
         self._exchange = self._make_exchange(offload_bits)
         held = self.hot.layers[0].held
         for index, name in self._operators.items():
@@ -206,6 +209,7 @@ class NdpController:
                 shared=shared.get(name.partition(":")[2]),
                 exchange=self._exchange,
                 fixed=FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None,
+                warm=self._warm,
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -283,6 +287,18 @@ class NdpController:
             start_thread=thread_of(device, compat.engine_cores()),
         )
 
+    def _make_warm(self, costs: Costs) -> WarmExperts | None:
+        """None where the host's CPU computes no experts. Raises ConfigError where it would keep copies of them."""
+        settings = self.settings
+        if not settings.warm_experts:
+            return None
+        if not self.pool.lies_in_place:
+            raise ConfigError(
+                "ndp setting 'warm_experts' needs experts that the CPU can compute where they lie, but in this "
+                "checkpoint they do not lie row by row, so that it would keep copies of them: use 'warm_experts': 0"
+            )
+        return WarmExperts(self.model_dir, settings.kernel, self.layers, compat.engine_cores(), costs)
+
     def _splits_prefill(self) -> bool:
         """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
         settings, num_experts, reason = self.settings, self.pool.shape.num_experts, ""
@@ -298,8 +314,8 @@ class NdpController:
 
     def _is_quantized(self) -> bool:
         """Whether some experts are cold and run from 1-4 bit replicas."""
-        num_hot = self.settings.resolve_hot_experts(self.pool.shape.num_experts)
-        return self.settings.cold_precision == "quantized" and num_hot < self.pool.shape.num_experts
+        num_cold = self.settings.num_cold(self.pool.shape.num_experts)
+        return self.settings.cold_precision == "quantized" and num_cold > 0
 
     def _packed_dir(self) -> Path:
         """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
@@ -315,7 +331,7 @@ class NdpController:
         self.locator.group = group
         splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
         fits = self._exchange is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
-        if fits and not (self.ranks.holds_whole_experts or splits_here):
+        if fits and not (self.ranks.holds_whole_experts or splits_here or self._warm is not None):
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
             )
@@ -417,12 +433,14 @@ class NdpController:
         """New plans for the report and the recording, by request."""
         if planned and self.recorder is not None:
             self._record_plan(self.num_steps)
-        num_hot = self.planner.replanner.rules.budget.num_hot
+        budget = self.planner.replanner.rules.budget
+        num_hot, num_warm = budget.num_hot, budget.num_warm
         return {
             name: {
                 "epoch": request.plan.epoch,
                 "hot_experts": num_hot,
-                "avg_bits": request.plan.bits.average if num_hot < self.sizes.num_experts else 0.0,
+                "warm_experts": num_warm,
+                "avg_bits": request.plan.average_bits if num_hot + num_warm < self.sizes.num_experts else 0.0,
             }
             for name, request in planned.items()
             if request.plan is not None
@@ -458,6 +476,7 @@ class NdpController:
             self.device,
             self.sidecar,
             self.ranks,
+            warm=self._warm,
             decode_layers=self._describe_layers(),
             has_report=self._has_report,
         )
@@ -465,6 +484,8 @@ class NdpController:
     def _describe_layers(self) -> str:
         if self._exchange is not None:
             return f"asynchronous up to {self._exchange.most_rows} rows"
+        if self._warm is not None:
+            return "Python, as with warm experts"
         return "Python" if self._few is None else f"native up to {ALIAS_PAIRS} pairs"
 
     def totals_dict(self) -> dict[str, Any]:

@@ -416,9 +416,7 @@ class DeviceLink:
         bits = step.bits_of(layer, pairs)
         if split.offloaded:
             bits[bits == 0] = self.offload_bits
-        begins = np.ones(len(pairs.rows), dtype=np.bool_)  # pairs come row by row
-        np.not_equal(pairs.rows[1:], pairs.rows[:-1], out=begins[1:])
-        sent, local = pairs.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
+        sent, local = pairs.sent_rows
         if len(sent) < x.shape[0]:
             x = x.index_select(0, torch.from_numpy(sent).to(x.device))
         host, experts = _as_numpy(x), pairs.experts.astype(np.int32)

@@ -1,6 +1,7 @@
 """One MoE layer, one step: split the (row, expert) pairs, run both halves at the same time, add them.
 
     decode rows   hot pairs -> hot slots (vLLM's fused kernel)     cold and offloaded pairs -> one message to the device
+                  warm pairs -> the host's CPU
     prefill rows  hot pairs -> hot slots                           cold pairs -> streamed from the pool, or in the same
                                                                    message; in full precision either way
 
@@ -26,10 +27,19 @@ from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.pairs import Pairs, Split, send_prompts, split_among_ranks, split_arrays, split_lists
+from vllm_ndp.integration.pairs import (
+    Pairs,
+    Split,
+    keep_warm,
+    send_prompts,
+    split_among_ranks,
+    split_arrays,
+    split_lists,
+)
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
+from vllm_ndp.integration.warm_experts import WarmExperts
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.devices import DevicesBalancer
 from vllm_ndp.simulation.prefill_split import PrefillSplit
@@ -58,18 +68,19 @@ class MoELayer:
         shared: Shared | None = None,
         exchange: Exchange | None = None,
         fixed: FixedOutput | None = None,
+        warm: WarmExperts | None = None,
     ) -> None:
         """balancer: None where hot experts never leave the GPU. prefill_split: None where the device computes nothing
         of prompts. weighs_input: the router's one weight is for x. shared: the shared experts, where they are ours to
         run. exchange: where decode layers do not wait for the GPU. fixed: where a captured graph reads what this layer
-        gives."""
+        gives. warm: None where the host's CPU computes no experts."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
         self._prefill_split = prefill_split
         self._weighs_input = weighs_input
-        self._shared, self._fixed = shared, fixed
+        self._shared, self._fixed, self._warm = shared, fixed, warm
         self._aside = None if exchange is None else AsideLayer(index, self._slots, device, exchange, self._compute_here)
 
     def forward(
@@ -147,18 +158,23 @@ class MoELayer:
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()
-        split = self._split_prompts(step, self._split(step, topk_weights, topk_ids))
+        split = self._split(step, topk_weights, topk_ids)
+        if self._warm is not None:
+            split = keep_warm(split, self._planner.warm(self.index))
+        split = self._split_prompts(step, split)
         call = self._device.submit(step, self.index, x, split)
         try:
             beside()
+            warm = None if self._warm is None else self._warm.begin(self.index, x, split.warm)
             out = self._slots.run(x, split.hot)
+            host_ps = 0 if warm is None else warm.add(out)
             self._stream(out, x, split.stream, self._planner.slots_to_keep(step, self.index, split.stream))
             device_ps = self._collect(step, call, out, x, split.device)
         except BaseException:
             if call is not None:
                 call.abandon()
             raise
-        step.end_layer(self.index, split, device_ps)
+        step.end_layer(self.index, split, device_ps, host_ps)
         return out
 
     def _run_few(
@@ -203,14 +219,18 @@ class MoELayer:
     def _split(self, step: Step, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Split:
         if (owners := self._hot.owners(self.index)) is not None:
             return self._split_among_ranks(step, topk_weights, topk_ids, owners)
-        if self._slots.takes_few_rows and topk_ids.numel() <= ALIAS_PAIRS and step.rows.all_decode:
+        is_few = topk_ids.numel() <= ALIAS_PAIRS and step.rows.all_decode
+        if is_few and self._slots.takes_few_rows and self._warm is None:
             return self._split_few(step, topk_weights, topk_ids)
         expert_map, offloaded = self._slots.expert_map, frozenset[int]()
         if (balancer := self._balancer_now(step)) is not None:
             is_hot, weights = (expert_map >= 0).cpu().numpy(), topk_weights.float().cpu().numpy()
-            load = LayerLoad.of_arrays(
-                is_hot, topk_ids.cpu().numpy().astype("int64"), weights, step.bits_by_row(self.index)
-            )
+            ids, bits = topk_ids.cpu().numpy().astype("int64"), step.bits_by_row(self.index)
+            if self._warm is None:
+                load = LayerLoad.of_arrays(is_hot, ids, weights, bits)
+            else:
+                is_warm = self._planner.warm(self.index)
+                load = LayerLoad.of_arrays(is_hot, ids, weights, bits, is_warm, self._warm.layer_ps(ids, is_warm))
             if offloaded := balancer.offloaded(load):
                 gone = torch.tensor(sorted(offloaded), device=expert_map.device)
                 expert_map = expert_map.index_fill(0, gone, -1)

@@ -33,6 +33,13 @@ class Pairs(NamedTuple):
         """The pairs whose row is marked in `wanted` [T]."""
         return self.where(wanted[self.rows])
 
+    @property
+    def sent_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(the rows [S] that have a pair, in order; which of them each pair [P] is of)."""
+        begins = np.ones(len(self.rows), dtype=np.bool_)  # pairs come row by row
+        np.not_equal(self.rows[1:], self.rows[:-1], out=begins[1:])
+        return self.rows[begins], np.cumsum(begins, dtype=np.int32) - np.int32(1)
+
     def beside(self, others: Pairs) -> Pairs:
         """These and the pairs of other rows, in the order of all rows."""
         if not len(self.rows) or not len(others.rows):
@@ -48,7 +55,8 @@ NO_PAIRS = Pairs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.fl
 
 
 class Split(NamedTuple):
-    """Every pair of a layer exactly once: `hot` runs here, `device` is sent, `stream` comes from the pool."""
+    """Every pair of a layer exactly once: `hot` runs in slots, `device` is sent, `stream` comes from the pool, `warm`
+    is for the host's CPU."""
 
     hot: SlotPairs
     device: Pairs  # decode rows, and prefill rows by send_prompts
@@ -56,6 +64,7 @@ class Split(NamedTuple):
     offloaded: frozenset[int] = frozenset()  # hot experts that run on the device this time
     loads: tuple[list[int], list[int]] | None = None
     """Where several ranks hold whole hot experts: pairs of each, and its rank. None: `hot` has all hot pairs."""
+    warm: Pairs = NO_PAIRS  # decode rows
 
 
 def split_lists(
@@ -142,6 +151,12 @@ def split_among_ranks(
     cold = Pairs(rows, ids[rows, columns], topk_weights.float().cpu().numpy()[rows, columns])
     loads = counts[used].tolist(), owners[used].tolist()
     return Split(hot, cold.of_rows(is_decode), cold.of_rows(~is_decode), loads=loads)
+
+
+def keep_warm(split: Split, warm: NDArray[np.bool_]) -> Split:
+    """The same with the device's pairs that have a warm expert on the host's CPU instead. warm [E]; before prompts."""
+    here = warm[split.device.experts]
+    return split._replace(device=split.device.where(~here), warm=split.device.where(here)) if here.any() else split
 
 
 def send_prompts(split: Split, experts: NDArray[np.int64]) -> Split:

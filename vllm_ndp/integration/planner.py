@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
 from vllm_ndp.integration.hot_experts import HotExperts
@@ -72,11 +73,13 @@ class Planner:
             scores = [score for name in change.plans if (score := running[name].score) is not None]
             self._clock.wait_until(self._clock.now_ps + devices.follow(change.plans.values(), scores))
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
+        widths[change.placement.warm] = 0  # no decode row of theirs goes to the device
         self._device.begin_install(change.epoch, widths, change.placement.hot)
         self._migrate(change.num_moved)
         self.prefills += len(alive)
         self.kept_experts += change.num_kept
-        self.checksum = zlib.crc32(change.placement.hot.tobytes(), change.epoch)
+        placement = change.placement
+        self.checksum = zlib.crc32(placement.warm.tobytes(), zlib.crc32(placement.hot.tobytes(), change.epoch))
         for plan in change.plans.values():
             self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
         return running
@@ -94,6 +97,11 @@ class Planner:
             self._ended.append(request)
         if self._ended:
             self.replanner.keep(self._scores(), step.streamed)
+
+    def warm(self, layer: int) -> NDArray[np.bool_]:
+        """[E], the experts of a layer that the host's CPU computes under the plan in force."""
+        warm: NDArray[np.bool_] = self.replanner.placement.warm[layer]
+        return warm
 
     def slots_to_keep(self, step: Step, layer: int, pairs: Pairs) -> dict[int, int]:
         """Of the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""

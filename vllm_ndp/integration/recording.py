@@ -89,7 +89,7 @@ class RunRecorder:
         bits = {self._indices[name]: plan.bits.bits for name, plan in plans.items() if name in self._indices}
         with self._writing() as writer:
             if writer is not None:
-                writer.append_plan(step, epoch, placement.hot, bits)
+                writer.append_plan(step, epoch, placement.tiers, bits)
 
     def note_step(self, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
         with self._writing() as writer:
@@ -193,5 +193,6 @@ def run_provenance(
             num_devices=1 if device_rules is None else device_rules.num_devices,
             device_copies=1 if device_rules is None else device_rules.num_copies,
             device_moves=0 if device_rules is None else device_rules.max_moves,
+            warm_experts=settings.warm_experts,
         ),
     )

@@ -17,10 +17,11 @@ from ndp_device.timing.work import Timing
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
-PAIR_KINDS = ("hot", "spilled", "cold", "prefill", "prefill_device", "fallback")
+PAIR_KINDS = ("hot", "spilled", "warm", "cold", "prefill", "prefill_device", "fallback")
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
-"""Decode pairs in hot slots; of hot experts on the device, to save time; of cold experts on the device; prefill pairs
-here and on the device; pairs computed here because the device did not answer. Each pair is of one kind."""
+"""Decode pairs in hot slots; of hot experts on the device, to save time; of warm experts on the host's CPU, where the
+plan wants them; of cold experts on the device; prefill pairs here and on the device; pairs computed here because the
+device did not answer. Each pair is of one kind."""
 DEVICE_PARTS = ("link", "dram", "arrays")
 """Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
 

@@ -15,6 +15,7 @@ from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.warm_experts import WarmExperts
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
@@ -26,6 +27,7 @@ def status(
     sidecar: RoutingSidecar,
     ranks: Ranks,
     *,
+    warm: WarmExperts | None,
     decode_layers: str,
     has_report: bool,
 ) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def status(
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
         "hot_experts": num_hot,
-        "cold_experts": shape.num_experts - num_hot,
+        "warm_experts": settings.warm_experts,
+        "warm": "" if warm is None else warm.description,
+        "cold_experts": settings.num_cold(shape.num_experts),
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
@@ -91,6 +95,12 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def _tiers(status: dict[str, Any]) -> str:
+    """How many experts of each layer live where, in the order in which the plan fills the tiers."""
+    warm = f"{status['warm_experts']} warm ({status['warm']}), " if status["warm_experts"] else ""
+    return f"{status['experts']}: {status['hot_experts']} hot, {warm}{status['cold_experts']} cold"
+
+
 def _bits(status: dict[str, Any]) -> str:
     bits = status["avg_bits"]
     if status["bits_for"] != "auto":
@@ -132,7 +142,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("settings given", given or "none: all are defaults"),
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
-        ("experts per layer", f"{status['experts']}: {status['hot_experts']} hot, {status['cold_experts']} cold"),
+        ("experts per layer", _tiers(status)),
         ("hot slots on GPU", f"{human_bytes(status['hot_bytes'])} + {human_bytes(status['staging_bytes'])} staging"),
         ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
         ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),

@@ -104,8 +104,13 @@ class Step:
         bits: NDArray[np.uint8] = self.bits[self.rows.owner[pairs.rows], layer, pairs.experts]
         return bits if self.rows.all_decode else np.where(self.rows.decode[pairs.rows], bits, FULL_PRECISION_BITS)
 
-    def end_layer(self, layer: int, split: Split, device_ps: int | None) -> None:
-        """Account for where the pairs ran. device_ps: None where the device was not asked or gave nothing."""
+    def end_layer(self, layer: int, split: Split, device_ps: int | None, host_ps: int = 0) -> None:
+        """Account for where the pairs ran. device_ps: None where the device was not asked or gave nothing.
+
+        host_ps: what the host's CPU takes for the warm pairs, simulated.
+        """
+        if len(split.warm.rows):
+            self._count("warm", split.warm.rows)
         streamed = [split.stream] if len(split.stream.rows) else []
         if streamed:
             self.streamed[layer, split.stream.experts] = True
@@ -122,6 +127,7 @@ class Step:
             device_ps=device_ps or 0,
             streamed_experts=len(set().union(*(pairs.experts.tolist() for pairs in streamed))),
             streamed_pairs=sum(len(pairs.rows) for pairs in streamed),
+            host_ps=host_ps,
         )
 
     def _count_device_pairs(self, split: Split) -> None:

@@ -39,12 +39,13 @@ def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool, whole_
     reasons = [
         (bool(offload_bits), f"execution {settings.execution!r}, which decides on the host: use 'execution': 'paper'"),
         (whole_experts, "expert parallelism: drop --enable-expert-parallel"),
+        (settings.warm_experts > 0, "'warm_experts', which the host computes beside the GPU: set it to 0"),
     ]
     for present, reason in reasons:
         if present and settings.layers == "asynchronous":
             raise ConfigError(f"ndp setting 'layers' is 'asynchronous', which does not work together with {reason}")
     if settings.layers == "auto":
-        return on_gpu and not offload_bits and not whole_experts
+        return on_gpu and not any(present for present, _ in reasons)
     return settings.layers == "asynchronous"
 
 

@@ -14,11 +14,12 @@ from vllm_ndp.planning.replanner import Replanner
 
 def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> dict[str, Any]:
     """planned: the requests that were planned last. Averages are over them."""
-    bits = [request.plan.bits.average for request in planned if request.plan is not None]
+    bits = [request.plan.average_bits for request in planned if request.plan is not None]
     average = float(np.mean(bits)) if bits else math.nan  # where every expert is hot, too
     return {
         "epoch": replanner.epoch,
         "hot_experts": replanner.rules.budget.num_hot,
+        "warm_experts": replanner.rules.budget.num_warm,
         "avg_bits": None if math.isnan(average) else round(average, 3),
     }
 
@@ -36,7 +37,8 @@ def running(requests: RequestTracker) -> list[dict[str, Any]]:
 
 
 def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: range) -> dict[str, Any]:
-    """Per layer and expert: hot or not, average bits of the requests planned last (0 where hot), and their importance.
+    """Per layer and expert: hot, warm or neither, average bits of the requests planned last (0 where hot), and their
+    importance.
 
     Importance is a share: a layer adds up to 1. Before the first prompt nothing is known of either.
     """
@@ -51,6 +53,7 @@ def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: ran
         "epoch": replanner.epoch,
         "layers": list(layers),
         "hot": replanner.placement.hot.astype(int).tolist(),
+        "warm": replanner.placement.warm.astype(int).tolist(),
         "bits": bits,
         "importance": importance,
     }

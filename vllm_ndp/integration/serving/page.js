@@ -26,9 +26,9 @@ function show_status(status) {
   document.getElementById('model').textContent = status.model;
   const e = first.effective;
   document.getElementById('about').textContent =
-    `${e.hot_experts} of ${e.experts} experts hot in each layer; ${e.cold_precision} cold ones; simulated hardware ${e.hardware}, ` +
+    `${e.hot_experts} of ${e.experts} experts hot in each layer${e.warm_experts ? `, ${e.warm_experts} warm` : ''}; ${e.cold_precision} cold ones; simulated hardware ${e.hardware}, ` +
     `${e.pe_mode}; epoch ${first.plan.epoch}; as of ${new Date().toLocaleTimeString('en-GB')}`;
-  const pairs = ['hot', 'spilled', 'cold', 'fallback'].map(kind => summed(workers, kind + '_pairs'));
+  const pairs = ['hot', 'spilled', 'cold', 'fallback', 'warm'].map(kind => summed(workers, kind + '_pairs'));
   const all = pairs.reduce((a, b) => a + b, 0), share = value => all ? number(100 * value / all, 1) + ' %' : '–';
   const down = workers.filter(worker => worker.device.state !== 'up');
   const newest = status.finished.find(report => report.measured_tpot_ms) || {};
@@ -37,6 +37,7 @@ function show_status(status) {
     tile(share(pairs[0]), 'of decode pairs hot'),
     tile(share(pairs[1] + pairs[2]), 'on the device'),
     tile(share(pairs[3]), 'computed here instead', pairs[3] ? 'lost' : ''),
+    ...(e.warm_experts ? [tile(share(pairs[4]), "on the host's CPU")] : []),
     tile(number(first.plan.avg_bits, 2), 'bits per cold expert'),
     tile(number(summed(workers, 'migrated_experts'), 0), 'experts moved'),
     tile(number(status.running.length, 0), 'requests running'),

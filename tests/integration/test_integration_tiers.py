@@ -1,0 +1,103 @@
+"""Plans over tiers, live: hot experts on the GPU, warm ones on the host's CPU, cold ones on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
+
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.replicas.loss_table import load_loss_table
+from vllm_ndp.integration.report import PAIR_KINDS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.traces.trace import Trace
+
+pytestmark = pytest.mark.vllm
+
+SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
+"""With this GPU the test model's small experts are worth sending to the device."""
+SLOW_CPU = {"host.memory_bytes_per_s": 2_000_000_000}
+"""With this one a layer waits for its warm experts."""
+TOKENS, LAYERS, TOP_K = 12, 4, 2
+
+
+class Ran(NamedTuple):
+    """What one engine made of the prompts: together, and then the last one again, which the prefix cache knows."""
+
+    tokens: list[list[int]]
+    reports: list[dict[str, Any]]
+    totals: dict[str, Any]
+    status: dict[str, Any]
+
+
+def run(directory: Path, settings: dict[str, Any], **options: Any) -> Ran:
+    with engine(settings={**settings, "record": str(directory)}, **options) as llm:
+        outputs = greedy(llm, PROMPTS, TOKENS) + greedy(llm, PROMPTS[-1:], TOKENS)
+        totals, status = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
+    reports = [output.kv_transfer_params["ndp"] for output in outputs]
+    return Ran(token_ids(outputs), reports, totals, status)
+
+
+def replayed_to_the_picosecond(directory: Path, losses: LossTable) -> bool:
+    again = replay_live(Trace.load(directory, model_digest=model_digest(MODEL)), losses)
+    assert len(again.steps) > TOKENS
+    assert (again.fallback_steps, again.plan_mismatches) == (0, 0)
+    return again.identical
+
+
+@pytest.fixture(scope="module")
+def stock_tokens() -> Iterator[list[list[int]]]:
+    with engine(max_num_seqs=3) as llm:
+        yield token_ids(greedy(llm, PROMPTS, TOKENS) + greedy(llm, PROMPTS[-1:], TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"hot_experts": 3, "warm_experts": 2}, {"max_num_batched_tokens": 48, "enable_prefix_caching": True}),
+        ({"hot_experts": 2, "warm_experts": 6, "hardware_overrides": SLOW_CPU}, {}),
+    ],
+    ids=["all three tiers, chunked", "no cold expert"],
+)
+def test_in_full_precision_warm_experts_leave_stocks_tokens_and_their_run_replays(
+    tmp_path: Path, stock_tokens: list[list[int]], settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    ran = run(tmp_path / "trace", {**settings, "cold_precision": "full"}, max_num_seqs=3, **options)
+    assert ran.tokens == stock_tokens
+    assert ran.totals["warm_pairs"] > 100
+    assert (ran.totals["cold_pairs"] > 0) == (settings["hot_experts"] + settings["warm_experts"] < 8)
+    assert ran.totals["fallback_pairs"] == ran.totals["sidecar_mismatches"] == 0
+    for report in ran.reports:
+        assert sum(report[f"{kind}_pairs"] for kind in ("hot", "warm", "cold")) == (TOKENS - 1) * LAYERS * TOP_K
+        assert report["warm_experts"] == settings["warm_experts"]
+    assert sum(report["warm_pairs"] for report in ran.reports) == ran.totals["warm_pairs"]
+    assert ran.status["warm_experts"] == settings["warm_experts"]
+    assert ran.status["warm"] == "the host's CPU, full precision, kernel native"
+    assert replayed_to_the_picosecond(tmp_path / "trace", LossTable.nominal(LAYERS, 8))
+
+
+def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Path) -> None:
+    """Hot experts leave the GPU for the device only where the host's CPU does not take longer than both."""
+    settings = {"hot_experts": 4, "warm_experts": 1, "avg_bits": 2.0, "bits_for": "request", "replicas": str(REPLICAS)}
+    ran = run(tmp_path / "trace", {**settings, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, max_num_seqs=3)
+    assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "warm", "cold")) > 0
+    assert {report["avg_bits"] for report in ran.reports} == {2.0}
+    for report in ran.reports:
+        kinds = [report[f"{kind}_pairs"] for kind in PAIR_KINDS if not kind.startswith("prefill")]
+        assert sum(kinds) == (TOKENS - 1) * LAYERS * TOP_K
+    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    assert replayed_to_the_picosecond(tmp_path / "trace", losses)
+
+
+def test_warm_experts_beside_ranks_that_split_layers_are_refused_before_loading() -> None:
+    from vllm import EngineArgs
+
+    from ndp_device.errors import ConfigError
+
+    options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"ndp": {"warm_experts": 2}}}
+    with pytest.raises(ConfigError, match=r"'warm_experts' beside tensor or expert parallelism.* drop"):
+        EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()
