@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,80 @@ def test_the_offline_entry_refuses_in_the_same_words(dense_model: Path):
     with pytest.raises(ConfigError, match="tiny-llama is a dense model") as error, engine(dense_model, settings={}):
         pass
     sentence(error)
+
+
+# -- the checkpoint ------------------------------------------------------------------------------------------------
+
+
+def _expert(number: int, matrix: str) -> str:
+    return f"model.layers.1.block_sparse_moe.experts.{number}.{matrix}.weight"
+
+
+def _without_an_expert(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    del tensors[_expert(6, "w3")]
+
+
+def _experts_twice(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.1.block_sparse_moe.experts.")]:
+        tensors[f"language_model.{name}"] = tensors[name].clone()
+
+
+def _config_of_another_model(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    config["num_local_experts"] = 6
+
+
+def _more_per_token_than_there_are(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    config["num_experts_per_tok"] = 9
+
+
+def _a_shape_no_kernel_runs(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    config["intermediate_size"] = 248
+    for name, values in tensors.items():
+        if ".experts." in name:
+            tensors[name] = (values[:, :248] if name.endswith("w2.weight") else values[:248]).contiguous()
+
+
+def _a_format_that_is_not_read(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    tensors[_expert(0, "w1") + "_scale"] = tensors[_expert(0, "w1")].float().amax(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "wanted", "fix"),
+    [
+        (_without_an_expert, "layer 1 lacks the up projection of expert 6", "the checkpoint is incomplete"),
+        (_experts_twice, "has two sets of experts for layer 1", "keep the files of one checkpoint only"),
+        (_config_of_another_model, "config.json says num_local_experts 6, the tensors say 8", "take both from one"),
+        (_more_per_token_than_there_are, "one number of experts per token, from 1 to 8", "num_experts_per_tok"),
+        (_a_shape_no_kernel_runs, "multiples of 32, damaged has 128 and 248", "serve it on a GPU"),
+        (_a_format_that_is_not_read, "stored in a quantized format", "give the checkpoint in bfloat16"),
+    ],
+)
+def test_a_checkpoint_that_does_not_add_up_is_refused_before_loading(
+    tmp_path: Path, damage: Callable[[dict[str, Any], dict[str, Any]], None], wanted: str, fix: str
+):
+    """An override on the command line and linear layers without a kernel here: test_integration_flags, _quantized."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "damaged"
+    directory.mkdir()
+    tensors, config = load_file(MODEL / "model.safetensors"), json.loads((MODEL / "config.json").read_text())
+    damage(tensors, config)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL / name, directory / name)
+    with pytest.raises(NdpError) as error:
+        configure(directory)
+    assert wanted in sentence(error)
+    assert fix in sentence(error)
+
+
+def test_a_missing_shard_is_refused_before_loading(tmp_path: Path):
+    directory = Path(shutil.copytree(MODEL, tmp_path / "halved", ignore=shutil.ignore_patterns("eval", "traces")))
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    with pytest.raises(ReplicaError) as error:
+        configure(directory)
+    assert "lacks model-00002-of-00002.safetensors" in sentence(error)
 
 
 # -- replicas -----------------------------------------------------------------------------------------------------

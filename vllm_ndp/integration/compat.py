@@ -143,6 +143,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_broken_on_cpu(vllm_config)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
+    _refuse_odd_sizes(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     num_cold = settings.num_cold(shape.num_experts)
     settings.resolve_offload_bits(shape.num_experts)
@@ -155,11 +156,23 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     return settings
 
 
+_CPU_UNIT = 32
+"""What vLLM's CPU kernel for experts computes at a time, of either size."""
+
+
+def _refuse_odd_sizes(shape: ModelShape) -> None:
+    if on_cpu() and (shape.hidden_size % _CPU_UNIT or shape.intermediate_size % _CPU_UNIT):
+        raise ConfigError(
+            f"vLLM's CPU kernel for experts needs hidden and intermediate sizes that are multiples of {_CPU_UNIT}, "
+            f"{shape.name} has {shape.hidden_size} and {shape.intermediate_size}: serve it on a GPU"
+        )
+
+
 def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings, *, whole: bool) -> None:
     """whole: each rank holds whole experts."""
     if num_ranks == 1:
         return
-    unit = 32 if on_cpu() else 1  # what the CPU kernel computes at a time
+    unit = _CPU_UNIT if on_cpu() else 1
     if shape.intermediate_size % (unit * num_ranks) and not whole:
         raise ConfigError(
             f"--tensor-parallel-size {num_ranks} cuts experts of intermediate size {shape.intermediate_size} into "

@@ -70,11 +70,6 @@ class SlotKernel(Protocol):
 
 class CpuSlotKernel:
     def __init__(self, dtype: torch.dtype, hidden_size: int, intermediate_size: int, activation: str) -> None:
-        if hidden_size % 32 or intermediate_size % 32:
-            raise ConfigError(
-                "vLLM's CPU MoE kernel needs hidden and intermediate sizes that are multiples of 32, "
-                f"got {hidden_size} and {intermediate_size}"
-            )
         from vllm._custom_ops import cpu_fused_moe
 
         amx = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
