@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import MixtralForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny-mixtral"
 WINDOW_TOKENS = 512
@@ -56,7 +56,7 @@ def held_out_tokens(texts: Path, tokenizer: Tokenizer) -> dict[str, list[int]]:
 
 
 @torch.inference_mode()
-def perplexity(model: MixtralForCausalLM, tokens: list[int], max_windows: int | None = None) -> float:
+def perplexity(model: PreTrainedModel, tokens: list[int], max_windows: int | None = None) -> float:
     windows = torch.tensor(tokens[: len(tokens) // WINDOW_TOKENS * WINDOW_TOKENS]).view(-1, WINDOW_TOKENS)[:max_windows]
     total = 0.0
     for batch in windows.split(BATCH):
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="first N windows of each domain only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model = MixtralForCausalLM.from_pretrained(arguments.checkpoint, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     scores = {}
     for domain, tokens in held_out_tokens(arguments.texts, tokenizer).items():

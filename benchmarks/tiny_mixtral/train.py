@@ -1,15 +1,18 @@
-"""Train tiny-mixtral from random weights on the corpus that build_corpus.py wrote.
+"""Train one of the bundled models on the corpus that build_corpus.py wrote.
 
-    python benchmarks/tiny_mixtral/train.py [--steps 5000] [--minutes 120] [--out .cache/tiny_mixtral/train]
+    python benchmarks/tiny_mixtral/train.py [--model models/tiny-qwen3-moe] [--steps 5000] [--minutes 120]
+    python benchmarks/tiny_mixtral/train.py --model models/tiny-qwen3-moe --start models/tiny-qwen3-moe --out more
     python benchmarks/tiny_mixtral/train.py --size larger --device cuda --windows 32 --minutes 9    109 M parameters
 
 Every batch holds one window of each domain, or --windows of them. Muon (orthogonalised momentum) trains the experts
 and the attention's value and output matrices; Adam the rest: Muon on queries and keys lets attention logits grow
-without bound, for Mixtral does not normalise them. The learning rate warms up, stays, then falls linearly to zero;
-whichever of --steps and --minutes ends first ends the schedule, so that a slow machine still finishes well (only a
-run that ends by steps can repeat).
+without bound where a model does not normalise them, as Mixtral. The learning rate warms up, stays, then falls linearly
+to zero; whichever of --steps and --minutes ends first ends the schedule, so that a slow machine still finishes well
+(only a run that ends by steps can repeat).
 
-Continues from OUT when a state lies there. OUT/checkpoint is a Hugging Face checkpoint in bfloat16. Last line: JSON.
+MODEL/config.json says what is trained; its weights are not read. Goes on from OUT where a state lies there. --start
+adds to a finished checkpoint, with new optimizers and a new schedule. OUT/checkpoint is a Hugging Face checkpoint in
+bfloat16. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from evaluate import MODEL, geometric_mean, held_out_tokens, perplexity
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "tiny_mixtral"
@@ -44,8 +47,8 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4, "head_dim": 64,
     },
 }  # fmt: skip
-"""What differs from the bundled model's configuration."""
-SAVE_EVERY, LOOK_EVERY, LOOK_WINDOWS = 200, 500, 8
+"""What differs from the configuration of --model."""
+SAVE_EVERY, LOOK_EVERY, LOOK_WINDOWS = 100, 250, 8
 
 
 class Batches:
@@ -129,10 +132,23 @@ def part_of_rate(step: int, progress: float) -> float:
 class Run:
     """The model, both optimizers and how far they are; saved and restored without pickle."""
 
-    def __init__(self, out: Path, seed: int, size: str = "bundled", device: str = "cpu") -> None:
+    def __init__(
+        self,
+        out: Path,
+        seed: int,
+        size: str = "bundled",
+        device: str = "cpu",
+        *,
+        model: Path = MODEL,
+        start: Path | None = None,
+    ) -> None:
         self.out, self.step, self.elapsed_s, self.log = out, 0, 0.0, []
         torch.manual_seed(seed)
-        self.model = MixtralForCausalLM(MixtralConfig.from_pretrained(MODEL, **SIZES[size])).float().to(device)
+        if start is None:
+            config = AutoConfig.from_pretrained(model, **SIZES[size])
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).to(device)
         self.model.set_experts_implementation("grouped_mm")
         named = dict(self.model.named_parameters())
         muon = {n for n in named if n.endswith(("gate_up_proj", "down_proj", "v_proj.weight", "o_proj.weight"))}
@@ -178,7 +194,7 @@ class Run:
 
     def export(self) -> Path:
         checkpoint = self.out / "checkpoint"
-        copy = MixtralForCausalLM(self.model.config).to(torch.bfloat16)
+        copy = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
         copy.load_state_dict(self.model.state_dict())
         copy.save_pretrained(checkpoint)
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -189,7 +205,9 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=CACHE / "corpus")
-    parser.add_argument("--out", type=Path, default=CACHE / "train")
+    parser.add_argument("--model", type=Path, default=MODEL, help="the directory of its config.json")
+    parser.add_argument("--start", type=Path, help="weights to begin with; default: random ones")
+    parser.add_argument("--out", type=Path, help="default: .cache/tiny_mixtral/train-MODEL")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -199,7 +217,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if arguments.device != "cpu" else "highest")
-    run = Run(arguments.out, arguments.seed, arguments.size, arguments.device)
+    out = arguments.out or CACHE / f"train-{arguments.model.resolve().name}"
+    run = Run(out, arguments.seed, arguments.size, arguments.device, model=arguments.model, start=arguments.start)
     batches = Batches(arguments.corpus, arguments.seed, arguments.windows)
     held_out = held_out_tokens(MODEL / "eval", Tokenizer.from_file(str(MODEL / "tokenizer.json")))
 
@@ -222,7 +241,7 @@ def main() -> None:
             run.save()
 
     run.save()
-    exported = MixtralForCausalLM.from_pretrained(run.export(), dtype=torch.float32).eval()
+    exported = AutoModelForCausalLM.from_pretrained(run.export(), dtype=torch.float32).eval()
     scores = {domain: round(perplexity(exported, tokens), 2) for domain, tokens in held_out.items()}
     result = {
         "steps": run.step,
@@ -232,7 +251,7 @@ def main() -> None:
         "perplexity": scores,
         "geometric_mean": round(geometric_mean(list(scores.values())), 2),
     }
-    (arguments.out / "checkpoint" / "train_log.json").write_text(json.dumps({**result, "log": run.log}, indent=1))
+    (out / "checkpoint" / "train_log.json").write_text(json.dumps({**result, "log": run.log}, indent=1))
     print(json.dumps(result))
 
 
