@@ -35,7 +35,7 @@ from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import DynamicCache, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
@@ -113,7 +113,7 @@ class MixedModel:
     """The model with MixedExperts; one batch of sequences at a time: prompt once, decode once per plan."""
 
     def __init__(self, model_dir: Path, store: ExpertStore) -> None:
-        self.model = MixtralForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self.experts = [MixedExperts(store, layer) for layer in range(store.shape.num_layers)]
         for block, experts in zip(self.model.model.layers, self.experts, strict=True):
             block.mlp.experts = experts
@@ -149,11 +149,16 @@ class MixedModel:
         return self.model(tokens, past_key_values=self.cache, use_cache=True).logits
 
 
+def texts_of(model_dir: Path) -> Path:
+    """Where held-out and calibration texts lie: the bundled models have one tokenizer and one set of texts."""
+    return model_dir if (model_dir / "eval").is_dir() else MODEL
+
+
 def held_out_sequences(model_dir: Path, per_domain: int) -> dict[str, Tensor]:
     """{domain: [per_domain, T]}: <s> and a window of held-out text, windows spread evenly over the text."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     sequences = {}
-    for path in sorted((model_dir / "eval").glob("*.txt")):
+    for path in sorted((texts_of(model_dir) / "eval").glob("*.txt")):
         ids = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
         starts = np.linspace(0, len(ids) - SEQUENCE_TOKENS, per_domain).astype(int)
         sequences[path.stem] = torch.tensor([[BEGIN, *ids[s : s + SEQUENCE_TOKENS - 1]] for s in starts])
@@ -163,7 +168,7 @@ def held_out_sequences(model_dir: Path, per_domain: int) -> dict[str, Tensor]:
 def static_importance(model: MixedModel, model_dir: Path) -> ImportanceScore:
     """The published formula over the calibration text, which shares nothing with the held-out texts."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    ids = tokenizer.encode((model_dir / "calibration.txt").read_text(), add_special_tokens=False).ids
+    ids = tokenizer.encode((texts_of(model_dir) / "calibration.txt").read_text(), add_special_tokens=False).ids
     starts = np.linspace(0, len(ids) - PROMPT_TOKENS, 2 * CALIBRATION_WINDOWS).astype(int)
     windows = torch.tensor([[BEGIN, *ids[s : s + PROMPT_TOKENS - 1]] for s in starts])
     stats = [one for batch in windows.split(32) for one in model.prefill(batch)]
