@@ -7,7 +7,8 @@ watches the process: its private memory (anonymous pages; the mapped checkpoint 
 20 ms, and when each stage of an expert ends. With --only N it stops after N experts of layer 0 and extrapolates: the
 stages before the experts are those of a whole layer, and every expert takes what the mean one did. With --rows R each
 matrix is solved for its first R rows only: rows do not depend on each other, so the time without the Hessian's factors,
-which are made in full, is multiplied by N / R. What such a run writes is of no use.
+which are made in full, is multiplied by N / R. What such a run writes is of no use. Times of stages are processor time,
+of one thread: what a core of its own would take.
 
 Random weights with random routing: every expert gets its share of the tokens, and what a replica loses says nothing.
 """
@@ -103,9 +104,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         inner = getattr(owner, name)
 
         def run_and_note(*args: Any, **kwargs: Any) -> Any:
-            before = time.monotonic()
+            before = time.process_time()
             done = inner(*args, **kwargs)
-            stages.append((stage, time.monotonic() - before))
+            stages.append((stage, time.process_time() - before))
             if stage == "quantize" and len([1 for stage, _ in stages if stage == "quantize"]) == arguments.only:
                 raise EnoughError
             return done
@@ -119,10 +120,10 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
         def first_rows(weights: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
             nonlocal unsolved
-            before, already = time.monotonic(), sum(taken for stage, taken in stages if stage == "factor")
+            before, already = time.process_time(), sum(taken for stage, taken in stages if stage == "factor")
             solved = whole(weights[: arguments.rows], *args, **kwargs)
             factors = sum(taken for stage, taken in stages if stage == "factor") - already
-            unsolved += (time.monotonic() - before - factors) * (len(weights) / arguments.rows - 1)
+            unsolved += (time.process_time() - before - factors) * (len(weights) / arguments.rows - 1)
             return {bits: _tiled(matrix, len(weights)) for bits, matrix in solved.items()}
 
         gptq.quantize = first_rows

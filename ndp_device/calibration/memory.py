@@ -3,7 +3,7 @@
     what the model keeps beside its experts + what all sequences carry through a layer + one expert and its solver
 
 The memory map of the checkpoint is not in it: its pages are the system's to take back. Knows which arrays live at the
-same time; tests/ndp_device/calibration/test_calibration_memory.py holds a real run to it.
+same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a real run to it.
 """
 
 from __future__ import annotations
