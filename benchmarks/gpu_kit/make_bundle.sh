@@ -4,7 +4,8 @@
 # xz, git, about 2 GB of temporary space. Environment: VLLM_VERSION (0.26.0 or 0.33.0), PYTHON, TMPDIR,
 # THIN=0 keeps the device code of every GPU generation (then more parts; 0.33.0 may not fit), PLUGIN= the plugin's
 # checkout (default: this one, if it is; "none" leaves it out), PYTHON312, MODELS=1 (the plugin's bundled model, for a
-# checkout that is not the plugin's), ONLY=plugin (nothing but the plugin: seconds), XZ_LEVEL (default 9; 1 for a trial).
+# checkout that is not the plugin's), ONLY=plugin (nothing but the plugin: seconds), XZ_LEVEL (default 9; 1 for a trial),
+# REUSE=FOLDER (a .gpu of the same vLLM that was built before: its archives are taken, and only the plugin is made anew).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -82,6 +83,13 @@ fi
 if [ "${ONLY:-}" = plugin ]; then
     [ -d "$work/ndp" ] || { echo "ONLY=plugin, but no plugin here: set PLUGIN" >&2; exit 2; }
     names=ndp
+elif [ -n "${REUSE:-}" ]; then
+    echo "== archives of $REUSE"
+    for p in "$REUSE"/part*; do
+        (cd "$p" && sha256sum --quiet -c SHA256SUMS)
+        [ "$(cat "$p/VERSION")" = "vllm $version" ] || { echo "$p holds $(cat "$p/VERSION"), not vllm $version" >&2; exit 2; }
+        for name in $names; do [ "$name" = ndp ] || [ ! -f "$p/$name.tar.xz" ] || cp "$p/$name.tar.xz" "$work/"; done
+    done
 else
 echo "== packages"
 # shellcheck disable=SC2086
@@ -122,6 +130,7 @@ if [ "${ONLY:-}" = plugin ]; then out=.gpu/plugin; else out=.gpu; fi
 rm -rf "$out"
 mkdir -p "$out"
 for name in $names; do
+    [ ! -f "$work/$name.tar.xz" ] || continue
     tar -C "$work/$name" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u+rwX,go+rX \
         -cf - . | xz -T1 "-${XZ_LEVEL:-9}" >"$work/$name.tar.xz"
 done
