@@ -71,7 +71,10 @@ def on_gpu() -> bool:
 def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **options: Any) -> Any:
     """A `vllm.LLM` in this process: stock, or with the plugin where settings are given."""
     from vllm import LLM
+    from vllm.platforms import current_platform
 
+    if not on_gpu() and not current_platform.is_cpu():
+        raise NeedsGpuError("this vLLM is built for a GPU, and none is here")
     base: dict[str, Any] = {
         "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0, "disable_log_stats": True,
         "dtype": "bfloat16", "enable_prefix_caching": False,  # a prompt that was seen costs no prefill
@@ -356,6 +359,8 @@ def speed(names: tuple[str, ...], dry: bool) -> dict[str, Any]:
                 llm = engine(settings, **options)
             else:
                 llm = engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **options)
+        except NeedsGpuError:
+            raise
         except Exception as error:  # one way that does not start must not cost the others
             rows.append({"way": name, "failed": str(error)[-300:]})
             continue
