@@ -247,6 +247,29 @@ def closeness(dry: bool) -> dict[str, Any]:
             "p99": differences[int(0.99 * (len(differences) - 1))]}  # fmt: skip
 
 
+def narrow_slots(dry: bool) -> dict[str, Any]:
+    """bf16, every expert hot at 16, 8 and 4 bits: log-probabilities of stock's own tokens, and bytes of the slots."""
+    if not on_gpu():
+        raise NeedsGpuError(
+            "slots of 8 and 4 bits are run by vLLM's kernels for a GPU; test_cuda_low_bits.py interprets them"
+        )
+    llm = engine()
+    outputs = greedy(llm, PROMPTS, 64, logprobs=1)
+    end(llm)
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    rows = []
+    for bits in (16, 8, 4):
+        llm = engine({"hot_experts": 8, "slot_bits": bits, "deadline_ms": PATIENT_MS})
+        scored = greedy(llm, [{"prompt_token_ids": text} for text in texts], 1, prompt_logprobs=0)
+        status = llm.collective_rpc("ndp_status")[0]
+        end(llm)
+        given = [step[token].logprob for output, text in zip(scored, texts, strict=True)
+                 for step, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]  # fmt: skip
+        rows.append({"bits": bits, "kernel": status["slot_kernel"], "hot_bytes": status["hot_bytes"],
+                     "mean_logprob": sum(given) / len(given)})  # fmt: skip
+    return {"results": rows}
+
+
 def chosen_logprobs(outputs: list[Any]) -> list[list[float]]:
     return [
         [step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
@@ -326,6 +349,8 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
+    "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),
+    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
 }
 """What is timed: settings of the plugin, None = stock; options of the engine."""
 
@@ -480,6 +505,7 @@ PIECES = {
     "serves": Piece("Does it serve?", 2, serves),
     "identity": Piece("Is it stock vLLM in fp32 when nothing is quantized?", 5, identity),
     "closeness": Piece("How close is it in bf16?", 2, closeness),
+    "narrow_slots": Piece("What do slots of 8 and 4 bits lose?", 3, narrow_slots),
     "device_killed": Piece("Does a killed device cost a token?", 2, device_killed),
     "waits": Piece("How often does a layer wait for the GPU?", 4, waits),
     "timeline": Piece("What lies beside what?", 2, timeline),
@@ -488,7 +514,9 @@ PIECES = {
     "prefill": Piece("How soon is the first token, with experts that stream and without?", 6, prefill),
     "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, graphs),
     "link": Piece("What does a crossing cost?", 4, link),
-    "speed_more": Piece("How fast is it with more and fewer hot experts?", 9, partial(speed, tuple(WAYS)[4:])),
+    "speed_more": Piece(
+        "How fast is it with more and fewer hot experts, and at fewer bits?", 9.5, partial(speed, tuple(WAYS)[4:])
+    ),
     "quantizing": Piece("How long does quantizing take on the GPU, and is it as good as on the host?", 4, quantizing),
     "training": Piece("How well does a larger fixture do that is trained here?", 9.5, training),
 }
