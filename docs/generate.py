@@ -213,13 +213,14 @@ def vllm_hooks(root: Path = ROOT) -> str:
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 
-DRY_RUN = "gpu_dry_run"
+DRY_RUNS = {"gpu_dry_run": "vLLM's CPU build", "gpu_kit_dry_run": "vLLM's CUDA build, out of the kit"}
+"""By the name of their record: what they ran with."""
 
 
 def gpu_results(root: Path = ROOT) -> str:
     """Every piece of benchmarks/gpu_check.py that was run where there is a GPU."""
     measured = load_measured(root / "docs" / "measured")
-    pieces = {name: found for name, found in measured.items() if name.startswith("gpu_") and name != DRY_RUN}
+    pieces = {name: found for name, found in measured.items() if name.startswith("gpu_") and name not in DRY_RUNS}
     if not pieces:
         return "**Nothing.** No piece has been run on a GPU: there is no `docs/measured/gpu_<piece>.json` yet."
     parts = []
@@ -242,16 +243,19 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def gpu_dry_run(root: Path = ROOT) -> str:
     """What the same command did on a machine without a GPU, and the kit that takes it to one."""
-    found = load_measured(root / "docs" / "measured").get(DRY_RUN)
-    if found is None:
+    measured = load_measured(root / "docs" / "measured")
+    runs = {what: measured[name] for name, what in DRY_RUNS.items() if name in measured}
+    if not runs:
         return "No dry run is recorded."
-    lines = [f"| piece | {found.machine['processor']}, GPU: {found.figures['gpu']} |", "|---|---|"]
-    lines += [f"| {piece['question']} `{piece['piece']}` | {piece['became']} |" for piece in found.figures["pieces"]]
+    became = [{piece["piece"]: piece["became"] for piece in run.figures["pieces"]} for run in runs.values()]
+    lines = [f"| piece | {' | '.join(runs)} |", "|---" * (1 + len(runs)) + "|"]
+    lines += [f"| `{piece}` | {' | '.join(of.get(piece, '-') for of in became)} |" for piece in became[0]]
+    kit = next((run.figures["kit"] for run in reversed(runs.values()) if run.figures["kit"]), [])
     lines += ["", "| part of the kit | MiB | holds |", "|---|---|---|"]
-    for part in found.figures["kit"]:
+    for part in kit:
         holds = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in part["holds"].items())
         lines.append(f"| {part['part']} | {part['bytes'] / 2**20:.1f} | {holds} |")
-    return "\n".join([*lines, "", about(found)])
+    return "\n".join([*lines, *(f"\n{what}: {about(run)}" for what, run in runs.items())])
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
