@@ -37,6 +37,10 @@ class Measurement:
         self._load = os.getloadavg()[0]
 
     def end(self, figures: dict[str, Any], path: Path | None) -> None:
+        print(json.dumps(self.save(figures, path)))
+
+    def save(self, figures: dict[str, Any], path: Path | None) -> dict[str, Any]:
+        """Keep what there is so far; the envelope with it."""
         envelope = {
             "question": self.question,
             "command": command_line(sys.argv),
@@ -48,7 +52,7 @@ class Measurement:
         }
         if path is not None:
             path.write_text(readable(envelope) + "\n")
-        print(json.dumps(envelope))
+        return envelope
 
 
 def command_line(argv: list[str]) -> str:
