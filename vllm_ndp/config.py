@@ -93,7 +93,7 @@ class NdpSettings:
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     device: str | tuple[str, ...] = EMBEDDED
     """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://), or a list
-    of addresses, whose devices share the experts."""
+    of addresses, perhaps of one, whose devices share the experts; to a list, others can be added while it runs."""
     devices: int = 1
     """How many embedded devices share the experts."""
     device_copies: int | None = None
@@ -219,6 +219,16 @@ class NdpSettings:
     @property
     def num_devices(self) -> int:
         return len(self.addresses) or self.devices
+
+    @property
+    def may_join(self) -> bool:
+        """Whether devices can be added while the engine runs."""
+        return isinstance(self.device, tuple)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether there are several devices, or may be."""
+        return self.num_devices > 1 or self.may_join
 
     def keys_of(self, device: int) -> Path | None:
         """The key file of this host for one of the devices."""

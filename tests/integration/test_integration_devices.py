@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.copies import assign_copies
 from vllm_ndp.replay.exact.live import replay_live
+from vllm_ndp.traces.format import DOWN, JOINED
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm
@@ -58,6 +59,7 @@ class Told:
     tokens: list[list[list[int]]] = field(default_factory=list)
     executed: list[list[int]] = field(default_factory=list)
     totals: list[dict[str, Any]] = field(default_factory=list)
+    refused: str = ""
 
     def note(self, llm: Any, tokens: list[list[int]]) -> None:
         self.pids.append(llm.collective_rpc("ndp_status")[0]["device_pids"])
@@ -71,6 +73,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     made = Told(tmp_path_factory.mktemp("trace") / "two-devices")
     with engine(settings=TWO | {"record": str(made.directory)}, max_num_batched_tokens=64) as llm:
         made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+        made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
         killed, other = made.pids[0]
         made.note(llm, kill_in_the_middle(llm, killed))
         wait_until_it_serves_again(llm)
@@ -147,17 +150,24 @@ def test_a_frozen_device_leaves_no_pair_to_the_engine_either(stock_tokens, told:
     assert told.totals[3]["fallback_pairs"] == 0
 
 
-def test_a_run_on_two_devices_replays_to_the_picosecond(told: Told):
-    """Up to the kill: a step in which a device was down took as long as the other one alone."""
+def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told):
+    """The trace says which device was down in which step. Of the few in which that changed it says so, and their time
+    is the recorded one."""
     trace = Trace.load(told.directory, model_digest=model_digest(MODEL))
     live, num_steps = trace.provenance.live, told.totals[0]["steps"]
     assert live is not None
-    assert (live.num_devices, live.device_copies) == (2, 2)
+    assert (live.num_devices, live.device_copies, live.may_join) == (2, 2, False)
     replay = replay_live(trace, LossTable.nominal(4, 8))
-    assert len(replay.steps) > num_steps > 20
-    assert replay.fallback_steps == replay.plan_mismatches == 0
-    assert replay.start_ps[:num_steps].tolist() == replay.recorded_start_ps[:num_steps].tolist()
-    assert replay.step_ps[:num_steps].tolist() == replay.recorded_step_ps[:num_steps].tolist()
+    assert len(replay.steps) == told.totals[-1]["steps"] > num_steps > 20
+    assert replay.identical
+    assert replay.fallback_steps == 0
+    assert 1 <= replay.changed_steps <= 6
+    down = trace.devices["step"][trace.devices["change"] == DOWN]
+    assert len(down) > replay.changed_steps
+    assert down.min() > num_steps
+    without = replay_live(replace(trace, devices={}), LossTable.nominal(4, 8))
+    assert not without.identical
+    assert without.step_ps[:num_steps].tolist() == without.recorded_step_ps[:num_steps].tolist()
 
 
 def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_to_the_picosecond(tmp_path):  # type: ignore[no-untyped-def]
@@ -186,6 +196,86 @@ def held_by(llm: Any) -> bool:
     assert devices is not None
     first = assign_copies(np.ones((4, 8)), 3, 2)
     return bool((devices.copies.held != first.held).any())
+
+
+# -- a device that joins, under two ranks ---------------------------------------------------------------------------
+
+ONE_AND_MORE = {"hot_experts": 3, "cold_precision": "full", "deadline_ms": 10_000}
+
+
+@dataclass
+class Grown:
+    """What two ranks did with one device, with another one that joined, and after the first one had died."""
+
+    directory: Path
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    totals: list[list[dict[str, Any]]] = field(default_factory=list)
+    answers: list[list[dict[str, Any]]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
+    made = Grown(tmp_path_factory.mktemp("trace") / "grown")
+    first, second = (DeviceProcess.spawn(MODEL, None) for _ in range(2))
+    settings = ONE_AND_MORE | {"device": [first.address], "record": str(made.directory)}
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(settings=settings, max_num_batched_tokens=64, **ranks) as llm:
+
+        def note(run: Callable[[], list[list[int]]] = lambda: token_ids(greedy(llm, LONG_PROMPTS, TOKENS))) -> None:
+            made.tokens.append(run())
+            made.totals.append(llm.collective_rpc("ndp_totals"))
+
+        note()
+        for address in ("here", f"ipc://{made.directory}/absent", first.address, second.address):
+            made.answers.append(llm.collective_rpc("ndp_add_device", args=(address,)))
+        note()
+        note(lambda: kill_in_the_middle(llm, first.pid))
+    first.terminate()
+    second.terminate()
+    return made
+
+
+def test_what_cannot_join_is_refused_in_one_sentence_and_the_engine_goes_on(grown: Grown):
+    here, absent, again = ([answer["refused"] for answer in answers] for answers in grown.answers[:3])
+    assert here[0] == "a device is added by its ipc:// or tcp:// address, got 'here'"
+    assert absent[0].startswith(f"no device answered at ipc://{grown.directory}/absent within 5 s")
+    assert "are one device: name each device once" in again[0]
+    assert [said[1].startswith("another rank refused the device at") for said in (here, absent, again)] == [True] * 3
+
+
+def test_a_device_that_joins_two_running_ranks_gets_a_copy_of_every_expert_and_computes(
+    stock_tokens: list[list[int]], grown: Grown
+):
+    assert grown.tokens[:2] == [stock_tokens, stock_tokens]
+    for answer in grown.answers[3]:
+        assert answer["refused"] == ""
+        assert answer["copies_held"] == [32, 32]
+
+
+def test_the_first_device_may_then_die_and_no_pair_falls_back_on_any_rank(stock_tokens: list[list[int]], grown: Grown):
+    assert grown.tokens[2] == stock_tokens
+    for totals in grown.totals[2]:
+        assert totals["cold_pairs"] > 0
+        assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
+    assert grown.totals[2][0]["device_state"] == "up"
+
+
+def test_a_run_that_a_device_joined_replays_to_the_picosecond(grown: Grown):
+    trace = Trace.load(grown.directory, model_digest=model_digest(MODEL))
+    live = trace.provenance.live
+    assert live is not None
+    assert (live.num_devices, live.device_copies, live.may_join) == (1, 1, True)
+    joined = trace.devices["step"][trace.devices["change"] == JOINED]
+    assert joined.tolist() == [grown.totals[0][0]["steps"] + 1]
+    replay = replay_live(trace, LossTable.nominal(4, 8))
+    assert len(replay.steps) == grown.totals[2][0]["steps"]
+    assert replay.identical
+    assert replay.changed_steps <= 2
+    assert not replay_live(replace(trace, devices={}), LossTable.nominal(4, 8)).identical
+
+
+def test_an_engine_whose_device_is_no_list_lets_none_join(told: Told):
+    assert told.refused.startswith("the device at ipc:///another cannot be added to this engine: start it with ndp")
 
 
 # -- what is refused, in one sentence, before anything is served ---------------------------------------------------

@@ -60,6 +60,7 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
             "steps_identical": int((~off).sum()),
             "plan_mismatches": replayed.plan_mismatches,
             "fallback_steps": replayed.fallback_steps,
+            "changed_steps": replayed.changed_steps,
             "simulated_ps": int(replayed.start_ps[-1] + replayed.step_ps[-1]),
             "identical": replayed.identical,
         }

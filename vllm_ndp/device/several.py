@@ -23,6 +23,7 @@ from ndp_device.timing.work import Timing
 from ndp_device.transport.system import Clock
 from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device.presence import Presence
 
 Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], NDArray[np.int64]]
 """(layer, expert of each pair, bits of each pair, which devices may be asked) -> the device of each pair, -1 = none."""
@@ -73,6 +74,7 @@ class DeviceSet:
         self.clients = list(clients)
         self._route, self._holds, self._slowest = route, holds, slowest
         self._num_copies, self._deadline_s, self._clock = num_copies, deadline_ms / 1e3, clock
+        self.presence = Presence()
 
     @property
     def alive(self) -> tuple[bool, ...]:
@@ -120,9 +122,8 @@ class DeviceSet:
         """Send every device its pairs, without waiting. Arrays must stay as they are until the call has ended."""
         deadline_s = self._clock.monotonic() + self._deadline_s
         handle = SetHandle(layer, step, submit_ps, x, pair_rows, pair_experts, pair_bits, gates, deadline_s)
-        self._send(
-            handle, np.arange(len(pair_rows)), [client.state == "up" or client.poll() for client in self.clients]
-        )
+        usable = self.presence.note([client.state == "up" or client.poll() for client in self.clients])
+        self._send(handle, np.arange(len(pair_rows)), usable)
         return handle
 
     def finish_execute(self, handle: SetHandle) -> ExecuteResult:
@@ -139,6 +140,7 @@ class DeviceSet:
                     usable[part.device] = False
                     lost.append(part.pairs)
             if lost:
+                self.presence.lose()
                 up = zip(usable, self.alive, strict=True)
                 self._send(handle, np.sort(np.concatenate(lost)), [is_usable and is_up for is_usable, is_up in up])
         if handle.unserved:
@@ -146,11 +148,16 @@ class DeviceSet:
             raise DeviceUnavailable(f"{count} of {len(handle.pair_rows)} pairs have no copy on a device that is up")
         return self._sum(handle)
 
+    def add(self, client: DeviceClient, num_copies: int) -> None:
+        """One device more, the last; it gets nothing to do before a plan that names its copies is announced."""
+        self.clients.append(client)
+        self._num_copies = num_copies
+
     def close(self) -> None:
         for client in self.clients:
             client.close()
 
-    def _send(self, handle: SetHandle, pairs: NDArray[np.int64], usable: list[bool]) -> None:
+    def _send(self, handle: SetHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
         """Send these pairs to devices that may be asked. Half of the time that is left is for them, and half for those
         that hold the other copies, as long as there may be some."""
         devices = self._route(handle.layer, handle.pair_experts[pairs], handle.pair_bits[pairs], usable)

@@ -23,13 +23,14 @@ import vllm
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError
+from ndp_device.errors import ConfigError, NdpError
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, device_link, startup_table
 from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedRequest
 from vllm_ndp.integration.checkpoint_dir import model_dir
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
@@ -247,7 +248,7 @@ class NdpController:
     def _share_among_devices(self, costs: Costs) -> DeviceRules | None:
         """Where there are several devices: who holds what, the same on every rank."""
         settings, device = self.settings, self.device
-        if settings.num_devices == 1:
+        if not settings.shares_experts:
             return None
         rules = DeviceRules.that_fit(
             costs,
@@ -263,7 +264,7 @@ class NdpController:
         """None where hot experts never leave the GPU."""
         if self._balancer is None or self.device.devices is None:
             return self._balancer
-        return self.device.devices.balancer(self._balancer, layer, lambda: self.device.alive)
+        return self.device.devices.balancer(self._balancer, layer, self.device.counted_on)
 
     def _make_late_check(self) -> LateCheck | None:
         device = self.hot.layers[0].held.w13.device
@@ -304,7 +305,7 @@ class NdpController:
         settings, num_experts, reason = self.settings, self.pool.shape.num_experts, ""
         if settings.resolve_hot_experts(num_experts) == num_experts:
             reason = "every expert is hot"
-        elif settings.num_devices > 1:
+        elif settings.shares_experts:
             reason = "several devices do not share the experts of prompts"
         elif not self.pool.lies_in_place:
             reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"
@@ -412,7 +413,9 @@ class NdpController:
         report.costs = self._costs()
         if self.recorder is not None:
             epoch = self.planner.replanner.epoch
-            self.recorder.note_step(step, epoch, time_of_step, time.perf_counter() - self._step_start_s)
+            assert isinstance(self.device, DeviceLink)  # the leader's
+            took_s, devices_up = time.perf_counter() - self._step_start_s, self.device.take_presence()
+            self.recorder.note_step(step, epoch, time_of_step, took_s, devices_up)
         for counts in report.pairs.values():
             for kind, count in counts.items():
                 self.pairs[kind] += count
@@ -426,7 +429,7 @@ class NdpController:
         before = self._counted
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
-        round_trips, is_up = self.device.take_round_trips(), self.device.is_up
+        round_trips, is_up = self.device.take_round_trips(), any(self.device.up)
         return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up)
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, float]]:
@@ -466,6 +469,40 @@ class NdpController:
         self._layers.clear()
         if _current is self:
             _current = None
+
+    def add_device(self, address: str, keys: str | None) -> dict[str, Any]:
+        """Between steps: one device more, which gets its part of the experts. Every rank must be asked.
+
+        Where any rank cannot use it, all is as before, and `refused` says why in one sentence: to raise in one worker
+        would leave the answers of the others in vLLM's queues.
+        """
+        refusal = ""
+        if not self.settings.may_join:
+            refusal = (
+                f"the device at {address} cannot be added to this engine: start it with ndp setting 'device' as a list "
+                "of addresses, perhaps of one"
+            )
+        elif isinstance(self.device, DeviceLink):
+            try:
+                self.device.reach_another(address, keys)
+            except (NdpError, OSError) as error:
+                refusal = str(error)
+        if self.ranks.any_says(bool(refusal)):
+            if isinstance(self.device, DeviceLink):
+                self.device.leave_newcomer()
+            return {"address": address, "refused": refusal or f"another rank refused the device at {address}"}
+        devices = self.device.devices
+        assert devices is not None
+        self.clock.wait_until(self.clock.now_ps + devices.join(self.settings.device_copies))
+        self.device.join()
+        self._device_rules = devices.rules
+        if self.recorder is not None:
+            self.recorder.note_joined(self.num_steps + 1, devices.rules.num_devices - 1)
+        held = devices.copies
+        if self.ranks.leads:
+            copies = f"{held.num_copies} copies" if held.num_copies > 1 else "1 copy"
+            say(f"the device at {address} has joined: {held.num_devices} devices, {copies} of each expert")
+        return {"address": address, "refused": "", "copies_held": held.per_device.tolist()}
 
     # -- what is effective ----------------------------------------------------------------------------------------
 

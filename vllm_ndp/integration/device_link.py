@@ -211,6 +211,9 @@ class DeviceLink:
         self.devices: Devices | None = None
         self._members: list[_Member] = []
         self._installing: int | None = None  # epoch whose plan is on its way
+        self._announced: tuple[int, NDArray[np.uint8]] | None = None  # the last plan: its epoch, and widths [L, E]
+        self._newcomer: _Member | None = None  # reached, and without a part so far
+        self._num_joined = 0
         self._look_at_s = 0.0  # whether the embedded devices live
         self._agreed: tuple[bool, ...] | None = None  # among several ranks: what all of them go by in this step
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
@@ -218,7 +221,7 @@ class DeviceLink:
             if not settings.addresses:
                 self.cores = compat.device_cores(engine_cores)
             for number in range(settings.num_devices):
-                self._open(number)
+                self._members.append(self._open(number))
             self.served = self._agree()
             self.computes_prompts = wants_prompts and FULL_PRECISION_BITS in self.served.expert_bytes
             self._local = LocalReplicas(model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
@@ -228,49 +231,92 @@ class DeviceLink:
         self.client: DeviceClient | DeviceSet = self._members[0].client
         self._executes: Executes = self.client
 
-    def _open(self, number: int) -> None:
-        settings, process = self._settings, None
+    def _open(self, number: int) -> _Member:
+        settings = self._settings
         if settings.addresses:
-            address = settings.addresses[number]
-        else:
-            process = DeviceProcess.spawn(
-                self._model_dir,
-                self.replicas,
-                hardware=settings.hardware,
-                hardware_overrides=settings.hardware_overrides,
-                pe_mode=settings.pe_mode,
-                kernel=settings.kernel,
-                cores=self.cores,
-                extra_arguments=("--prepare", settings.prepare),
-            )
-            address = process.address
-        keys = settings.keys_of(number)
-        accept = partial(self._agreement.check, address)
-        client = DeviceClient(address, self._digest, deadline_ms=settings.deadline_ms, accept=accept, keys=keys)
-        self._members.append(_Member(address, keys, process, client))
+            return self._reach(settings.addresses[number], settings.keys_of(number))
+        process = DeviceProcess.spawn(
+            self._model_dir,
+            self.replicas,
+            hardware=settings.hardware,
+            hardware_overrides=settings.hardware_overrides,
+            pe_mode=settings.pe_mode,
+            kernel=settings.kernel,
+            cores=self.cores,
+            extra_arguments=("--prepare", settings.prepare),
+        )
+        return self._reach(process.address, None, process)
+
+    def _reach(self, address: str, keys: Path | None, process: DeviceProcess | None = None) -> _Member:
+        accept, deadline_ms = partial(self._agreement.check, address), self._settings.deadline_ms
+        client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys)
+        return _Member(address, keys, process, client)
 
     def _agree(self) -> msg.Served:
         """What all devices serve. Raises ConfigError or what connecting raises, in one sentence with the address."""
-        served: list[msg.Served] = []
-        seen: dict[str, str] = {}
-        for member in self._members:
-            try:
-                welcome = member.client.connect()
-            except DeviceError as error:  # what a device says does not name it
-                said = error.message if len(self._members) == 1 else f"at {member.address}: {error.message}"
-                raise DeviceError(error.code, said, retryable=error.retryable) from None
-            served.append(self._agreement.check(member.address, welcome))
-            member.describe()
-            if (other := seen.setdefault(welcome.incarnation, member.address)) != member.address:
-                raise ConfigError(
-                    f"{other} and {member.address} are one device: name each device once in ndp setting 'device'"
-                )
-            if served[-1].widths != served[0].widths:
-                raise ConfigError(
-                    f"the device at {member.address} serves the widths {sorted(served[-1].expert_bytes)}, the one at "
-                    f"{self._members[0].address} serves {sorted(served[0].expert_bytes)}: start them alike"
-                )
+        served = [self._meet(member, self._members[:number]) for number, member in enumerate(self._members)]
         return served[0]
+
+    def _meet(self, member: _Member, others: Sequence[_Member]) -> msg.Served:
+        try:
+            welcome = member.client.connect()
+        except DeviceError as error:  # what a device says does not name it
+            said = f"at {member.address}: {error.message}" if others or len(self._members) > 1 else error.message
+            raise DeviceError(error.code, said, retryable=error.retryable) from None
+        served = self._agreement.check(member.address, welcome)
+        member.describe()
+        for other in others:
+            assert other.client.welcome is not None
+            if other.client.welcome.incarnation == welcome.incarnation:
+                raise ConfigError(
+                    f"{other.address} and {member.address} are one device: name each device once in ndp setting "
+                    "'device'"
+                )
+        first = others[0].client.welcome if others else welcome
+        assert first is not None
+        assert first.served is not None
+        if served.widths != first.served.widths:
+            raise ConfigError(
+                f"the device at {member.address} serves the widths {sorted(served.expert_bytes)}, the one at "
+                f"{others[0].address} serves {sorted(first.served.expert_bytes)}: start them alike"
+            )
+        return served
+
+    def reach_another(self, address: str, keys: str | None) -> None:
+        """Between steps: connect to one device more, which `join` then gives its part. Raises ConfigError, DeviceError
+        or DeviceUnavailable, in one sentence with the address, and everything is as before."""
+        if keys is None and isinstance(self._settings.device_keys, str) and address.startswith("tcp://"):
+            keys = self._settings.device_keys
+        if not address.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"a device is added by its ipc:// or tcp:// address, got {address!r}")
+        newcomer = self._reach(address, None if keys is None else Path(keys))
+        try:
+            self._meet(newcomer, self._members)
+        except BaseException:
+            newcomer.close()
+            raise
+        self._newcomer = newcomer
+
+    def leave_newcomer(self) -> None:
+        """Another rank cannot use the device that was reached."""
+        if self._newcomer is not None:
+            self._newcomer.close()
+            self._newcomer = None
+
+    def join(self) -> None:
+        """The device that was reached has its copies now: announce the plan in force again, to all devices."""
+        assert isinstance(self.client, DeviceSet)
+        assert self.devices is not None
+        assert self._newcomer is not None
+        self.wait_installed()
+        self._members.append(self._newcomer)
+        self.client.add(self._newcomer.client, self.devices.rules.num_copies)
+        self._newcomer = None
+        if self._agreed is not None:
+            self._agreed = (*self._agreed, True)
+        self._num_joined += 1
+        if self._announced is not None:
+            self._announce(*self._announced)
 
     def share_among(self, devices: Devices) -> None:
         """There are several devices: these rules say who holds and serves what."""
@@ -318,12 +364,14 @@ class DeviceLink:
     def descriptions(self) -> list[msg.Description]:
         return [member.description for member in self._members if member.description is not None]
 
-    @property
-    def alive(self) -> tuple[bool, ...]:
-        """[D], which devices this step's experts may run on."""
-        if self._agreed is not None:
-            return self._agreed
-        return self.up
+    def counted_on(self) -> tuple[bool, ...]:
+        """[D], which devices this step's experts may run on, for a choice that is made by it."""
+        alive = self.up if self._agreed is None else self._agreed
+        return self.client.presence.note(alive) if isinstance(self.client, DeviceSet) else alive
+
+    def take_presence(self) -> tuple[bool, ...] | None:
+        """[D], which of several devices the step went by; None: that changed within it; (): no device mattered."""
+        return self.client.presence.take() if isinstance(self.client, DeviceSet) else ()
 
     @property
     def up(self) -> tuple[bool, ...]:
@@ -333,7 +381,7 @@ class DeviceLink:
     @property
     def is_up(self) -> bool:
         """Whether this step's hot experts may run on a device."""
-        return self.client.state == "up" if self._agreed is None else any(self._agreed)
+        return any(self.counted_on())
 
     @property
     def state(self) -> str:
@@ -385,7 +433,13 @@ class DeviceLink:
             widths[hot] |= FLAG_OF_BITS[self.offload_bits]
         if self.computes_prompts:
             widths[~hot] |= FLAG_OF_BITS[FULL_PRECISION_BITS]
-        self._installing = epoch = epoch + 1  # the device counts from 1: nothing is installed in its epoch 0
+        self._announced = epoch, widths
+        self._announce(epoch, widths)
+
+    def _announce(self, epoch: int, widths: NDArray[np.uint8]) -> None:
+        """A device counts from 1, since nothing is installed in its epoch 0, and once more for every device that joined
+        under a plan."""
+        self._installing = epoch = epoch + 1 + self._num_joined
         of_model = np.zeros((self._num_layers, widths.shape[1]), np.uint8)
         of_model[self._layers.start : self._layers.stop] = widths
         with contextlib.suppress(DeviceUnavailable, DeviceError):  # the client installs it when the device is back

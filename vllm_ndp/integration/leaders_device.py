@@ -40,12 +40,19 @@ class LeadersDevice:
     def up(self) -> tuple[bool, ...]:
         return self.alive
 
+    def counted_on(self) -> tuple[bool, ...]:
+        return self.alive
+
     def steer(self, devices_up: tuple[bool, ...]) -> None:
         self.alive = devices_up
 
     def share_among(self, devices: Devices) -> None:
         """There are several devices: these rules say who holds and serves what, here as on the leader."""
         self.devices = devices
+
+    def join(self) -> None:
+        """The leader has found one device more; who holds what follows on every rank."""
+        self.alive = (*self.alive, True)
 
     def revive(self) -> None: ...
 

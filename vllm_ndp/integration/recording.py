@@ -32,7 +32,18 @@ from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
 from vllm_ndp.simulation.devices import DeviceRules
 from vllm_ndp.simulation.gpu_timing import StepTime
-from vllm_ndp.traces.format import CACHED, DECODE, PREFILL, REJECTED, LiveSetup, Provenance, Scheduling
+from vllm_ndp.traces.format import (
+    CACHED,
+    CHANGED,
+    DECODE,
+    DOWN,
+    JOINED,
+    PREFILL,
+    REJECTED,
+    LiveSetup,
+    Provenance,
+    Scheduling,
+)
 from vllm_ndp.traces.recorder import TraceWriter
 
 
@@ -91,9 +102,26 @@ class RunRecorder:
             if writer is not None:
                 writer.append_plan(step, epoch, placement.tiers, bits)
 
-    def note_step(self, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
+    def note_joined(self, step: int, device: int) -> None:
+        """One of several devices is there from this step on."""
         with self._writing() as writer:
             if writer is not None:
+                writer.append_devices(step, {device: JOINED})
+
+    def note_step(
+        self,
+        step: Step,
+        epoch: int,
+        simulated: StepTime,
+        measured_s: float,
+        devices_up: tuple[bool, ...] | None = (),
+    ) -> None:
+        """devices_up: as DeviceLink.take_presence gives it."""
+        with self._writing() as writer:
+            if writer is not None:
+                down = {-1: CHANGED} if devices_up is None else {}
+                down |= {device: DOWN for device, is_up in enumerate(devices_up or ()) if not is_up}
+                writer.append_devices(step.number, down)
                 self._note_step(writer, step, epoch, simulated, measured_s)
 
     def _note_step(self, writer: TraceWriter, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
@@ -190,6 +218,8 @@ def run_provenance(
             whole_experts=whole_experts,
             stage=stage.index,
             num_stages=stage.count,
+            may_join=settings.may_join,
+            copies_asked=settings.device_copies,
             num_devices=1 if device_rules is None else device_rules.num_devices,
             device_copies=1 if device_rules is None else device_rules.num_copies,
             device_moves=0 if device_rules is None else device_rules.max_moves,

@@ -63,11 +63,11 @@ def status(
         "decode_layers": decode_layers,
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
-        **({} if isinstance(device, LeadersDevice) else _device(device)),
+        **({} if isinstance(device, LeadersDevice) else _device(device, may_join=settings.may_join)),
     }
 
 
-def _device(device: DeviceLink) -> dict[str, Any]:
+def _device(device: DeviceLink, *, may_join: bool) -> dict[str, Any]:
     description = device.description
     return {
         "device_pid": device.pids[0],
@@ -75,6 +75,7 @@ def _device(device: DeviceLink) -> dict[str, Any]:
         "device_cores": device.cores,
         "device_address": device.address,
         "device_bytes": sum(one.resident_bytes for one in device.descriptions),
+        "device_may_join": may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
         "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
@@ -86,6 +87,8 @@ def _device(device: DeviceLink) -> dict[str, Any]:
 def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
     where = f"{status['device_address']} (pid {pids}), kernel {status['kernel']}"
+    if status["device_may_join"]:
+        where += "; others may join"
     if len(status["device_pids"]) == 1:
         return "device", where
     copies = status["device_copies"]

@@ -112,6 +112,43 @@ def _devices_for_one(sums: list[list[float]], together: list[list[int]], free: l
     raise AssertionError("the devices with most room always leave enough for the rest")
 
 
+def add_device(
+    copies: Copies, load: NDArray[np.float64], num_copies: int, room: Sequence[int]
+) -> tuple[Copies, NDArray[np.int64]]:
+    """One device more, the last: where copies lie then, and how many come to each device, [D].
+
+    Where num_copies is one more than before, every expert gets that copy first if there is room, the heaviest of its
+    layer first, on the device with least to do. Then copies move to the new device, and between no others, until it
+    holds its part of each layer: from the device with most to do the heaviest one that leaves the new one at the mean.
+    load [L, E] as for assign_copies; room [D] of all layers, of the new device too.
+    """
+    before = np.concatenate([copies.held, np.zeros((*copies.held.shape[:2], 1), np.bool_)], axis=2)
+    held, free = before.copy(), np.array(room, np.int64) - before.sum(axis=(0, 1))
+    num_devices, new = before.shape[2], before.shape[2] - 1
+    for layer, of_layer in enumerate(load):
+        if num_copies > copies.num_copies:
+            for expert in np.argsort(-of_layer, kind="stable").tolist():
+                sums = of_layer @ held[layer]
+                without = [at for at in range(num_devices) if not held[layer, expert, at] and free[at] > 0]
+                if not without:
+                    return add_device(copies, load, copies.num_copies, room)
+                device = min(without, key=lambda at: (sums[at], -free[at], at))
+                held[layer, expert, device] = True
+                free[device] -= 1
+        part = len(of_layer) * num_copies // num_devices
+        while held[layer, :, new].sum() < part and free[new] > 0:
+            sums = of_layer @ held[layer]
+            mean, giver = sums.sum() / num_devices, int(sums[:new].argmax())
+            movable = np.flatnonzero(held[layer, :, giver] & ~held[layer, :, new])
+            if not len(movable):
+                break
+            fitting = movable[sums[new] + of_layer[movable] <= mean * (1 + 1e-9)]
+            expert = int(fitting[of_layer[fitting].argmax()] if len(fitting) else movable[of_layer[movable].argmin()])
+            held[layer, expert, [giver, new]] = False, True
+            free[[giver, new]] += 1, -1
+    return Copies(held), (held & ~before).sum(axis=(0, 1), dtype=np.int64)
+
+
 def _fit(free: Sequence[int], num_experts: int, num_copies: int) -> bool:
     """Whether num_copies different devices can be found for each of so many experts."""
     return sum(min(count, num_experts) for count in free) >= num_experts * num_copies

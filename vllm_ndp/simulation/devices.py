@@ -9,8 +9,7 @@ and prices. Does not know which devices are up until it is told, nor how they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.link import bulk_ps
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Timing, Work, execute_bytes
-from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, rebalance, route
+from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Plan
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
@@ -82,9 +81,9 @@ class Devices:
         self.rules = rules
         self._costs, self._bytes, self._offload_bits = costs, dict(expert_bytes), offload_bits
         self._rows_per_pass = costs.hardware.array.rows
-        alike = np.ones((costs.shape.num_layers, costs.shape.num_experts))
+        self._expected = np.ones((costs.shape.num_layers, costs.shape.num_experts))  # of each expert, in any unit
         room = _room(costs, rules.num_devices, rules.full_precision)
-        self.copies: Copies = assign_copies(alike, rules.num_devices, rules.num_copies, room)
+        self.copies: Copies = assign_copies(self._expected, rules.num_devices, rules.num_copies, room)
 
     @property
     def expert_bytes(self) -> dict[int, int]:
@@ -96,9 +95,28 @@ class Devices:
         """Every device holds every expert, so that no plan can move anything."""
         return self.rules.num_copies == self.rules.num_devices
 
-    @cached_property
+    @property
     def all_alive(self) -> Alive:
         return (True,) * self.rules.num_devices
+
+    def join(self, num_copies: int | None) -> int:
+        """One device more, the last: copies come to it, and how long that keeps the links busy.
+
+        num_copies: as the settings ask; None = 2 where they fit, so that a second device brings second copies.
+        """
+        old = self.rules
+        rules = DeviceRules.that_fit(
+            self._costs,
+            old.num_devices + 1,
+            num_copies,
+            max_moves=old.max_moves,
+            full_precision=old.full_precision,
+        )
+        room = _room(self._costs, rules.num_devices, rules.full_precision)
+        wanted = max(rules.num_copies, old.num_copies)
+        self.copies, arrived = add_device(self.copies, self._expected, wanted, room)
+        self.rules = replace(rules, num_copies=self.copies.num_copies)
+        return self._moves_ps(arrived)
 
     def follow(self, plans: Iterable[Plan], scores: Iterable[ImportanceScore]) -> int:
         """Move copies to where the new plans want them, as far as the rules allow; how long that keeps the links busy.
@@ -107,13 +125,17 @@ class Devices:
         """
         if self.everywhere or self.rules.max_moves == 0:
             return 0
-        load = np.zeros(self.copies.held.shape[:2])
+        load = self._expected = np.zeros(self.copies.held.shape[:2])
         of_width = np.zeros(256)
         of_width[list(self._bytes)] = list(self._bytes.values())
         of_width[0] = of_width[self._offload_bits] if self._offload_bits else 0.0
         for plan, score in zip(plans, scores, strict=True):
             load += score.values * of_width[plan.bits.bits]
         self.copies, arrived = rebalance(self.copies, load, self.rules.max_moves)
+        return self._moves_ps(arrived)
+
+    def _moves_ps(self, arrived: NDArray[np.int64]) -> int:
+        """arrived [D]: copies that come to each device over its own link."""
         most = int(arrived.max())
         if most == 0:
             return 0

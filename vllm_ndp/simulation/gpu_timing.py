@@ -323,6 +323,12 @@ class StepClock:
         self.now_ps += took
         return took
 
+    def resume_at(self, now_ps: int) -> None:
+        """The step before ended then, whatever was made of it here."""
+        if self._step_start_ps is not None:
+            raise RuntimeError("resume_at: only between two steps")
+        self.now_ps = now_ps
+
     def wait_until(self, now_ps: int) -> None:
         """Nothing runs before then: a migration of this host beside others, or no request."""
         if self._step_start_ps is not None:

@@ -5,6 +5,7 @@
     requests-00000.parquet   one row per request, written when it arrives
     steps-00000.parquet      one row per step of a live run: epoch and simulated time
     plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
+    devices-00000.parquet    one row per step and device that was not simply up, where there were several
 
 A chunk appears under its name only when it is complete (written aside, synced, renamed), so a crash loses the rows that
 were still in memory and nothing else. Knows names, columns and provenance. Does not know threads or numpy views.
@@ -30,8 +31,9 @@ from ndp_device.strict_files import Refused, open_plain
 FORMAT = "vllm-ndp-trace"
 VERSION = 1
 MANIFEST = "manifest.json"
-TABLES = ("requests", "plans", "steps", "routing")
-"""In the order they are flushed: a routing row never outlives the request it belongs to."""
+TABLES = ("requests", "plans", "devices", "steps", "routing")
+"""In the order they are flushed: a routing row never outlives the request it belongs to, nor a step's time its devices.
+Traces from before `devices` have none of it, and load."""
 
 PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
@@ -39,6 +41,11 @@ PHASES = ("prefill", "decode", "cached", "rejected")
 rejected: the row of a drafted token that was not accepted; it ran and took time, but is no token of its request."""
 
 ALL_REQUESTS = -1
+
+DOWN, CHANGED, JOINED = 0, 1, 2
+DEVICE_CHANGES = ("down", "changed", "joined")
+"""down: the device served nothing in the step. changed: one was lost, or came back, within the step, whose time depends
+on when (device -1). joined: before the step, a device more."""
 
 _SMALL_BYTES = 128 << 20
 _MAX_UNFOLDING = {"plans": 256}
@@ -91,6 +98,11 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
+    """At the start; others may have joined."""
+    may_join: bool = False
+    """Whether they could: `device` was a list, perhaps of one."""
+    copies_asked: int | None = None
+    """The setting `device_copies`: how many copies there are once there are devices enough."""
     device_copies: int = 1
     """Of each expert, on several devices."""
     device_moves: int = 0
@@ -177,6 +189,7 @@ def schema(table: str, provenance: Provenance) -> pa.Schema:
             ("measured_step_s", pa.float64()),
             ("fallback_pairs", pa.int64()),
         ],
+        "devices": [("step", pa.int32()), ("device", pa.int32()), ("change", pa.uint8())],
         "plans": [
             ("step", pa.int32()),
             ("epoch", pa.int64()),

@@ -137,6 +137,11 @@ class TraceWriter:
         """What the live run made of this step, on its two clocks."""
         self._add("steps", (step, epoch, simulated_start_ps, simulated_step_ps, measured_step_s, fallback_pairs))
 
+    def append_devices(self, step: int, changes: Mapping[int, int]) -> None:
+        """What became of several devices in or before this step: device -> one of format.DEVICE_CHANGES."""
+        for device, change in changes.items():
+            self._add("devices", (step, device, change))
+
     def close(self) -> None:
         """Write what waits and mark the trace complete. Raises TraceError if anything could not be written."""
         with self._changed:

@@ -66,6 +66,8 @@ class Trace:
     """Columns of the `steps` table; empty where nothing ran live."""
     plans: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the `plans` table; cells is [rows, L, E]."""
+    devices: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Columns of the `devices` table."""
     complete: bool = True
     """False: the recording was cut off; what is here is good, what came after is lost."""
 
@@ -181,6 +183,7 @@ class Trace:
             labels=[str(v) for v in requests["label"][order]],
             events=_columns(tables["steps"], p),
             plans=_columns(tables["plans"], p),
+            devices=_columns(tables["devices"], p),
             complete=manifest.chunks is not None,
         )
 
@@ -203,6 +206,7 @@ class Trace:
             },
             "steps": self.events,
             "plans": self.plans,
+            "devices": self.devices,
         }
         chunks = dict.fromkeys(TABLES, 0)
         for table in TABLES:

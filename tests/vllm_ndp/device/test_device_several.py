@@ -198,6 +198,38 @@ def test_without_a_copy_on_a_device_that_is_up_a_call_fails() -> None:
     assert failed > 0
 
 
+def test_a_step_knows_which_devices_it_went_by_and_whether_that_changed(rack: Rack) -> None:
+    presence = rack.client.presence
+    assert presence.take() == ()
+    assert_right(rack, CALLS[:4])
+    assert presence.take() == (True, True)
+    rack.devices[0].reachable, rack.devices[0].fault = False, failing("drop")
+    assert_right(rack, CALLS[:6])
+    assert presence.take() is None, "it was lost in mid-call"
+    assert_right(rack, CALLS[:6])
+    assert presence.take() == (False, True)
+    presence.note((True, True))  # a choice that counted on it before it was found down
+    assert_right(rack, CALLS[:1])
+    assert presence.take() is None
+    assert presence.take() == ()
+
+
+def test_a_device_that_joins_computes_once_a_plan_names_its_copies() -> None:
+    rack = make_rack(2, 1)
+    newcomer = FaultyDevice(make_handler())
+    client = DeviceClient("newcomer", model_digest(MODEL), deadline_ms=DEADLINE_MS, transport=newcomer.connect)
+    client.connect()
+    rack.devices.append(newcomer)
+    rack.client.add(client, 1)
+    grown = assign_copies(np.ones((4, 8)), 3, 1)
+    object.__setattr__(rack.copies, "held", grown.held)
+    rack.client.begin_install_plan(2, full_plan())
+    assert rack.client.finish_install_plan() == []
+    assert rack.client.activate_plan(2)
+    assert_right(rack)
+    assert min(rack.executed()) > 0
+
+
 def test_two_devices_that_are_down_are_down(rack: Rack) -> None:
     for device in rack.devices:
         device.reachable, device.fault = False, failing("drop")

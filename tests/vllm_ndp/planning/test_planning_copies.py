@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, rebalance, route
+from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
 
 SMALL = settings(max_examples=60, deadline=None)
 
@@ -131,3 +131,38 @@ def test_the_copies_of_the_layer_that_gains_most_are_exchanged_first() -> None:
 def test_more_copies_than_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 copies of each expert need as many devices, got 2"):
         assign_copies(np.ones((1, 4)), 2, 3)
+
+
+@SMALL
+@given(loads(), st.integers(1, 4), st.data())
+def test_a_device_that_joins_takes_its_part_from_the_others_and_nothing_else_moves(load, num_devices, data) -> None:  # type: ignore[no-untyped-def]
+    num_copies = data.draw(st.integers(1, num_devices))
+    before = assign_copies(load, num_devices, num_copies)
+    after, arrived = add_device(before, load, num_copies, [load.size] * (num_devices + 1))
+    assert after.num_copies == num_copies
+    assert not (after.held[:, :, :-1] & ~before.held).any(), "a copy came to a device that was there before"
+    assert arrived.tolist() == [0] * num_devices + [after.held[:, :, -1].sum()]
+    part = load.shape[1] * num_copies // (num_devices + 1)
+    assert (after.held[:, :, -1].sum(axis=1) == part).all()
+
+
+def test_a_second_device_brings_every_expert_its_second_copy() -> None:
+    one = assign_copies(np.ones((4, 8)), 1, 1)
+    two, arrived = add_device(one, np.ones((4, 8)), 2, [32, 32])
+    assert two.held.all()
+    assert arrived.tolist() == [0, 32]
+
+
+def test_a_further_copy_that_finds_no_room_is_left_out_and_the_new_device_shares_those_there_are() -> None:
+    """Two devices are full; a third has room for 20 of 32 experts, not for all."""
+    full = assign_copies(np.ones((4, 8)), 2, 1, [16, 16])
+    three, arrived = add_device(full, np.ones((4, 8)), 2, [16, 16, 20])
+    assert three.num_copies == 1
+    assert three.per_device.tolist() == [12, 12, 8]
+    assert arrived.tolist() == [0, 0, 8]
+
+
+def test_a_device_without_room_gets_nothing() -> None:
+    same, arrived = add_device(assign_copies(np.ones((2, 4)), 2, 1), np.ones((2, 4)), 1, [8, 8, 0])
+    assert same.per_device.tolist() == [4, 4, 0]
+    assert arrived.tolist() == [0, 0, 0]

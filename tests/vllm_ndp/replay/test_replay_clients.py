@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from paths import DATA
 
+from ndp_device.errors import TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
@@ -18,6 +20,7 @@ from vllm_ndp.replay.exact.clients import alone, together
 from vllm_ndp.replay.exact.engine import Asks, Command, Migration, StepRun
 from vllm_ndp.replay.exact.modelled import modelled_host, with_layers
 from vllm_ndp.replay.exact.recorded import RecordedRun
+from vllm_ndp.traces.format import CHANGED, JOINED
 from vllm_ndp.traces.trace import Trace
 
 NS = 1000
@@ -116,6 +119,31 @@ def recorded_host(requests: Sequence[int], **changes) -> RecordedRun:
         budget=Budget(4, 3.0), loss=loss, **changes,
     )  # fmt: skip
     return RecordedRun(trace, setup, rules)
+
+
+def with_changes(change: int, *, ends: bool = True) -> RecordedRun:
+    host = recorded_host([0])
+    devices = {"step": np.array([2]), "device": np.array([-1]), "change": np.array([change])}
+    events = {"step": host.steps} | {f"simulated_{name}_ps": np.arange(len(host.steps)) for name in ("start", "step")}
+    trace = replace(host.engine.trace, devices=devices, events=events if ends else {})
+    return RecordedRun(trace, host.engine.setup, host.engine.planner.rules)
+
+
+@pytest.mark.parametrize("change", [CHANGED, JOINED])
+def test_a_run_whose_devices_changed_is_not_replayed_beside_other_hosts(change: int):
+    host = with_changes(change)
+    with pytest.raises(TraceError, match="which cannot be replayed beside other hosts: record one with steady devices"):
+        alone(host.whole(), DeviceModel(host.engine.hardware))
+
+
+def test_a_step_whose_devices_changed_needs_its_recorded_time():
+    with pytest.raises(TraceError, match="a device was lost in step 2, whose time the trace lacks"):
+        with_changes(CHANGED, ends=False)
+
+
+def test_a_device_that_joins_a_run_that_none_could_join_is_a_damaged_trace():
+    with pytest.raises(TraceError, match="others could not join: the trace is damaged"):
+        run_steps(with_changes(JOINED))
 
 
 def times(runs: list[StepRun], start_ps: int = 0) -> list[tuple[int, int]]:

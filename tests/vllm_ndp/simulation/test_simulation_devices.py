@@ -154,3 +154,23 @@ def test_a_layer_takes_what_its_slowest_device_takes_and_spends_what_all_spend()
     assert together.weight_bytes == BYTES[2] + BYTES[3] + BYTES[4]
     assert together.energy_pj == sum(timing.energy_pj for timing in timings)
     assert slowest(timings[:1]) is timings[0]
+
+
+def test_a_device_that_joins_keeps_its_own_link_busy_for_the_copies_that_come_to_it() -> None:
+    """32 layers of 8 experts: a second device gets all 256 as second copies; a third, with 2 copies each, 5 a layer."""
+    devices = mixtral_on(1, 1)
+    copy = MIXTRAL.stored_replica_bytes()
+    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 256 * copy)
+    assert (devices.rules.num_devices, devices.rules.num_copies) == (2, 2)
+    assert devices.all_alive == (True, True)
+    assert devices.join(None) == bulk_ps(MIXTRAL.hardware.link, 32 * 5 * copy)
+    assert devices.copies.held.sum(axis=(0, 1)).tolist()[2] == 32 * 5
+    pairs = np.arange(8)
+    assert set(devices.route_pairs(0, pairs, np.full(8, 3, np.uint8), devices.all_alive).tolist()) == {0, 1, 2}
+
+
+def test_one_copy_stays_one_where_one_was_asked_for() -> None:
+    devices = mixtral_on(1, 1)
+    devices.join(1)
+    assert devices.rules.num_copies == 1
+    assert devices.copies.per_device.tolist() == [128, 128]

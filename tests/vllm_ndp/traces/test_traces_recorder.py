@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ndp_device.errors import TraceError
-from vllm_ndp.traces.format import DECODE, PREFILL, Provenance, read_manifest
+from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.trace import Trace
 
@@ -131,6 +131,26 @@ for step in range(10**6):
     assert not trace.complete
     assert trace.position.tolist() == list(range(len(trace.position)))
     assert len(trace.position) > 1
+
+
+def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_path):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        writer.append_devices(3, {0: DOWN, 2: DOWN})
+        writer.append_devices(4, {-1: CHANGED})
+        writer.append_devices(5, {})
+        writer.append_devices(6, {3: JOINED})
+    for directory in ("trace", "copy"):
+        found = Trace.load(tmp_path / directory).devices
+        assert found["step"].tolist() == [3, 3, 4, 6]
+        assert found["device"].tolist() == [0, 2, -1, 3]
+        assert found["change"].tolist() == [DOWN, DOWN, CHANGED, JOINED]
+        if directory == "trace":
+            Trace.load(tmp_path / "trace").save(tmp_path / "copy")
+    manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
+    del manifest["chunks"]["devices"]
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "copy" / "devices-00000.parquet").unlink()
+    assert not len(Trace.load(tmp_path / "copy").devices["step"])
 
 
 def test_a_trace_is_not_recorded_over_another(tmp_path):

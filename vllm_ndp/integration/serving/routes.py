@@ -4,6 +4,7 @@
     GET /v1/ndp/status           what is effective, totals, device, requests now and lately
     GET /v1/ndp/experts          who is hot where, and bits
     GET /v1/ndp/requests/ID      reports of one request, by the id that the client got
+    POST /v1/ndp/devices         {"address": ...}: one device more joins the running engine; needs a server with keys
     X-NDP-Report: 1              on a completion or chat: the reports come with the answer, streamed or not
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
@@ -27,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_ndp.integration.serving.login import LOGIN
 
 PREFIX = "/v1/ndp/"
+DEVICES = PREFIX + "devices"
 HEADER = "X-NDP-Report"
 CHUNK = "ndp.report"
 FORMAT = 1
@@ -45,6 +47,7 @@ class NdpRoutes:
                 Route(PREFIX + "status", _status),
                 Route(PREFIX + "experts", _experts),
                 Route(PREFIX + "requests/{request_id:path}", _request),
+                Route(DEVICES, _add_device, methods=["POST"]),
             ]
         )
         self._guarded: ASGIApp | None = None  # the same behind the server's keys, which a request leads to
@@ -56,6 +59,9 @@ class NdpRoutes:
             guarded = self._behind_keys(scope)
             if _path(scope) == PREFIX and guarded is not self._ours and "authorization" not in Headers(scope=scope):
                 guarded = HTMLResponse(LOGIN, status_code=401)  # a browser cannot send a key before it is asked for one
+            if _path(scope) == DEVICES and guarded is self._ours:  # else anybody could have experts computed elsewhere
+                error = "devices are added on a server with keys only: start it with --api-key"
+                guarded = JSONResponse({"error": error}, status_code=403)
             await guarded(scope, receive, send)
         elif scope["type"] == "http" and HEADER in Headers(scope=scope):
             await self._app(scope, receive, _WithReports(scope, send))
@@ -164,6 +170,18 @@ async def _request(request: Request) -> Response:
         error = f"no request {request_id!r} runs or is among the last that ended"
         return JSONResponse({"error": error}, status_code=404)
     return JSONResponse({"id": request_id, "finished": finished, "running": running})
+
+
+async def _add_device(request: Request) -> Response:
+    try:
+        address = json.loads(await request.body())["address"]
+    except (ValueError, KeyError, TypeError):
+        address = None
+    if not isinstance(address, str):
+        return JSONResponse({"error": 'the body must be {"address": "tcp://..."}'}, status_code=400)
+    answers = await _ask(request.app, "ndp_add_device", address)
+    refusals = [answer["refused"] for answer in answers if answer["refused"]]
+    return JSONResponse({"workers": answers}, status_code=409 if refusals else 200)
 
 
 async def _page(request: Request) -> Response:

@@ -24,6 +24,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.planning.copies import NO_COPY
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
@@ -31,7 +32,7 @@ from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer, slowest, work_of
+from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
 from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prefill_split import PrefillSplit
@@ -99,9 +100,10 @@ class Engine:
         self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
         self.prefill_split = PrefillSplit(self.costs) if setup.splits_prefill else None
         self.devices: Devices | None = None
-        if setup.num_devices > 1:
+        if setup.num_devices > 1 or setup.may_join:
             device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
+        self._alive: Alive = () if self.devices is None else self.devices.all_alive
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._cpu = HostCpu.of(self.costs)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
@@ -121,8 +123,19 @@ class Engine:
         """The placement in force, [L, E]."""
         return self.planner.placement.hot
 
-    def step(self, number: int, rows: NDArray[np.int64]) -> Asks[StepRun]:
-        """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch."""
+    def join_device(self) -> None:
+        """Between two steps: one device more."""
+        if self.devices is None:
+            raise TraceError("a device joined a run on one device that others could not join: the trace is damaged")
+        self.clock.wait_until(self.clock.now_ps + self.devices.join(self.setup.copies_asked))
+
+    def step(self, number: int, rows: NDArray[np.int64], alive: Alive | None = None) -> Asks[StepRun]:
+        """Replan if a prefill has ended, then run the step. rows index the trace, in the order of the batch.
+
+        alive: of several devices, those that are up; None = all.
+        """
+        if self.devices is not None:
+            self._alive = self.devices.all_alive if alive is None else alive
         epoch, self._timings = self.epoch, []
         moved, before = self._replan(), self.clock.now_ps
         self._own(self.hot)
@@ -191,7 +204,7 @@ class Engine:
         for layer in range(self.hot.shape[0]):
             here = self.hot[layer]
             ids = trace.ids[rows, layer].astype(np.int64)
-            if self.balancer is not None and decode.all():
+            if self.balancer is not None and decode.all() and (self.devices is None or any(self._alive)):
                 bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
                 warm = self.planner.placement.warm[layer]
                 warm_rows, columns = np.nonzero(warm[ids])
@@ -241,6 +254,8 @@ class Engine:
         self._timings.append(timing)
         streamed = experts[~to_device]
         self._streamed[layer, streamed] = True
+        if timing is None:  # nothing asked, or an expert without a copy on a device that is up: the host stands in
+            streamed = experts
         used = np.flatnonzero(hot_pairs)
         self.clock.end_layer(
             hot_pairs[used].tolist(),
@@ -289,23 +304,25 @@ class Engine:
         assert self.balancer is not None
         if self.devices is None:
             return self.balancer
-        everywhere = self.devices.all_alive
-        return self.devices.balancer(self.balancer, layer, lambda: everywhere)
+        return self.devices.balancer(self.balancer, layer, lambda: self._alive)
 
     def _ask(
         self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]
-    ) -> Asks[Timing]:
-        """The layer's command, or one for each of several devices: all at the same time, the slowest one counts."""
+    ) -> Asks[Timing | None]:
+        """The layer's command, or one for each of several devices: all at the same time, the slowest one counts.
+
+        None: some pair has no copy on a device that is up, which the host notices when the others have answered.
+        """
         if self.devices is None:
             only: Timing = yield Command(self._work(layer, rows, experts, bits), self.clock.now_ps)
             return only
-        device_of = self.devices.route_pairs(layer, experts, bits, self.devices.all_alive)
+        device_of = self.devices.route_pairs(layer, experts, bits, self._alive)
         timings = []
-        for device in np.unique(device_of).tolist():
+        for device in np.unique(device_of[device_of != NO_COPY]).tolist():
             own = device_of == device
             work = self._work(layer, rows[own], experts[own], bits[own])
             timings.append((yield Command(work, self.clock.now_ps, device)))
-        return slowest(timings)
+        return None if (device_of == NO_COPY).any() else slowest(timings)
 
     def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> Work:
         return work_of(

@@ -1,7 +1,8 @@
 """A recorded run of the plugin again: the simulated times and the plans must come out the same.
 
-Works on traces whose Provenance holds a LiveSetup. Steps in which the device fell back are replayed as if it had
-answered, and counted.
+Works on traces whose Provenance holds a LiveSetup. Steps in which the only device fell back are replayed as if it had
+answered, and counted. Of several devices the trace says which were down in a step, and replay does without them; a step
+in which that changed depends on wall time, so its time is the recorded one, and it is counted.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class LiveReplay:
     recorded_step_ps: NDArray[np.int64]
     plan_mismatches: int
     fallback_steps: int
+    changed_steps: int
+    """In which one of several devices was lost or came back: their times are the recorded ones."""
 
     @property
     def identical(self) -> bool:
@@ -80,6 +83,8 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
     for index, step in enumerate(recorded_run.steps.tolist()):
         run = recorded_run.run(step)
         times[:, index] = run.time.start_ps, run.time.total_ps
+        if step in recorded_run.changed:
+            times[1, index] = engine.clock.now_ps - run.time.start_ps
         if run.replanned:
             mismatches += _differs(engine, plans.get(engine.epoch))
     steps = recorded_run.steps
@@ -97,6 +102,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
         recorded_step_ps=trace.events["simulated_step_ps"][order],
         plan_mismatches=mismatches,
         fallback_steps=int((trace.events["fallback_pairs"][order] > 0).sum()),
+        changed_steps=len(recorded_run.changed),
     )
 
 
