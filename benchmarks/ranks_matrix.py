@@ -49,7 +49,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "n-gram drafts, TP1": {"speculative_config": NGRAM},
     "n-gram drafts, TP2": TWO_RANKS | {"speculative_config": NGRAM},
 }
-"""Not of the matrix, but of the same table: mp, eager."""
+FAMILIES = ("qwen2_moe", "deepseek_v3")
+"""With shared experts, behind a gate and without; tiny ones of benchmarks/make_family_models.py."""
+BESIDE |= {f"{family}, {mode}": MODES[mode] for family in FAMILIES for mode in ("TP2", "EP2")}
+"""Not of the matrix, but of the same page: mp, eager, identity."""
 FORMS: dict[str, dict[str, Any]] = {
     "eager": {},
     "compiled": {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}},
@@ -115,7 +118,7 @@ def run_engine(
     if settings is not None:
         ndp = {"deadline_ms": 20_000.0} | settings
         plugin = {"quantization": "ndp", "additional_config": {"ndp": ndp}}
-    llm = LLM(str(MODEL), **(ENGINE | plugin | options))
+    llm = LLM(**({"model": str(MODEL)} | ENGINE | plugin | options))
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     passes, seconds = [], []
     for _ in range(num_passes):
@@ -191,6 +194,16 @@ class Runs:
             return run_engine(options, settings, list(prompts), self._tokens, num_passes)
 
         return forked([environment or {}], act)[0]
+
+    def family(self, name: str) -> dict[str, Any]:
+        """The model of a cell that names a family; of any other nothing."""
+        family = name.partition(",")[0]
+        if family not in FAMILIES:
+            return {}
+        if not (self._directory / "models" / family).exists():
+            maker = [sys.executable, str(ROOT / "benchmarks" / "make_family_models.py")]
+            subprocess.run([*maker, str(self._directory / "models"), *FAMILIES], check=True, capture_output=True)
+        return {"model": str(self._directory / "models" / family)}
 
     def once(self, name: str, *asked: Any, **more: Any) -> Result:
         """The same, or what an earlier invocation with this directory got."""
@@ -292,6 +305,7 @@ class Cells:
         options = (MODES | BESIDE)[mode] | FORMS[form] | {"distributed_executor_backend": executor}
         options |= {"max_num_seqs": 1} if precision == "alone" else {}
         settings = SETTINGS[precision] | ({"devices": 2} if mode == "TP2, two devices" else {})
+        options |= self._runs.family(mode)
         if mode == "DP2":
             result = self._runs.run_replicas(options, settings, environment)
         else:
@@ -312,12 +326,13 @@ class Cells:
     def _reference(self, mode: str, precision: str) -> Result:
         """In one process, eager: stock vLLM, or the plugin at the same settings. Raises where it does not run."""
         settings = None if precision == "identity" else SETTINGS[precision]
-        options = {"max_num_seqs": 1} if precision == "alone" else {}
+        options = self._runs.family(mode) | ({"max_num_seqs": 1} if precision == "alone" else {})
         if mode == "DP2" and settings is not None:  # a plan depends on which requests run together
             found = [self._runs.once(f"{precision} of {own}", {}, settings, own) for own in OF_REPLICA]
             result = together(found)
         else:
-            result = self._runs.once(f"{precision} in one process", options, settings)
+            model = Path(options.get("model", MODEL)).name
+            result = self._runs.once(f"{model} {precision} in one process", options, settings)
         if "failed" in result:
             raise RuntimeError(f"nothing to compare with: {result['failed']}\n{result['log']}")
         return result

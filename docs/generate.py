@@ -5,6 +5,7 @@
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
+    docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     README.md               the sentences with measured figures
 
@@ -311,6 +312,50 @@ def attention_name(attention: Any) -> str:
     return names.get(type(attention).__name__, type(attention).__name__)
 
 
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def ranks_matrix(root: Path = ROOT) -> str:
+    """Tokens identical of all, by how the model is split, who starts the ranks, the form and the precision."""
+    cells = load_measured(root / "docs" / "measured")["ranks_matrix"].figures["cells"]
+    of = {tuple(cell[key] for key in ("mode", "executor", "form", "precision")): cell for cell in cells}
+    modes = list(dict.fromkeys(cell["mode"] for cell in cells if cell["precision"] == "quantized"))
+    columns = [(form, precision) for precision in ("identity", "quantized") for form in ("eager", "compiled")]
+    titles = [f"{precision}, {form}" for form, precision in columns]
+    lines = [f"| ranks | started by | {' | '.join(titles)} |", f"|{'---|' * (len(columns) + 2)}"]
+    reasons: list[str] = []
+
+    def said(cell: dict[str, Any] | None) -> str:
+        if cell is None:
+            return "not run"
+        if "reason" in cell:
+            reasons.extend([cell["reason"]] * (cell["reason"] not in reasons))
+            return f"no: {reasons.index(cell['reason']) + 1}"
+        if cell["fallback_pairs"] or cell["row_mismatches"]:
+            raise ValueError(
+                f"{cell['mode']} {cell['form']}: pairs fell back or rows were mixed up, so it shows nothing"
+            )
+        return f"{cell['identical']} of {cell['total']}"
+
+    for mode in modes:
+        for executor in ("mp", "ray"):
+            row = []
+            for form, precision in columns:
+                text = said(of.get((mode, executor, form, precision)))
+                alike = of.get((mode, executor, form, precision), {}).get("stock_alike", {})
+                if "identical" in alike:
+                    text += f"; {alike['identical']}"
+                if (alone := of.get((mode, executor, form, "alone"))) and precision == "quantized":
+                    text += f"; alone {said(alone)}"
+                row.append(text)
+            lines.append(f"| {mode} | {executor} | {' | '.join(row)} |")
+    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""] if reasons else [""]
+    beside = [cell for cell in cells if cell["mode"] not in modes]
+    lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|"]
+    lines += [f"| {cell['mode']} | {said(cell)} |" for cell in beside]
+    return "\n".join(lines)
+
+
 # -- options of vLLM ---------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +383,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "files of ndp_device": lambda: file_tables("ndp_device", root),
         "files of vllm_ndp": lambda: file_tables("vllm_ndp", root),
         "published models": published_models,
+        "ranks": lambda: ranks_matrix(root),
         "hooks of vLLM": lambda: vllm_hooks(root),
         "measured on a GPU": lambda: gpu_results(root),
         "dry run without a GPU": lambda: gpu_dry_run(root),
@@ -362,7 +408,14 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    for name in ("docs/architecture.md", "docs/compatibility.md", "docs/gpu.md", "docs/timing.md", "README.md"):
+    for name in (
+        "docs/architecture.md",
+        "docs/compatibility.md",
+        "docs/distributed.md",
+        "docs/gpu.md",
+        "docs/timing.md",
+        "README.md",
+    ):
         path = root / name
         found[path] = filled(path.read_text(), root)
     return found

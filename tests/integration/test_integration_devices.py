@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +22,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.device.agreement import Agreement
 from vllm_ndp.device.process import DeviceProcess
@@ -288,9 +292,10 @@ def device() -> Iterator[DeviceProcess]:
     process.terminate()
 
 
-def refusal(*addresses: str) -> str:
+def refusal(*addresses: str, keys: Path | None = None) -> str:
     """What opening these devices for the bundled model says."""
-    settings = NdpSettings(device=addresses, cold_precision="full")
+    given = None if keys is None else str(keys)
+    settings = NdpSettings(device=addresses, cold_precision="full", device_keys=given)
     agreement = Agreement(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
         DeviceLink(settings, agreement, MODEL, model_digest(MODEL), None, 0, set(), range(4), wants_prompts=False)
@@ -327,6 +332,35 @@ def test_a_device_that_serves_no_checkpoint_is_refused_where_experts_are_in_full
 def test_a_listed_device_that_does_not_run_is_named(device: DeviceProcess, tmp_path: Path):
     said = refusal(device.address, f"ipc://{tmp_path}/absent")
     assert f"no device answered at ipc://{tmp_path}/absent within" in said
+
+
+@pytest.fixture(scope="module")
+def behind_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A device that lets in whoever has a key that it allows: its address, and the directory of keys."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    make_keys(keys, "me")
+    command = [sys.executable, "-P", "-m", "ndp_device", "serve", MODEL, "--address", "tcp://127.0.0.1:0"]
+    process = subprocess.Popen([*command, "--keys", keys, "--kernel", "reference"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield json.loads(process.stdout.readline())["address"], keys
+    process.terminate()
+    process.wait()
+    process.stdout.close()
+
+
+def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_sentence(
+    behind_keys: tuple[str, Path], tmp_path: Path
+):
+    address, keys = behind_keys
+    assert "the device wants keys" in refusal(address)
+    make_keys(tmp_path / "other", "me")
+    assert "its key is another one" in refusal(address, keys=tmp_path / "other" / "me.key")
+    make_keys(keys, "stranger")
+    (keys / "allowed" / "stranger.pub").unlink()
+    assert "does not allow this host's key" in refusal(address, keys=keys / "stranger.key")
+    (keys / "stranger.key").chmod(0o644)
+    assert "0600" in refusal(address, keys=keys / "stranger.key")
+    assert str(tmp_path / "absent.key") in refusal(address, keys=tmp_path / "absent.key")
 
 
 @pytest.mark.parametrize(

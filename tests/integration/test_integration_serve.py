@@ -359,7 +359,7 @@ def test_a_report_says_what_the_device_took_and_what_bound_it(server: Server):
 
 
 def test_our_paths_are_behind_the_servers_key(server: Server):
-    for path in ("/v1/ndp/", "/v1/ndp/status", "/v1/ndp/experts", "/v1/ndp/requests/x"):
+    for path in ("/v1/ndp/", "/v1/ndp/status", "/v1/ndp/experts", "/v1/ndp/requests/x", "/v1/ndp/devices"):
         assert get(server, path, key=None)[0] == 401
         assert get(server, path, key="another")[0] == 401
     assert get(server, "/v1/models", key=None)[0] == 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,44 @@ def test_the_routes_end_the_start_of_a_server_that_did_not_ask_for_ndp():
     asyncio.run(NdpRoutes(app)(scope, receive, send))
     assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
     assert "needs --quantization ndp, got fp8: drop one of the two" in sent[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked", "status", "said"),
+    [
+        ([], {"address": "ipc:///a"}, 403, "devices are added on a server with keys only: start it with --api-key"),
+        (["secret"], {"address": 7}, 400, "the body must be"),
+        (["secret"], {"address": "here"}, 409, "in a sentence"),
+        (["secret"], {"address": "ipc:///a"}, 200, '"copies_held":[32,32]'),
+    ],
+)
+def test_a_device_is_added_behind_keys_only(keys: list[str], asked: dict[str, Any], status: int, said: str):
+    """The workers are pretended; what they do is in test_integration_devices.py."""
+    from vllm_ndp.integration.serving.routes import NdpRoutes
+
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("the path is ours")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        assert method == "ndp_add_device"
+        refused = "" if args[0].startswith("ipc://") else "in a sentence"
+        return [{"address": args[0], "refused": refused} | ({} if refused else {"copies_held": [32, 32]})]
+
+    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
+    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=keys))
+    headers = [(b"authorization", b"Bearer secret")] if keys else []
+    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
+    asyncio.run(NdpRoutes(app)(scope | {"app": SimpleNamespace(state=state)}, receive, send))
+    assert sent[0]["status"] == status
+    assert said in sent[1]["body"].decode()
 
 
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():

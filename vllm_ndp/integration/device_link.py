@@ -381,6 +381,8 @@ class DeviceLink:
     @property
     def is_up(self) -> bool:
         """Whether this step's hot experts may run on a device."""
+        if self._agreed is None and self.devices is None:  # asked in every layer
+            return self.client.state == "up"
         return any(self.counted_on())
 
     @property
