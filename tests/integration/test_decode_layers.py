@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from ndp_device.decoder_layers import DecoderLayer
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.integration import few_rows
+from vllm_ndp.integration import _decode_layers, few_rows
 from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 from vllm_ndp.integration.few_rows import hot_experts_ps, price_tables
 from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
-from vllm_ndp.integration.pairs import add_sums, split_lists
+from vllm_ndp.integration.pairs import Split, add_sums, split_arrays, split_lists
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
-LAYERS, ENTRIES, HIDDEN = 2, 64, 8
+LAYERS, ENTRIES, HIDDEN = 2, 192, 8
 NO_TIME = [0] * LAYERS
 HARDWARE = load_hardware("h100-ndp512")
 MIXTRAL = public_shape("mixtral-8x7b")
@@ -129,6 +129,7 @@ class Buffers:
         self.pair_bits = np.empty(MOST_PAIRS, np.uint8)
         self.pair_weights = np.empty(MOST_PAIRS, np.float32)
         self.activations = np.empty((MOST_PAIRS, HIDDEN), np.float32)
+        self.hot_rows = np.empty(MOST_PAIRS, np.int64)
 
     def native(self, case: Case, model: GpuModel) -> DecodeLayers:
         native = DecodeLayers(
@@ -145,6 +146,7 @@ class Buffers:
             self.pair_bits,
             self.pair_weights,
             self.activations.view(np.uint8),
+            self.hot_rows,
             case.weighs_input,
         )
         if case.balancer is not None:
@@ -155,6 +157,22 @@ class Buffers:
 def same_bits(a: NDArray[np.float32], b: NDArray[np.float32]) -> bool:
     """0.0 and -0.0 differ."""
     return np.array_equal(np.ascontiguousarray(a).view(np.uint32), np.ascontiguousarray(b).view(np.uint32))
+
+
+def load_of(
+    is_hot: NDArray[np.bool_], ids: NDArray[np.int32], gates: NDArray[np.float32], bits: NDArray[np.uint8]
+) -> LayerLoad:
+    """As the Python layer asks, by the number of pairs."""
+    if ids.size <= ALIAS_PAIRS:
+        return LayerLoad.of_lists(is_hot.tolist(), ids.tolist(), gates.tolist(), bits)
+    return LayerLoad.of_arrays(is_hot, ids.astype(np.int64), gates, bits)
+
+
+def split_of(expert_map: list[int], ids: NDArray[np.int32], applied: NDArray[np.float32]) -> Split:
+    if ids.size <= ALIAS_PAIRS:
+        return split_lists(expert_map, ids.tolist(), applied.tolist(), torch.from_numpy(applied))
+    tensors = torch.tensor(expert_map, dtype=torch.int32), torch.from_numpy(ids), torch.from_numpy(applied)
+    return split_arrays(*tensors, np.ones(len(ids), bool))
 
 
 @given(cases())
@@ -172,12 +190,10 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
         ids, weights = case.ids[layer], case.weights[layer]
         expert_map, offloaded = case.maps[layer].tolist(), frozenset[int]()
         if case.balancer is not None:
-            planned = case.bits[owner, layer]
-            load = LayerLoad.of_lists([s >= 0 for s in expert_map], ids.tolist(), weights.tolist(), planned)
-            offloaded = case.balancer.offloaded(load)
+            offloaded = case.balancer.offloaded(load_of(case.maps[layer] >= 0, ids, weights, case.bits[owner, layer]))
             expert_map = [-1 if expert in offloaded else slot for expert, slot in enumerate(expert_map)]
         applied = np.ones_like(weights) if case.weighs_input else weights
-        split = split_lists(expert_map, ids.tolist(), applied.tolist(), torch.from_numpy(applied))
+        split = split_of(expert_map, ids, applied)
         submit_ps = clock.begin_layer()
 
         count = native.split(layer, ids.ctypes.data, weights.ctypes.data, case.balancer is not None)
@@ -188,10 +204,17 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
         assert np.array_equal(buffers.ids[layer, case.entries], ids)
         assert same_bits(buffers.weights[layer, case.entries], weights)
         assert native.num_hot == sum(split.hot.counts)
-        assert native.idle_rows == split.hot.idle_rows
+        assert native.is_listed == (ids.size > ALIAS_PAIRS)
+        assert native.idle_rows == (split.hot.idle_rows or [])
         if split.hot.counts:
-            assert buffers.slots[: ids.size].tolist() == split.hot.slots.flatten().tolist()
-            assert same_bits(buffers.topk_weights[: ids.size], split.hot.topk_weights.numpy().flatten())
+            slots, topk_weights = split.hot.slots.flatten(), split.hot.topk_weights.flatten()
+            if native.is_listed:
+                here = slots >= 0
+                rows = np.repeat(np.arange(num_rows), case.top_k)[here.numpy()]
+                assert buffers.hot_rows[: native.num_hot].tolist() == rows.tolist()
+                slots, topk_weights = slots[here], topk_weights[here]
+            assert buffers.slots[: len(slots)].tolist() == slots.tolist()
+            assert same_bits(buffers.topk_weights[: len(slots)], topk_weights.numpy())
         device_ps = case.device_ps[layer]
         if count:
             sent, local = np.unique(split.device.rows, return_inverse=True)
@@ -223,8 +246,8 @@ def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case
     assert (buffers.ids[:, sorted(set(range(ENTRIES)) - set(case.entries))] == -7).all()
 
 
-def test_the_native_layer_takes_the_batches_that_are_aliased() -> None:
-    assert MOST_PAIRS == ALIAS_PAIRS
+def test_pairs_are_aliased_up_to_the_same_number_in_both() -> None:
+    assert _decode_layers.ALIAS_PAIRS == ALIAS_PAIRS < MOST_PAIRS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -295,7 +318,7 @@ def test_rows_outside_the_cache_or_without_a_plan_are_refused() -> None:
     case = small_case()
     native = Buffers(case).native(case, PLAIN)
     for entries, owners in (([4, ENTRIES], [0, 0]), ([4, -1], [0, 0]), ([4, 5], [0, 1]), ([4, 5], [0]), ([], [])):
-        with pytest.raises(ValueError, match=r"KV entry|no plan|owner|1\.\.32"):
+        with pytest.raises(ValueError, match=r"KV entry|no plan|owner|1\.\.128"):
             native.begin_step(entries, owners, list(case.bits), 0, NO_TIME, 0)
 
 
@@ -321,21 +344,27 @@ def test_an_error_while_a_price_is_asked_reaches_the_caller_and_the_next_step_is
     assert native.split(0, case.ids.ctypes.data, case.weights.ctypes.data, False) == 1
 
 
+NATIVE = f"native up to {MOST_PAIRS} pairs"
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_with_and_without_the_native_layer(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """4 rows of 2 pairs are aliased, 20 are listed."""
     found = {}
-    for path in ("native up to 32 pairs", "Python"):
+    for path in (NATIVE, "Python"):
         if path == "Python":
             monkeypatch.setattr(few_rows, "BUILT", False)
-        with engine(settings={"hot_experts": 4, "avg_bits": 3.0, "replicas": str(REPLICAS)}, dtype=dtype) as llm:
-            status, outputs = llm.collective_rpc("ndp_status")[0], greedy(llm, PROMPTS, 24)
+        chosen = {"hot_experts": 4, "avg_bits": 3.0, "replicas": str(REPLICAS)}
+        with engine(settings=chosen, dtype=dtype, max_num_seqs=20) as llm:
+            status = llm.collective_rpc("ndp_status")[0]
+            outputs = [*greedy(llm, PROMPTS, 24), *greedy(llm, PROMPTS * 5, 12)]
             totals = llm.collective_rpc("ndp_totals")[0]
         assert status["decode_layers"] == path
         reports = [output.kv_transfer_params["ndp"] for output in outputs]
         assert sum(report["cold_pairs"] + report["spilled_pairs"] for report in reports) > 0
         kept = [{k: v for k, v in report.items() if not k.startswith("measured_")} for report in reports]
         found[path] = token_ids(outputs), kept, totals
-    assert found["native up to 32 pairs"] == found["Python"]
+    assert found[NATIVE] == found["Python"]

@@ -55,6 +55,38 @@ def hot_pairs(slots, weights, ids):  # type: ignore[no-untyped-def]
     return split_arrays(slots.expert_map, ids, weights, (ids[:, 0] >= 0).numpy()).hot
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hot", [[5, 1, 6, 2], [], list(range(EXPERTS))])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
+def test_hot_pairs_of_the_native_layer_give_the_bits_of_the_python_layer(parts, hot, num_rows, dtype):  # type: ignore[no-untyped-def]
+    """16 rows of 2 pairs are aliased, 17 are listed; some rows of 64 have no hot pair."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from ndp_device.timing.shapes import public_shape
+    from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.integration.few_rows import FewRows
+    from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+
+    generator = torch.Generator().manual_seed(num_rows)
+    slots = parts(dtype)[1](hot)
+    weights, ids = route(num_rows, generator)
+    x = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
+    on_host = np.zeros((1, num_rows, TOP_K), np.int16), np.zeros((1, num_rows, TOP_K), np.float32)
+    mixtral = public_shape("mixtral-8x7b")
+    shape = replace(mixtral, num_layers=1, decoder=mixtral.decoder[:1])
+    clock = StepClock(GpuModel(load_hardware("h100-ndp512"), shape))
+    few = FewRows({0: slots}, SimpleNamespace(top_k=TOP_K, on_host=on_host), clock, None)  # type: ignore[arg-type]
+    clock.begin_step(num_rows, 100, 100)
+    spans = [SimpleNamespace(request=SimpleNamespace(plan=None))]
+    rows = SimpleNamespace(num_rows=num_rows, all_decode=True, spans=spans, owners=[0] * num_rows)
+    assert few.take(rows, torch.arange(num_rows))  # type: ignore[arg-type]
+    few.split(0, weights, ids, offload=False)
+    assert torch.equal(few.run_hot(slots, x), slots.run(x, hot_pairs(slots, weights, ids)))
+
+
 def by_hand(x, weights, ids, experts, hot):  # type: ignore[no-untyped-def]
     """fp64, one pair at a time, cold pairs left out."""
     out = torch.zeros(x.shape, dtype=torch.float64)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_PAIRS: int
+ALIAS_PAIRS: int
 
 class DecodeLayers:
     def __init__(
@@ -23,6 +24,7 @@ class DecodeLayers:
         pair_bits: NDArray[np.uint8],
         pair_weights: NDArray[np.float32],
         activations: NDArray[np.uint8],  # [pairs, bytes of a row]
+        hot_rows: NDArray[np.int64],
         weighs_input: bool = False,
     ) -> None: ...
     def price(
@@ -51,6 +53,8 @@ class DecodeLayers:
     def now_ps(self) -> int: ...
     @property
     def submit_ps(self) -> int: ...
+    @property
+    def is_listed(self) -> bool: ...
     @property
     def num_hot(self) -> int: ...
     @property

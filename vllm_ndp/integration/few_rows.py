@@ -1,6 +1,6 @@
 """The layers of a decode step with few rows, in one native call each: split, offloading, message, counts and clock.
 
-On a dozen numbers Python's arithmetic costs more than vLLM's kernel. `_decode_layers` (csrc/) gives the results of
+On a few dozen numbers Python's arithmetic costs more than vLLM's kernel. `_decode_layers` (csrc/) gives the results of
 pairs.py, step.py, simulation/balance.py and simulation/gpu_timing.py, to the bit and to the picosecond; those remain
 for prompts, larger batches and GPUs. Knows hot slots, the routing sidecar and prices. Does not know the device.
 """
@@ -22,11 +22,12 @@ from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 try:
+    from vllm_ndp.integration import _decode_layers
     from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 
-    BUILT = True
-except ImportError:  # a tree that was not built: every step takes the Python path, and the start-up table says so
-    BUILT, MOST_PAIRS = False, ALIAS_PAIRS
+    BUILT = _decode_layers.ALIAS_PAIRS == ALIAS_PAIRS
+except (ImportError, AttributeError):  # not built, or of other sources: every step takes the Python path, and the
+    BUILT, MOST_PAIRS = False, ALIAS_PAIRS  # start-up table says so
 
 _ON_HOST: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype("<f4"),
@@ -57,8 +58,9 @@ class FewRows:
         self._no_plan = np.zeros((len(layers), len(slots.expert_map)), np.uint8)
         self._slots = torch.empty(MOST_PAIRS, dtype=torch.int32)
         self._weights = torch.empty(MOST_PAIRS, dtype=torch.float32)
-        self.slots: torch.Tensor  # i32 [T, k], no -1
-        self.topk_weights: torch.Tensor  # f32 [T, k], 0 where the pair does not run here
+        self._hot_rows = torch.empty(MOST_PAIRS, dtype=torch.int64)  # of each hot pair, where they are listed
+        self._step_slots: torch.Tensor  # i32 [T, k] of the step: where pairs are aliased, or every pair is hot
+        self._step_weights: torch.Tensor  # f32 [T, k], 0 where a pair is aliased
         self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent_rows = np.empty(MOST_PAIRS, np.int64)
         self.pair_rows = np.empty(MOST_PAIRS, np.int32)  # index into sent_rows
@@ -82,6 +84,7 @@ class FewRows:
             self.pair_bits,
             self.pair_weights,
             self.activations.view(np.uint8),
+            self._hot_rows.numpy(),
             weighs_input,
         )
         if balancer is not None:
@@ -103,7 +106,7 @@ class FewRows:
                 self._slots[:pairs].view(num_rows, self._top_k),
                 self._weights[:pairs].view(num_rows, self._top_k),
             )
-        self.slots, self.topk_weights = self._by_rows[num_rows]
+        self._step_slots, self._step_weights = self._by_rows[num_rows]
         plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         clock = self._clock
         self.native.begin_step(
@@ -120,6 +123,19 @@ class FewRows:
             topk_ids, topk_weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
         topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
         return self.native.split(layer, topk_ids.data_ptr(), topk_weights.data_ptr(), offload)
+
+    def run_hot(self, slots: HotSlots, x: torch.Tensor) -> torch.Tensor:
+        """What the layer's hot slots make of x [T, H]; 0 for a row without a hot pair. A fresh tensor."""
+        num_hot = self.native.num_hot
+        if not num_hot:
+            return torch.zeros_like(x)
+        if self.native.is_listed and num_hot < self._step_slots.numel():
+            pairs = self._weights[:num_hot].unsqueeze(1), self._slots[:num_hot].unsqueeze(1)
+            return slots.run_listed(x, self._hot_rows[:num_hot], *pairs)
+        out = slots.run_aliased(x, self._step_weights, self._step_slots)
+        if idle := self.native.idle_rows:
+            out[idle] = 0
+        return out
 
     def gather(self, x: torch.Tensor) -> NDArray[Any]:
         """The rows of x [T, H] that the device needs, as it takes them; valid until the next call."""

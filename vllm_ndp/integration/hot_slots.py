@@ -135,9 +135,13 @@ class CpuSlotKernel:
         here: torch.Tensor,
     ) -> torch.Tensor:
         rows, cols = here.nonzero(as_tuple=True)
-        partial = self.fused(
-            x.index_select(0, rows), held, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1)
-        )
+        return self.listed(x, held, rows, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1))
+
+    def listed(
+        self, x: torch.Tensor, held: SlotWeights, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Pairs one after the other, in the order of their rows [P]: weights f32 and slots i32 [P, 1]."""
+        partial = self.fused(x.index_select(0, rows), held, weights, slots)
         out = torch.zeros(x.shape, dtype=torch.float32)
         return out.index_add_(0, rows, partial.float()).to(x.dtype)
 
@@ -323,6 +327,13 @@ class HotSlots:
         """The same where no slot is -1: topk_weights f32 and slots i32 [T, k], contiguous."""
         assert isinstance(self.kernel, CpuSlotKernel)
         return self.kernel.fused(x, self.held, topk_weights, slots)
+
+    def run_listed(
+        self, x: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for pairs one after the other: rows i64 [P], topk_weights f32 and slots i32 [P, 1], contiguous."""
+        assert isinstance(self.kernel, CpuSlotKernel)
+        return self.kernel.listed(x, self.held, rows, topk_weights, slots)
 
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""

@@ -190,16 +190,11 @@ class MoELayer:
         count = few.split(self.index, topk_weights, topk_ids, offload=self._balancer is not None and self._device.is_up)
         if not count:
             beside()
-            return self._slots.run_aliased(x, few.topk_weights, few.slots)
+            return few.run_hot(self._slots, x)
         call = self._device.submit_few(step.number, self.index, x, few, count)  # None: another rank sends
         try:
             beside()
-            if few.native.num_hot:
-                out = self._slots.run_aliased(x, few.topk_weights, few.slots)
-                if idle := few.native.idle_rows:
-                    out[idle] = 0
-            else:
-                out = torch.zeros_like(x)
+            out = few.run_hot(self._slots, x)
             if call is None:
                 few.end_layer(count, 0)
                 return out

@@ -23,7 +23,8 @@ using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 template <class T, size_t N>
 using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kMostPairs = 32;  // as hot_slots.ALIAS_PAIRS
+constexpr int64_t kMostPairs = 128;  // of a layer, in one step
+constexpr int64_t kAliasPairs = 32;  // as hot_slots.ALIAS_PAIRS: with more, hot pairs are listed, not aliased
 
 void want(bool holds, const char* sentence) {
     if (!holds) throw std::invalid_argument(sentence);
@@ -74,7 +75,8 @@ class DecodeLayers {
     DecodeLayers(Out<int16_t, 3> routing_ids, Out<float, 3> routing_weights, std::vector<In<int32_t, 1>> expert_maps,
                  In<int64_t, 2> hot_ps, int64_t overhead_ps, Out<int32_t, 1> slots, Out<float, 1> topk_weights,
                  Out<int64_t, 1> sent_rows, Out<int32_t, 1> pair_rows, Out<int32_t, 1> pair_experts,
-                 Out<uint8_t, 1> pair_bits, Out<float, 1> pair_weights, Out<uint8_t, 2> activations, bool weighs_input)
+                 Out<uint8_t, 1> pair_bits, Out<float, 1> pair_weights, Out<uint8_t, 2> activations,
+                 Out<int64_t, 1> hot_rows, bool weighs_input)
         : routing_ids_(std::move(routing_ids)),
           routing_weights_(std::move(routing_weights)),
           maps_(std::move(expert_maps)),
@@ -87,6 +89,7 @@ class DecodeLayers {
           pair_bits_(std::move(pair_bits)),
           pair_weights_(std::move(pair_weights)),
           activations_(std::move(activations)),
+          hot_rows_(std::move(hot_rows)),
           weighs_input_(weighs_input) {
         num_layers_ = routing_ids_.shape(0);
         num_entries_ = routing_ids_.shape(1);
@@ -94,16 +97,16 @@ class DecodeLayers {
         for (size_t axis = 0; axis < 3; ++axis)
             want(routing_weights_.shape(axis) == routing_ids_.shape(axis), "routing ids and weights must be [L, N, k]");
         want(num_layers_ > 0 && maps_.size() == static_cast<size_t>(num_layers_), "one expert map per layer is needed");
-        want(top_k_ > 0 && top_k_ <= kMostPairs, "top_k must lie in 1..32");
+        want(top_k_ > 0 && top_k_ <= kMostPairs, "top_k must lie in 1..128");
         num_experts_ = maps_[0].shape(0);
         for (const auto& map : maps_)
             want(map.shape(0) == static_cast<size_t>(num_experts_), "every expert map must be [E]");
         want(num_experts_ <= INT16_MAX, "expert ids must fit 16 bits");
-        want(hot_ps.shape(0) == kMostPairs + 1 && hot_ps.shape(1) == kMostPairs + 1, "hot_ps must be [33, 33]");
+        want(hot_ps.shape(0) == kMostPairs + 1 && hot_ps.shape(1) == kMostPairs + 1, "hot_ps must be [129, 129]");
         hot_ps_.assign(hot_ps.data(), hot_ps.data() + hot_ps.size());
         for (size_t size : {slots_.size(), weights_.size(), sent_rows_.size(), pair_rows_.size(), pair_experts_.size(),
-                            pair_bits_.size(), pair_weights_.size(), activations_.shape(0)})
-            want(size == kMostPairs, "outputs must have 32 entries");
+                            pair_bits_.size(), pair_weights_.size(), hot_rows_.size(), activations_.shape(0)})
+            want(size == kMostPairs, "outputs must have 128 entries");
         place_.assign(num_experts_, -1);
         slot_seen_.assign(num_experts_, 0);
         offloaded_.assign(num_experts_, 0);
@@ -111,9 +114,9 @@ class DecodeLayers {
 
     void price(int offload_bits, In<double, 1> gpu_ps, In<double, 2> message_ps, nb::object device_ps) {
         want(offload_bits > 0 && offload_bits < 256, "offload_bits must fit a byte");
-        want(gpu_ps.size() == kMostPairs + 1, "gpu_ps must be [33]");
+        want(gpu_ps.size() == kMostPairs + 1, "gpu_ps must be [129]");
         want(message_ps.shape(0) == kMostPairs + 1 && message_ps.shape(1) == kMostPairs + 1,
-             "message_ps must be [33, 33]");
+             "message_ps must be [129, 129]");
         prices_.offload_bits = static_cast<uint8_t>(offload_bits);
         prices_.gpu.assign(gpu_ps.data(), gpu_ps.data() + gpu_ps.size());
         prices_.message.assign(message_ps.data(), message_ps.data() + message_ps.size());
@@ -125,7 +128,7 @@ class DecodeLayers {
                     std::vector<In<uint8_t, 2>> bits, int64_t now_ps, std::vector<int64_t> before_ps,
                     int64_t shared_ps) {
         want(!entries.empty() && static_cast<int64_t>(entries.size()) * top_k_ <= kMostPairs,
-             "a step needs 1..32 pairs per layer");
+             "a step needs 1..128 pairs per layer");
         want(owners.size() == entries.size(), "every row needs an owner");
         want(before_ps.size() == static_cast<size_t>(num_layers_), "before_ps must be [L]");
         for (int64_t entry : entries) want(entry >= 0 && entry < num_entries_, "a KV entry lies outside the cache");
@@ -162,7 +165,7 @@ class DecodeLayers {
         for (int64_t expert : moved_) offloaded_[expert] = 0;
         moved_.clear();
         if (offload) decide(ids, weights);
-        lay_out(ids, weights);
+        is_listed() ? list(ids, weights) : alias(ids, weights);
         submit_ps_ = now_ps_ + before_ps_[layer];
         waiting_ = num_cold_ > 0;
         if (!waiting_) now_ps_ = submit_ps_ + hot_layer_ps_ + overhead_ps_;
@@ -221,6 +224,7 @@ class DecodeLayers {
 
     int64_t now_ps() const { return now_ps_; }
     int64_t submit_ps() const { return submit_ps_; }
+    bool is_listed() const { return static_cast<int64_t>(entries_.size()) * top_k_ > kAliasPairs; }
     int64_t num_hot() const { return num_hot_; }
     int64_t num_sent() const { return num_sent_; }
     const std::vector<int64_t>& idle_rows() const { return idle_rows_; }
@@ -239,7 +243,7 @@ class DecodeLayers {
         }
     }
 
-    // LayerLoad.of_lists and Balancer.offloaded: the same additions in the same order.
+    // LayerLoad and Balancer.offloaded: the same additions in the same order.
     void decide(const int32_t* ids, const float* weights) {
         const int32_t* map = maps_[layer_].data();
         hot_.clear();
@@ -272,6 +276,10 @@ class DecodeLayers {
         }
         for (const Expert& expert : hot_) place_[expert.id] = -1;
         if (hot_.empty()) return;
+        if (is_listed())  // as of_arrays has them; of_lists in the order of the rows
+            std::sort(cold_.begin(), cold_.end(), [](const Cold& a, const Cold& b) {
+                return a.expert < b.expert || (a.expert == b.expert && a.bits < b.bits);
+            });
         double device_ps = 0.0;
         for (const Cold& cold : cold_) device_ps += prices_.of_device(cold.bits, cold.rows);
         if (!cold_.empty()) device_ps += prices_.of_message(rows, pairs);
@@ -300,15 +308,38 @@ class DecodeLayers {
         return a.weight < b.weight || (a.weight == b.weight && a.id < b.id);
     }
 
-    // pairs.split_lists: a cold pair gets a hot slot that its row reads anyway, with weight 0; a row without a hot pair
-    // gets another row's and is idle.
-    void lay_out(const int32_t* ids, const float* weights) {
-        const int32_t* map = maps_[layer_].data();
-        int32_t *slots = slots_.data(), another = -1;
-        num_hot_ = num_cold_ = num_sent_ = 0;
-        int64_t touched = 0;
+    void begin_layout() {
+        num_hot_ = num_cold_ = num_sent_ = touched_ = 0;
         ++stamp_;
         idle_rows_.clear();
+    }
+
+    void add_hot(int32_t slot) {
+        want(slot < num_experts_, "a hot slot lies outside the layer");
+        touched_ += slot_seen_[slot] != stamp_;
+        slot_seen_[slot] = stamp_;
+        ++num_hot_;
+    }
+
+    void add_cold(int64_t row, int32_t expert, float weight) {
+        if (!num_sent_ || sent_rows_.data()[num_sent_ - 1] != row) sent_rows_.data()[num_sent_++] = row;
+        uint8_t bits = planned(row, expert);
+        if (!moved_.empty() && bits == 0) bits = prices_.offload_bits;
+        pair_rows_.data()[num_cold_] = static_cast<int32_t>(num_sent_ - 1);
+        pair_experts_.data()[num_cold_] = expert;
+        pair_bits_.data()[num_cold_] = bits;
+        pair_weights_.data()[num_cold_] = weight;
+        pair_offloaded_[num_cold_++] = offloaded_[expert];
+    }
+
+    void end_layout() { hot_layer_ps_ = shared_ps_ + hot_ps_[touched_ * (kMostPairs + 1) + num_hot_]; }
+
+    // pairs.split_lists: a cold pair gets a hot slot that its row reads anyway, with weight 0; a row without a hot pair
+    // gets another row's and is idle.
+    void alias(const int32_t* ids, const float* weights) {
+        const int32_t* map = maps_[layer_].data();
+        int32_t *slots = slots_.data(), another = -1;
+        begin_layout();
         for (int64_t row = 0; row < static_cast<int64_t>(entries_.size()); ++row) {
             int32_t own = -1;
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
@@ -316,32 +347,40 @@ class DecodeLayers {
                 own = std::max(own, slots[i]);
             }
             if (own < 0) idle_rows_.push_back(row);
-            bool sent = false;
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
                 weights_.data()[i] = weighs_input_ ? 1.0f : weights[i];
                 if (slots[i] >= 0) {
-                    want(slots[i] < num_experts_, "a hot slot lies outside the layer");
                     if (another < 0) another = slots[i];
-                    touched += slot_seen_[slots[i]] != stamp_;
-                    slot_seen_[slots[i]] = stamp_;
-                    ++num_hot_;
+                    add_hot(slots[i]);
                     continue;
                 }
-                if (!sent) sent_rows_.data()[num_sent_++] = row;
-                sent = true;
-                uint8_t bits = planned(row, ids[i]);
-                if (!moved_.empty() && bits == 0) bits = prices_.offload_bits;
-                pair_rows_.data()[num_cold_] = static_cast<int32_t>(num_sent_ - 1);
-                pair_experts_.data()[num_cold_] = ids[i];
-                pair_bits_.data()[num_cold_] = bits;
-                pair_weights_.data()[num_cold_] = weights_.data()[i];
-                pair_offloaded_[num_cold_++] = offloaded_[ids[i]];
+                add_cold(row, ids[i], weights_.data()[i]);
                 weights_.data()[i] = 0.0f;
                 slots[i] = own;
             }
         }
         for (int64_t row : idle_rows_) std::fill_n(slots + row * top_k_, top_k_, another);
-        hot_layer_ps_ = shared_ps_ + hot_ps_[touched * (kMostPairs + 1) + num_hot_];
+        end_layout();
+    }
+
+    // pairs.split_arrays: the hot pairs one after the other, and the row of each.
+    void list(const int32_t* ids, const float* weights) {
+        const int32_t* map = maps_[layer_].data();
+        begin_layout();
+        for (int64_t row = 0; row < static_cast<int64_t>(entries_.size()); ++row)
+            for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
+                const int32_t slot = offloaded_[ids[i]] ? -1 : map[ids[i]];
+                const float weight = weighs_input_ ? 1.0f : weights[i];
+                if (slot < 0) {
+                    add_cold(row, ids[i], weight);
+                    continue;
+                }
+                slots_.data()[num_hot_] = slot;
+                weights_.data()[num_hot_] = weight;
+                hot_rows_.data()[num_hot_] = row;
+                add_hot(slot);
+            }
+        end_layout();
     }
 
     Out<int16_t, 3> routing_ids_;
@@ -356,6 +395,7 @@ class DecodeLayers {
     Out<uint8_t, 1> pair_bits_;
     Out<float, 1> pair_weights_;
     Out<uint8_t, 2> activations_;
+    Out<int64_t, 1> hot_rows_;
     bool weighs_input_;  // the rows come weighed: what they give is added as it is
     int64_t num_layers_ = 0, num_entries_ = 0, top_k_ = 0, num_experts_ = 0;
     Prices prices_;
@@ -369,6 +409,7 @@ class DecodeLayers {
 
     // of the layer
     int64_t layer_ = 0, submit_ps_ = 0, hot_layer_ps_ = 0, num_hot_ = 0, num_cold_ = 0, num_sent_ = 0;
+    int64_t touched_ = 0;  // slots in use
     bool waiting_ = false;
     std::vector<int64_t> idle_rows_, moved_;
     uint8_t pair_offloaded_[kMostPairs] = {};
@@ -387,14 +428,15 @@ class DecodeLayers {
 
 NB_MODULE(_decode_layers, m) {
     m.attr("MOST_PAIRS") = kMostPairs;
+    m.attr("ALIAS_PAIRS") = kAliasPairs;
     nb::class_<DecodeLayers>(m, "DecodeLayers")
         .def(nb::init<Out<int16_t, 3>, Out<float, 3>, std::vector<In<int32_t, 1>>, In<int64_t, 2>, int64_t,
                       Out<int32_t, 1>, Out<float, 1>, Out<int64_t, 1>, Out<int32_t, 1>, Out<int32_t, 1>,
-                      Out<uint8_t, 1>, Out<float, 1>, Out<uint8_t, 2>, bool>(),
+                      Out<uint8_t, 1>, Out<float, 1>, Out<uint8_t, 2>, Out<int64_t, 1>, bool>(),
              nb::arg("routing_ids"), nb::arg("routing_weights"), nb::arg("expert_maps"), nb::arg("hot_ps"),
              nb::arg("overhead_ps"), nb::arg("slots"), nb::arg("topk_weights"), nb::arg("sent_rows"),
              nb::arg("pair_rows"), nb::arg("pair_experts"), nb::arg("pair_bits"), nb::arg("pair_weights"),
-             nb::arg("activations"), nb::arg("weighs_input") = false)
+             nb::arg("activations"), nb::arg("hot_rows"), nb::arg("weighs_input") = false)
         .def("price", &DecodeLayers::price, nb::arg("offload_bits"), nb::arg("gpu_ps"), nb::arg("message_ps"),
              nb::arg("device_ps"))
         .def("begin_step", &DecodeLayers::begin_step, nb::arg("entries"), nb::arg("owners"), nb::arg("bits"),
@@ -408,6 +450,7 @@ NB_MODULE(_decode_layers, m) {
         .def("moved", &DecodeLayers::moved)
         .def_prop_ro("now_ps", &DecodeLayers::now_ps)
         .def_prop_ro("submit_ps", &DecodeLayers::submit_ps)
+        .def_prop_ro("is_listed", &DecodeLayers::is_listed)
         .def_prop_ro("num_hot", &DecodeLayers::num_hot)
         .def_prop_ro("num_sent", &DecodeLayers::num_sent)
         .def_prop_ro("idle_rows", &DecodeLayers::idle_rows);
