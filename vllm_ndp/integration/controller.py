@@ -38,7 +38,7 @@ from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.few_rows import MOST_PAIRS, FewRows
+from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
@@ -522,7 +522,7 @@ class NdpController:
             return f"asynchronous up to {self._exchange.most_rows} rows"
         if self._warm is not None:
             return "Python, as with warm experts"
-        return "Python" if self._few is None else f"native up to {MOST_PAIRS} pairs"
+        return "Python" if self._few is None else f"native up to {self._few.most_pairs} pairs"
 
     def totals_dict(self) -> dict[str, Any]:
         return {

@@ -40,6 +40,8 @@ _ON_HOST: dict[torch.dtype, np.dtype[Any]] = {
 class FewRows:
     """One per worker. `take` says whether a step is its own; then each layer calls `split` and perhaps `end_layer`."""
 
+    most_pairs = MOST_PAIRS
+
     def __init__(
         self,
         layers: dict[int, HotSlots],
