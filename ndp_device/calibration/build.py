@@ -33,6 +33,7 @@ from ndp_device.replicas.format import (
     MANIFEST,
     LayerReplicas,
     Manifest,
+    ReplicaFiles,
     check_layer_file,
     read_manifest,
     remove_unfinished,
@@ -42,7 +43,11 @@ from ndp_device.replicas.format import (
 from ndp_device.widths import WIDTHS, default_group_size
 
 if TYPE_CHECKING:
+    import torch
+
+    from ndp_device.calibration.calibrated import RoutedInputs
     from ndp_device.calibration.streamed import RoutedBatch
+    from ndp_device.calibration.tuned import Tuning
 
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
@@ -116,7 +121,6 @@ def build_calibrated(
     The model is never in memory: its experts are read one at a time, each once per pass, and quantized where the pass
     needs them. A job that is continued only passes through the layers that are done.
     """
-    import torch
     import transformers
 
     from ndp_device.calibration import auto_gptq, calibrated, gptq, memory, streamed
@@ -129,9 +133,7 @@ def build_calibrated(
         if not set(bits) <= set(auto_gptq.BITS):
             raise ConfigError(f"auto-gptq makes replicas of {list(auto_gptq.BITS)} bits, got {list(bits)}: use nested")
         auto_gptq.load_gptq_class()
-    if device_name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no CUDA device on this machine: drop --device cuda, or say --device cpu")
-    device = torch.device("cpu" if device_name == "cpu" or not torch.cuda.is_available() else "cuda")
+    device = _torch_device(device_name)
     checkpoint = CheckpointExperts(model_dir)
     shape = checkpoint.shape
     group_size = _checked_group_size(group_size, shape)
@@ -208,6 +210,109 @@ def build_calibrated(
         return calibrated.layer_of(done)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def build_tuned(
+    model_dir: Path,
+    replicas_dir: Path,
+    out_dir: Path,
+    calibration_file: Path,
+    *,
+    steps: int,
+    num_sequences: int = 256,
+    sequence_length: int = 512,
+    seed: int = 0,
+    device_name: DeviceName = "auto",
+    show_progress: bool = True,
+) -> Manifest:
+    """Replicas with the codes of others and levels trained together, through the whole model in memory (tuned.py).
+
+    A job that was stopped trains again, because no layer is done before all are.
+    """
+    import numpy as np
+    import transformers
+
+    from ndp_device.calibration import calibrated, memory, streamed, tuned
+    from ndp_device.calibration.loss_table import expert_losses
+    from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
+
+    if steps < 1:
+        raise ConfigError(f"steps must be 1 or more, got {steps}")
+    device = _torch_device(device_name)
+    checkpoint = CheckpointExperts(model_dir)
+    source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
+    shape = checkpoint.shape
+    num_widths = len(source.manifest.bits)
+    needed = memory.tuning_bytes(shape, group_size=source.manifest.group_size, num_widths=num_widths)
+    if needed > memory.physical_bytes():
+        raise ConfigError(
+            f"tuning holds every expert of {shape.name} in memory, {needed / 1e9:.1f} GB with their gradients, and "
+            f"this machine has {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas as they are"
+        )
+    _refuse_quantized_beside(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    text = CalibrationText.draw(
+        calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
+    )
+    manifest = msgspec.structs.replace(
+        source.manifest,
+        layers={},
+        source="calibrated",
+        solver=source.manifest.solver | {"tuned_from": source.manifest.digest, "tune_steps": steps},
+        calibration=source.manifest.calibration
+        | {
+            "tune_file": text.file_name,
+            "tune_blake2b": text.blake2b,
+            "tune_sequences": num_sequences,
+            "tune_length": sequence_length,
+            "tune_held_out_every": HELD_OUT_EVERY,
+            "tune_seed": seed,
+            "tune_device": device.type,
+        },
+    )
+    tuning: Tuning | None = None
+    held_out_inputs: list[RoutedInputs] = []
+
+    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+        nonlocal tuning, held_out_inputs
+        if tuning is None:
+            tuning, held_out_inputs = trained()
+        held_out, experts = held_out_inputs[layer], tuning.stored(layer)
+        losses = []
+        for expert, replicas in enumerate(experts):
+            rows = calibrated.test_rows(held_out, expert)
+            losses.append(expert_losses(rows.float().numpy(), checkpoint.expert(layer, expert), replicas))
+            checkpoint.release()
+            advance()
+        checkpoint.check(layer)
+        loss, relative_loss = (np.stack(values) for values in zip(*losses, strict=True))
+        return LayerReplicas(tuple(experts), loss, relative_loss, *source.calibration_of(layer))
+
+    def trained() -> tuple[Tuning, list[RoutedInputs]]:
+        every_layer, every_expert = range(shape.num_layers), range(shape.num_experts)
+        full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in every_expert] for n in every_layer]
+        replicas = [
+            [{b: source.expert(n, e, b) for b in source.manifest.bits} for e in every_expert] for n in every_layer
+        ]
+        model = streamed.load_without_experts(model_dir, device)
+        tuning = tuned.Tuning(model, full, replicas, seed=seed)
+        tokens = text.held_out_last
+        tokens, held_out = tokens[: -text.num_held_out], tokens[-text.num_held_out :]
+        told = tuning.improve(tokens, held_out, steps)
+        for line in told:
+            if show_progress:
+                _say(line)
+        return tuning, tuning.inputs(held_out)
+
+    return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def _torch_device(name: DeviceName) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device on this machine: drop --device cuda, or say --device cpu")
+    return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
 
 
 def _refuse_quantized_beside(checkpoint: CheckpointExperts) -> None:

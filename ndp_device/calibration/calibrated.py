@@ -59,26 +59,38 @@ class FloatExpert:
             half[:] = to_float32(values, full.dtype)
         self.w13 = torch.from_numpy(gate_and_up).to(device)
         self.w2 = torch.from_numpy(np.array(to_float32(full.w2, full.dtype), order="C")).to(device)
-        self._biases = None
-        if full.biases is not None:
-            gate, up, down = full.biases.gate, full.biases.up, full.biases.down
-            self._biases = tuple(torch.tensor(value, device=device) for value in (gate, up, down))
+        self._biases = bias_tensors(full.biases, device)
 
     def between(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> what down multiplies, [n, I]."""
         w1, w3 = self.w13.chunk(2)
-        gate, up = hidden @ w1.T, hidden @ w3.T
-        if self._biases is not None:
-            gate, up = gate + self._biases[0], up + self._biases[1]
-        if self.full.activation == "silu":
-            return torch.nn.functional.silu(gate) * up
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        return activated(hidden @ w1.T, hidden @ w3.T, self._biases, self.full.activation)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Rows [n, H] -> the expert's outputs [n, H], in the rows' dtype."""
         out = self.between(hidden.float()) @ self.w2.T
         return (out if self._biases is None else out + self._biases[2]).to(hidden.dtype)
+
+
+BiasTensors = tuple[Tensor, Tensor, Tensor]
+"""Of gate and up [I] and of down [H]."""
+
+
+def bias_tensors(biases: Biases | None, device: torch.device) -> BiasTensors | None:
+    if biases is None:
+        return None
+    gate, up, down = (torch.tensor(value, device=device) for value in (biases.gate, biases.up, biases.down))
+    return gate, up, down
+
+
+def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: Activation) -> Tensor:
+    """Products of gate and of up [n, I] -> what down multiplies, [n, I]."""
+    if biases is not None:
+        gate, up = gate + biases[0], up + biases[1]
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) -> Solver:
@@ -136,11 +148,14 @@ def quantize_expert(
     w2s = solve(weights.w2, weights.between)
     full = weights.full
     replicas = {bits: fold_order(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
-    test_rows = held_out.of(expert)
-    if len(test_rows) < _MIN_HELD_OUT:  # too few to tell widths apart: everything the layer saw
-        test_rows = held_out.hidden
-    loss, relative_loss = expert_losses(test_rows.float().numpy(), full, replicas)
+    loss, relative_loss = expert_losses(test_rows(held_out, expert).float().numpy(), full, replicas)
     return CalibratedExpert(replicas, loss, relative_loss, len(own), share)
+
+
+def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
+    """What an expert's widths are compared on: its own rows, or where they are too few all that the layer saw."""
+    own = held_out.of(expert)
+    return own if len(own) >= _MIN_HELD_OUT else held_out.hidden
 
 
 def layer_of(experts: Sequence[CalibratedExpert]) -> LayerReplicas:

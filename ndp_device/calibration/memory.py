@@ -8,6 +8,7 @@ same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a rea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -77,6 +78,21 @@ def peak_memory(
         solver=max(solving, moments, losing),
         layer=2 * shape.num_experts * kept,  # once more while the file's bytes are put together
     )
+
+
+def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
+    """What tuning (tuned.py) holds at the same time of the experts: all of them, and a step's gradients."""
+    num_weights = shape.num_layers * shape.num_experts * shape.weights_per_expert
+    each = (
+        _FLOAT + num_widths + 3 * _FLOAT
+    )  # itself, its codes, and at the width of a step: weights, products, gradient
+    levels = 2 * num_widths * num_weights // group_size * 5 * _FLOAT  # level, step, gradient and Adam's two moments
+    return num_weights * each + levels
+
+
+def physical_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _is_one_of(name: str, template: str) -> bool:

@@ -199,6 +199,17 @@ class ReplicaFiles:
         file.check()  # of the files, of which these are copies
         return loss, relative
 
+    def calibration_of(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(calibration tokens int64, own weight float64) of each expert: what LayerReplicas says of them."""
+        file = self._files[layer]
+        tokens, own_weight = file.tensor("calibration_tokens"), file.tensor("own_weight")
+        experts = (self.manifest.model.num_experts,)
+        if tokens.shape != experts or own_weight.shape != experts:
+            raise ReplicaError(f"{file.path} is damaged: what it says of the calibration must be {list(experts)}")
+        copies = tokens.astype(np.int64), own_weight.astype(np.float64)
+        file.check()
+        return copies
+
     @cached_property
     def loss_digest(self) -> str:
         """32 hex digits that name the loss tables of all layers, as they lie in the files."""

@@ -1,16 +1,19 @@
-"""`vllm-ndp quantize`: make the replicas of a model. Knows options and the last line; ndp_device/calibration/ works."""
+"""`vllm-ndp quantize` and `tune`: make replicas. Knows options and last lines; ndp_device/calibration/ works."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ndp_device.command_line import command, print_json
 from ndp_device.errors import ConfigError
 from vllm_ndp.cli.options import integers
+
+if TYPE_CHECKING:
+    from ndp_device.replicas.format import Manifest
 
 app = typer.Typer()
 
@@ -53,10 +56,7 @@ def quantize(
 
     To 1, 2, 3 and 4 bits, and measures what each width loses.
     """
-    import numpy as np
-
     from ndp_device.calibration.build import build_calibrated, build_data_free
-    from ndp_device.replicas.loss_table import load_loss_table
     from ndp_device.widths import WIDTHS
     from vllm_ndp.operating.hub import checkpoint_dir
 
@@ -80,6 +80,57 @@ def quantize(
             seed=seed,
             device_name=device,
         )
+    _print_summary(manifest, out, started)
+
+
+@command(
+    app,
+    "tune",
+    examples=(
+        "vllm-ndp tune models/tiny-mixtral models/tiny-mixtral-replicas --out tuned "
+        "--calibration models/tiny-mixtral/calibration.txt",
+    ),
+)
+def tune(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
+    replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
+    out: Annotated[Path, typer.Option(help="Directory of the tuned replicas.")],
+    calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 300,
+    samples: Annotated[int, typer.Option(min=8, help="Sequences of text; every 8th is held out.")] = 256,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where training computes; auto: on a GPU where there is one.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Chooses text and widths of the steps.")] = 0,
+) -> None:
+    """Train the scales and offsets of replicas through the model.
+
+    Same size, same speed, less loss. All experts are in memory in float32.
+    """
+    from ndp_device.calibration.build import build_tuned
+    from vllm_ndp.operating.hub import checkpoint_dir
+
+    started = time.monotonic()
+    manifest = build_tuned(
+        checkpoint_dir(str(model)),
+        replicas,
+        out,
+        calibration,
+        steps=steps,
+        num_sequences=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        device_name=device,
+    )
+    _print_summary(manifest, out, started)
+
+
+def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
+    import numpy as np
+
+    from ndp_device.replicas.loss_table import load_loss_table
+
     _, relative = load_loss_table(out)
     print_json(
         {
