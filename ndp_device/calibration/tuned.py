@@ -27,8 +27,9 @@ from ndp_device.experts.packing import unpack
 from ndp_device.widths import FULL_PRECISION_BITS
 
 SEQUENCES_PER_STEP = 4
-RATE = 2e-3
-"""Adam's, in parts of a group's scale. The rates that lost: docs/log/calibration.md."""
+RATES = {1: 3e-3, 2: 2e-3, 3: 5e-4, 4: 2e-4}
+"""Adam's at each width, in parts of a group's scale: wide ones have little to gain and lose it to noise at one rate for
+all (docs/log/calibration.md)."""
 _MIDDLE = {1: 0.15, 2: 0.35, 3: 0.35, 4: 0.15}
 """How often the widths of a step lie around each of these."""
 _HOT = (0.0, 0.0, 0.25, 0.5)
@@ -157,13 +158,17 @@ class Tuning:
 
     def train(self, token_ids: Tensor, num_steps: int) -> Iterator[float]:
         """A step per draw of some sequences out of [S, T]; gives the mean divergence of each, nats per token."""
-        parameters = [
-            p for layer in self._layers for each in layer.experts for e in each.values() for p in e.parameters
+        by_width = [
+            {
+                "params": [p for layer in self._layers for each in layer.experts for p in each[bits].parameters],
+                "lr": 0.0,
+            }
+            for bits in self.bits
         ]
-        optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99))
+        optimizer = torch.optim.Adam(by_width, betas=(0.9, 0.99))
         for step in range(num_steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * 0.5 * (1 + math.cos(math.pi * step / num_steps))
+            for bits, group in zip(self.bits, optimizer.param_groups, strict=True):
+                group["lr"] = RATES[bits] * 0.5 * (1 + math.cos(math.pi * step / num_steps))
             widths = self._some_widths()
             optimizer.zero_grad()  # to None: a width that a step does not use keeps its momentum for when it does
             rows = torch.randint(len(token_ids), (SEQUENCES_PER_STEP,), generator=self._draw)

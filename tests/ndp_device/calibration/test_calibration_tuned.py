@@ -12,11 +12,13 @@ import transformers
 from paths import MODEL
 
 from ndp_device.calibration import calibrated, memory, tuned
-from ndp_device.calibration.build import build_calibrated, build_data_free, build_tuned
+from ndp_device.calibration.build import build_data_free, build_tuned
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.streamed import load_without_experts
 from ndp_device.calibration.text import CalibrationText
 from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 
@@ -113,13 +115,16 @@ def test_the_same_job_gives_the_same_bytes_and_a_finished_one_is_left_alone(
     assert build_tuned(MODEL, base, improved, CALIBRATION, steps=STEPS, **TEXT) == again
 
 
-def test_replicas_with_an_order_of_columns_for_each_width_are_tuned_too(tmp_path: Path) -> None:
-    """Independent codes: every width has its own planes, its own order of rows and of columns."""
-    build_calibrated(MODEL, tmp_path / "base", CALIBRATION, solver="independent", bits=(2, 3), **TEXT)
-    build_tuned(MODEL, tmp_path / "base", tmp_path / "tuned", CALIBRATION, steps=4, **TEXT)
-    held_out = sequences().held_out_last[-8:]
-    before, after = (tuning_of(tmp_path / name) for name in ("base", "tuned"))
-    assert after.divergence_at(2, held_out) < before.divergence_at(2, held_out)
+def test_a_matrix_multiplies_what_the_reference_kernel_does_whatever_its_order_and_last_group() -> None:
+    """Columns in an order of their own, as independent codes have, and a last group of 8 of 24."""
+    draw = np.random.default_rng(0)
+    planes = draw.integers(0, 256, (3, 16, 7), np.uint8)
+    scale, offset = (draw.normal(size=(16, 3)).astype(np.float16) for _ in range(2))
+    matrix = QuantizedMatrix(3, planes, scale, offset, 24, draw.permutation(56).astype(np.int32))
+    rows = draw.normal(size=(5, 56)).astype(np.float32)
+    with torch.no_grad():
+        products = tuned.TrainedMatrix(matrix, CPU)(torch.from_numpy(rows))
+    np.testing.assert_allclose(products, rows @ dequantize(matrix).T, rtol=1e-4, atol=1e-4)
 
 
 def test_replicas_of_another_model_are_refused(base: Path, tmp_path: Path) -> None:
