@@ -177,12 +177,12 @@ class Tuning:
             optimizer.step()
             yield float(divergence.detach())
 
-    @torch.no_grad()
     def divergence_at(self, bits: int, token_ids: Tensor) -> float:
         """Mean over sequences [S, T] with every expert at one width, nats per token."""
         widths = [[bits] * len(layer.full) for layer in self._layers]
         parts = token_ids.split(SEQUENCES_PER_STEP)
-        return sum(float(self._divergence(part, widths)) * len(part) for part in parts) / len(token_ids)
+        with torch.no_grad():
+            return sum(float(self._divergence(part, widths)) * len(part) for part in parts) / len(token_ids)
 
     def take_back(self, bits: int) -> None:
         """The levels of one width are what they were before training."""
@@ -192,14 +192,14 @@ class Tuning:
                     for step in each[bits].parameters:
                         step.zero_()
 
-    @torch.no_grad()
     def inputs(self, token_ids: Tensor) -> list[RoutedInputs]:
         """What sequences [S, T] send to the experts of each layer in full precision."""
         self._set([[FULL_PRECISION_BITS] * len(layer.full) for layer in self._layers])
         for layer in self._layers:
             layer.seen = []
-        for ids in token_ids.split(SEQUENCES_PER_STEP):
-            self._model(input_ids=ids.to(self._model.device), use_cache=False)
+        with torch.no_grad():
+            for ids in token_ids.split(SEQUENCES_PER_STEP):
+                self._model(input_ids=ids.to(self._model.device), use_cache=False)
         found = []
         for layer in self._layers:
             hidden, expert_ids = (torch.cat(parts) for parts in zip(*(layer.seen or []), strict=True))
