@@ -125,16 +125,23 @@ def test_at_the_default_deadline_every_pair_is_computed_once_and_no_token_depend
 
 
 def test_the_same_replicas_stand_in_for_a_dead_device_token_for_token() -> None:
-    """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered."""
+    """fallback="same" with 2-bit experts: what the engine computes alone is what the device would have answered.
+
+    Status and metrics say meanwhile that the device is down, and why.
+    """
     settings = {"hot_experts": 2, "avg_bits": 2.0, "fallback": "same", "deadline_ms": DEFAULT_DEADLINE_MS}
-    with engine(settings=settings) as llm:
+    with engine(settings=settings, disable_log_stats=False) as llm:
         with_device = greedy(llm, PROMPTS, 48)
         llm.reset_prefix_cache()
         os.kill(device_pid(llm), signal.SIGSTOP)
         try:
             without = greedy(llm, PROMPTS, 48)
+            device = llm.collective_rpc("ndp_live")[0]["device"]
+            is_up = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:ndp_device_up"]
         finally:
             os.kill(device_pid(llm), signal.SIGCONT)
+    assert (device["state"], is_up) == ("down", [0])
+    assert device["reason"]
     reports = [output.kv_transfer_params["ndp"] for output in without]
     assert all(report["cold_pairs"] == 0 and report["fallback_pairs"] > 0 for report in reports)
     assert_every_decode_pair_is_in_the_report(with_device, 48)

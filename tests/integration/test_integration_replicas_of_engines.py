@@ -109,6 +109,7 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
                 *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
                 *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
                 *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
+                *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
             ],
             env=user_environment(OMP_NUM_THREADS="1"),
             stdout=output,
@@ -130,12 +131,27 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
             assert answer.kv_transfer_params["ndp"]["simulated_tpot_us"] > 0
             assert answer.kv_transfer_params["ndp"]["fallback_pairs"] == 0
         assert log.read_text(errors="replace").count("what is effective") == 2
+        status = ask_server(port, "status")
+        steps = [worker["totals"]["steps"] for worker in status["workers"]]
+        assert len(steps) == 2
+        assert min(steps) > 0
+        assert len(status["finished"]) == len(answers)
+        for answer in answers:
+            (report,) = ask_server(port, f"requests/{answer.id}")["finished"].values()
+            assert report == answer.kv_transfer_params["ndp"]
     finally:
         server.send_signal(signal.SIGTERM)
         try:
             server.wait(60)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def ask_server(port: int, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/ndp/{path}", timeout=60) as answer:
+        said = json.loads(answer.read())
+    assert isinstance(said, dict)
+    return said
 
 
 def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
