@@ -361,16 +361,25 @@ def ranks_matrix(root: Path = ROOT) -> str:
 
 def option_answers() -> str:
     """What becomes of every option of `vllm serve` beside ours, and the test that shows it."""
-    from vllm_ndp.integration.flags import NOT_OURS, REFUSED, WORKS, Answer
+    from vllm_ndp.integration.flags import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS, Answer
 
     def options(answer: Answer) -> str:
         return " ".join(f"`{name.lstrip('_').replace('_', '-')}`" for name in answer.names)
 
-    lines = ["| works | how | shown by |", "|---|---|---|"]
+    def each(test: str) -> str:
+        return f"One by one: {test.replace('::', ' ')}[OPTION]."
+
+    lines = [each(EACH_WORKS), "", "| works | how | shown by |", "|---|---|---|"]
     lines += [f"| {options(answer)} | {answer.what} | {answer.test.replace('::', ' ')} |" for answer in WORKS]
-    lines += ["", "| refused at the start | why, and what is accepted | shown by |", "|---|---|---|"]
+    lines += [
+        "",
+        each(EACH_REFUSED),
+        "",
+        "| refused at the start | why, and what is accepted | shown by |",
+        "|---|---|---|",
+    ]
     lines += [f"| {options(answer)} | {answer.what} | {answer.test.replace('::', ' ')} |" for answer in REFUSED]
-    lines += ["", "| vLLM's own, which the plugin takes no part in (not tested one by one) | of |", "|---|---|"]
+    lines += ["", each(EACH_NOT_OURS), "", "| vLLM's own, which the plugin takes no part in | of |", "|---|---|"]
     lines += [f"| {options(answer)} | {answer.what} |" for answer in NOT_OURS]
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from engines import MODEL, PROMPTS, ROOT, engine, greedy, token_ids
 from safetensors.torch import load_file, save_file
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.integration.flags import NOT_OURS, REFUSED, WORKS
+from vllm_ndp.integration.flags import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS
 
 pytestmark = pytest.mark.vllm
 
@@ -34,9 +34,9 @@ def test_every_option_of_vllm_serve_has_one_answer():
 
 
 def test_the_tests_that_answers_name_are_there():
-    for answer in (*WORKS, *REFUSED):
-        file, _, function = answer.test.partition("::")
-        assert f"def {function}(" in (ROOT / "tests" / "integration" / f"{file}.py").read_text(), answer
+    for test in (*(answer.test for answer in (*WORKS, *REFUSED)), EACH_WORKS, EACH_REFUSED, EACH_NOT_OURS):
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / "integration" / f"{file}.py").read_text(), test
 
 
 def test_settings_in_two_ways_are_refused_because_vllm_drops_one(monkeypatch: pytest.MonkeyPatch):

@@ -2,10 +2,11 @@
 
     WORKS        with the test that shows it
     REFUSED      at the start, in one sentence, with the test that shows it
-    NOT_OURS     vLLM acts on it as ever, and the plugin takes no part; by group, not tested one by one
+    NOT_OURS     vLLM acts on it as ever, and the plugin takes no part
 
 tests/integration/test_integration_flags.py holds the three together equal to what vLLM offers, so that an option of a
-new version is answered before that version is supported. Imports nothing of vLLM.
+new version is answered before that version is supported; test_integration_options.py gives each option on a command
+line, with the plugin and without. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ class Answer:
     def names(self) -> list[str]:
         return self.options.split()
 
+
+EACH_WORKS = "test_integration_options::test_an_option_that_works_is_accepted"
+EACH_REFUSED = "test_integration_options::test_an_option_that_cannot_work_is_refused"
+EACH_NOT_OURS = "test_integration_options::test_vllm_acts_on_an_option_as_it_does_without_the_plugin"
+"""Tests that run for every single option of a table, named [OPTION]."""
 
 WORKS = (
     Answer(
@@ -47,6 +53,11 @@ WORKS = (
         "middleware",
         "`vllm_ndp.integration.serving.routes.NdpRoutes`: serving.md",
         "test_integration_serve::test_status_tells_settings_totals_device_and_requests",
+    ),
+    Answer(
+        "logits_processors",
+        "`vllm_ndp.integration.forced_tokens:ForcedTokens` forces tokens through decode for lm-eval (howto.md)",
+        "test_integration_quality::test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does",
     ),
     Answer(
         "api_key",
@@ -267,7 +278,7 @@ NOT_OURS = (
         "tokenizer, prompts and where files come from",
     ),
     Answer(
-        "seed max_logprobs logprobs_mode use_fp64_gumbel logits_processors structured_outputs_config "
+        "seed max_logprobs logprobs_mode use_fp64_gumbel structured_outputs_config "
         "reasoning_parser reasoning_parser_plugin reasoning_config return_sampling_mask watermark_config "
         "stream_interval enable_return_routed_experts aux_output_config enable_trace_replay "
         "enable_batch_sharded_sampling",
