@@ -34,33 +34,14 @@ from quality import (
 )
 from torch import Tensor
 from vllm import LLM, SamplingParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.integration.forced_tokens import FORCED, ForcedTokens
 from vllm_ndp.planning.importance import ImportanceScore
 
 DEADLINE_MS = 60_000.0
 """A busy machine may miss the default deadline, and the fallback computes in full precision: a flattered result."""
-
-
-class ForcedTokens(AdapterLogitsProcessor):
-    """Leaves only the token that extra_args["forced_tokens"] names next; raw log-probabilities are taken before."""
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor:
-        forced: list[int] = params.extra_args["forced_tokens"]
-
-        def only(output_ids: list[int], logits: Tensor) -> Tensor:
-            token = forced[len(output_ids)]
-            kept = logits[token].clone()
-            logits.fill_(float("-inf"))
-            logits[token] = kept
-            return logits
-
-        return only
 
 
 def served_nll(sequences: Tensor, settings: dict[str, Any]) -> tuple[NDArray[np.float64], dict[str, Any]]:
@@ -83,7 +64,7 @@ def served_nll(sequences: Tensor, settings: dict[str, Any]) -> tuple[NDArray[np.
     for tokens in sequences.tolist():
         forced = tokens[PROMPT_TOKENS:]
         params = SamplingParams(
-            temperature=0.0, max_tokens=len(forced), ignore_eos=True, logprobs=0, extra_args={"forced_tokens": forced}
+            temperature=0.0, max_tokens=len(forced), ignore_eos=True, logprobs=0, extra_args={FORCED: forced}
         )
         output = llm.generate({"prompt_token_ids": tokens[:PROMPT_TOKENS]}, params, use_tqdm=False)[0].outputs[0]
         if list(output.token_ids) != forced:

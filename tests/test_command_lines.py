@@ -32,6 +32,7 @@ HEAVY = ("numpy", "pyarrow", "torch", "vllm", "transformers", "safetensors", "zm
 NOT_RUN = {
     r"vllm-ndp (demo|verify|record)\b": "starts vLLM",
     r"vllm-ndp (push|pull)\b": "needs a hub: test_operating_hub.py",
+    r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
     r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_watch.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
     r"vllm-ndp (quantize|tune) .*--calibration": "takes minutes",

@@ -1,41 +1,226 @@
-"""A served request loses on held-out text what the quality benchmark's own forward says it loses."""
+"""A served request loses on held-out text what the quality benchmark's own forward says it loses, and lm-eval sees it.
+
+One server; the engine that the benchmark starts in this process gives the figures to compare with.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import math
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from engines import MODEL, NDP_PROGRAM, PATIENCE_S, ROOT, VLLM_PROGRAM, last_json, run_program, user_environment
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.errors import ConfigError
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.operating import scoring
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "models" / "tiny-mixtral"
+pytestmark = pytest.mark.vllm
+
+PROMPT_TOKENS = 256
+PROCESSOR = ("--logits-processors", scoring.PROCESSOR)
+TASKS = ROOT / "benchmarks" / "lm_eval_tasks"
 
 
-@pytest.mark.vllm
-def test_served_decode_nll_is_the_quality_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Forced tokens through the real engine and device process, two sequences at their own plans, both in float32."""
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("replicas")
+    build_data_free(MODEL, directory, show_progress=False)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def settings(replicas: Path) -> dict[str, Any]:
+    deadline_ms = 60_000.0  # as the benchmark's: a late answer is computed in full precision
+    return {
+        "avg_bits": 1.5,
+        "hot_experts": 2,
+        "replicas": str(replicas),
+        "kernel": "reference",
+        "deadline_ms": deadline_ms,
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(replicas: Path, settings: dict[str, Any]) -> Any:
+    """Sequences, the benchmark's own forward of them, and what the engine in this process says: (tokens, nll, nll)."""
     import torch
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
-    build_data_free(MODEL, tmp_path, show_progress=False)
-    held_out = quality.held_out_sequences(MODEL, 1)
-    sequences = torch.cat([held_out["german"], held_out["python"]])
-
-    model = quality.MixedModel(MODEL, ExpertStore(MODEL, tmp_path, kernel=ReferenceKernel()))
-    cell = quality.Cell(1.5, 2, "relative", "prefill")
-    harness = served.harness_nll(model, sequences, cell, tmp_path)
-    full = model.decode(None)
-    settings = {"avg_bits": 1.5, "hot_experts": 2, "replicas": str(tmp_path), "kernel": "reference"}
-    through_engine, totals = served.served_nll(sequences, settings)
-
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
+        held_out = quality.held_out_sequences(MODEL, 1)
+        sequences = torch.cat([held_out["german"], held_out["python"]])
+        model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
+        harness = served.harness_nll(model, sequences, quality.Cell(1.5, 2, "relative", "prefill"), replicas)
+        full = model.decode(None)
+        assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
+        through_engine, totals = served.served_nll(sequences, settings)
     assert totals["cold_pairs"] > 0
     assert totals["fallback_pairs"] == 0
-    assert (harness - full > 0.05).all()  # the bits are felt, so a plan that was not followed would show
+    return sequences.tolist(), harness, through_engine, full
+
+
+@pytest.fixture(scope="module")
+def server(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[scoring.ScoringServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--dtype", "float32", "--enforce-eager"),
+                *("--additional-config", json.dumps({"ndp": settings})),
+                *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "4"),
+                *("--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats", *PROCESSOR),
+            ],
+            env=user_environment(OMP_NUM_THREADS="1"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        _wait_until_healthy(process, port, log)
+        yield scoring.ScoringServer(f"http://127.0.0.1:{port}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text(errors="replace")[-3000:])
+
+
+def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:
+    """Forced tokens through the real engine and device process, two sequences at their own plans, both in float32."""
+    _, harness, through_engine, _ = measured
     np.testing.assert_allclose(through_engine, harness, atol=1e-3)
+
+
+def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
+    measured: Any, server: scoring.ScoringServer
+) -> None:
+    """Through HTTP, with asynchronous scheduling: perplexity to 1e-4 of the benchmark's engine."""
+    sequences, _, through_engine, full = measured
+    for tokens, nll, full_nll in zip(sequences, through_engine, full, strict=True):
+        scored = server.score(tokens, PROMPT_TOKENS, PROMPT_TOKENS + 1)
+        mine = -math.fsum(scored.logprobs) / len(scored.logprobs)
+        assert scored.num_decoded == len(scored.logprobs) == len(tokens) - PROMPT_TOKENS - 1
+        assert scored.pairs["cold_pairs"] > 0
+        assert scored.pairs["fallback_pairs"] == 0
+        assert math.exp(mine) == pytest.approx(math.exp(nll), rel=1e-4)
+        assert mine - full_nll > 0.05
+
+
+def test_what_is_scored_as_a_prompt_is_in_full_precision(measured: Any, server: scoring.ScoringServer) -> None:
+    """A plain log-likelihood task would measure this: the same tokens, nothing lost."""
+    sequences, _, _, full = measured
+    for tokens, full_nll in zip(sequences, full, strict=True):
+        scored = server.score(tokens, len(tokens) - 1, PROMPT_TOKENS + 1)
+        assert scored.num_decoded == 0
+        assert -math.fsum(scored.logprobs) / len(scored.logprobs) == pytest.approx(full_nll, rel=1e-4)
+
+
+def test_tokens_that_cannot_be_forced_are_refused_in_a_sentence(server: scoring.ScoringServer) -> None:
+    """The server goes on after each."""
+    with pytest.raises(ConfigError, match="was to generate 2 given tokens and generated others"):
+        server.score([1, 5, 6, 99_999_999], 2, 3)
+    with pytest.raises(ConfigError, match="2000 tokens are more than the 1024"):
+        server.score([1] * 2000, 2, 3)
+    body = {"model": server.model, "prompt": [1, 5], "max_tokens": 2, "vllm_xargs": {scoring.FORCED: "no list"}}
+    with pytest.raises(ConfigError, match=r"answers 400: .*must be a list of token ids, got 'no list'"):
+        server._ask("/v1/completions", body)
+    forced_then_free = server._ask(
+        "/v1/completions",
+        {
+            "model": server.model,
+            "prompt": [1, 5],
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "vllm_xargs": {scoring.FORCED: [7, 8]},
+        },
+    )["choices"][0]["token_ids"]
+    assert forced_then_free[:2] == [7, 8]
+    assert len(forced_then_free) == 4
+
+
+def test_the_parameter_has_one_name() -> None:
+    from vllm_ndp.integration import forced_tokens
+
+    assert forced_tokens.FORCED == scoring.FORCED
+    assert f"{forced_tokens.__name__}:{forced_tokens.ForcedTokens.__name__}" == scoring.PROCESSOR
+
+
+def test_lm_eval_runs_tasks_on_decodes_precision(server: scoring.ScoringServer) -> None:
+    """As a user starts it. Every token of the choices is scored by decode; of documents all but their beginnings."""
+    pytest.importorskip("lm_eval")
+    tasks = ("--include", TASKS, "--limit", "6", "--concurrent", "3")
+    done = run_program(
+        *(NDP_PROGRAM, "lm-eval", server.name, "--tasks", "held_out_next,held_out_text", "--decode-from", "64", *tasks)
+    )
+    assert done.returncode == 0, done.stderr
+    result = last_json(done.stdout)
+    choices, texts = result["tasks"]["held_out_next"], result["tasks"]["held_out_text"]
+    assert choices["acc"] > 0.5
+    assert 1 < texts["byte_perplexity"] < 10
+    assert texts["bits_per_byte"] == pytest.approx(math.log2(texts["byte_perplexity"]), rel=1e-6)
+    assert result["cold_pairs"] > 0
+    assert result["fallback_pairs"] == 0
+    assert result["prompt_scored"] == 6 * 64
+
+    from vllm_ndp.operating.lm_eval_model import NdpServer
+
+    model = NdpServer(server)
+    context, choice = "def parse(line):\n    parts = line.", "split(',')\n"
+    tokens = model._encode_pair(context, choice)
+    ((logprob, _),) = model._loglikelihood_tokens([(None, *tokens)])
+    by_hand = server.score([*tokens[0], *tokens[1]], len(tokens[0]) - 1, len(tokens[0]))
+    assert model.counts["decode_scored"] == len(tokens[1])
+    assert model.counts["prompt_scored"] == 0
+    assert logprob == math.fsum(by_hand.logprobs)
+    assert model.generate_until([_Asked(context, {"until": ["\n"], "max_gen_toks": 8})])[0].count("\n") == 0
+    with pytest.raises(ConfigError, match="give --decode-from"):
+        model.loglikelihood_rolling([_Asked("text")])
+
+
+class _Asked:
+    """What lm-eval hands over."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+
+def test_lm_eval_says_what_is_missing(server: scoring.ScoringServer) -> None:
+    pytest.importorskip("lm_eval")
+    done = run_program(NDP_PROGRAM, "lm-eval", server.name, "--tasks", "no_such_task")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "knows no task 'no_such_task'" in done.stderr.splitlines()[-1]
+    done = run_program(NDP_PROGRAM, "lm-eval", "http://127.0.0.1:9", "--tasks", "held_out_next")
+    assert done.returncode == 2
+    assert "no server answers at http://127.0.0.1:9" in done.stderr

@@ -9,6 +9,7 @@ from ndp_device.command_line import program, run
 from vllm_ndp.cli import (
     doctor,
     engine,
+    evaluate,
     plan,
     quantize,
     replay_cli,
@@ -29,6 +30,7 @@ for commands in (
     doctor.app,
     top.app,
     quantize.app,
+    evaluate.app,
     replica_sets.app,
     traces.app,
     replay_cli.app,
