@@ -348,7 +348,7 @@ def bind_ranks(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     num_ranks = parallel.world_size * parallel.data_parallel_size_local
     if _binding:  # of an engine before this one in the same process
-        del os.environ[_BINDING]
+        os.environ.pop(_BINDING, None)
         _binding = ""
     if num_ranks <= max(len(get_visible_memory_node()), 1):
         return
