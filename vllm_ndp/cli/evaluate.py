@@ -43,17 +43,16 @@ def lm_eval(
     Scored tokens are forced through decode, so figures are those of the widths that are served. A stock vLLM started
     with the same logits processor gives the figures to compare with.
     """
+    from vllm_ndp.operating.scoring import ScoringServer
+
+    asked = ScoringServer(server, api_key)
     try:
         harness = importlib.import_module("vllm_ndp.operating.lm_eval_model")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"this command needs lm-eval, which cannot be imported ({error}): pip install 'vllm-ndp[lm-eval]'"
         ) from None
-    from vllm_ndp.operating.scoring import ScoringServer
-
-    model = harness.NdpServer(
-        ScoringServer(server, api_key), decode_from=decode_from, concurrent=concurrent, tokenizer=tokenizer
-    )
+    model = harness.NdpServer(asked, decode_from=decode_from, concurrent=concurrent, tokenizer=tokenizer)
     names = [name for name in tasks.split(",") if name]
     results: dict[str, Any] = harness.evaluate(model, names, include=include, limit=limit, num_fewshot=fewshot)
     for task, values in results.items():
