@@ -56,6 +56,7 @@ class Arm:
     solver: Any
     tuned: bool
     selector: str
+    shrink: float = 0.0
 
 
 ARMS = (
@@ -64,6 +65,9 @@ ARMS = (
     Arm("nested, tuned", "nested", tuned=True, selector="relative"),
     Arm("independent", "independent", tuned=False, selector="relative"),
     Arm("independent, tuned", "independent", tuned=True, selector="relative"),
+    Arm("nested, shrunk", "nested", tuned=False, selector="relative", shrink=0.3),
+    Arm("nested, shrunk, tuned", "nested", tuned=True, selector="relative", shrink=0.3),
+    Arm("independent, shrunk", "independent", tuned=False, selector="relative", shrink=0.1),
 )
 """The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order)."""
 
@@ -78,11 +82,11 @@ class Study:
     def replicas(self, arm: Arm, fold: int) -> Path:
         text = self.cache / f"without-{'-'.join(FOLDS[fold])}.txt"
         text.write_text(text_without(MODEL, FOLDS[fold]))
-        base = self.cache / f"{arm.solver}-{fold}"
-        build_calibrated(MODEL, base, text, solver=arm.solver)
+        base = self.cache / f"{arm.solver}-{arm.shrink:g}-{fold}"
+        build_calibrated(MODEL, base, text, solver=arm.solver, shrink=arm.shrink)
         if not arm.tuned:
             return base
-        tuned = self.cache / f"{arm.solver}-tuned-{self.tune_steps}-{fold}"
+        tuned = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
         build_tuned(MODEL, base, tuned, text, steps=self.tune_steps)
         return tuned
 

@@ -6,6 +6,7 @@ torch and transformers are imported only where text is involved.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,7 @@ def build_calibrated(
     num_sequences: int = 128,
     sequence_length: int = 512,
     seed: int = 0,
+    shrink: float = 0.0,
     device_name: DeviceName = "auto",
     show_progress: bool = True,
 ) -> Manifest:
@@ -120,6 +122,8 @@ def build_calibrated(
 
     The model is never in memory: its experts are read one at a time, each once per pass, and quantized where the pass
     needs them. A job that is continued only passes through the layers that are done.
+
+    shrink: how far the solver distrusts the text (calibrated.shrunk); for subjects that the text does not cover.
     """
     import transformers
 
@@ -138,7 +142,9 @@ def build_calibrated(
     shape = checkpoint.shape
     group_size = _checked_group_size(group_size, shape)
     track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
-    solve = calibrated.load_solver(solver, group_size, track_weights)
+    if not 0 <= shrink < math.inf:
+        raise ConfigError(f"shrink must be 0 or more, got {shrink}")
+    solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights), shrink)
     _refuse_quantized_beside(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     text = CalibrationText.draw(
@@ -159,7 +165,8 @@ def build_calibrated(
             "damp": calibrated.DAMP,
             "polish_sweeps": 0 if solver == "auto-gptq" else gptq.POLISH_SWEEPS,
             "track_weights": list(track_weights.values()) if solver == "nested" else [],
-        },
+        }
+        | ({"shrink": shrink} if shrink else {}),  # left out where it is none, so that older jobs stay the same job
         calibration={
             "file": text.file_name,
             "blake2b": text.blake2b,

@@ -113,6 +113,20 @@ def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) 
     return {"nested": nested, "independent": independent, "auto-gptq": through_auto_gptq}[name]
 
 
+def shrunk(solver: Solver, part: float) -> Solver:
+    """The solver on H + part * mean(diag H) * I: it trusts the text less, and a weight's own error counts more.
+
+    What the text says of directions that it hardly uses is what other text contradicts first (docs/log/calibration.md).
+    """
+
+    def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
+        diagonal = hessian.diagonal()
+        diagonal += part * diagonal.mean()
+        return solver(weights, hessian, damp)
+
+    return solve
+
+
 @dataclass(frozen=True)
 class CalibratedExpert:
     """One expert's replicas with what is recorded beside them."""

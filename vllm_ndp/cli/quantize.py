@@ -44,6 +44,10 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
     ] = None,
+    shrink: Annotated[
+        float,
+        typer.Option(min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."),
+    ] = 0.0,
     samples: Annotated[int, typer.Option(min=8, help="Calibration sequences; every 8th is held out.")] = 128,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per calibration sequence.")] = 512,
     device: Annotated[
@@ -66,6 +70,8 @@ def quantize(
     if calibration is None:
         if solver != "nested":
             raise ConfigError(f"--solver {solver} needs text: add --calibration FILE")
+        if shrink:
+            raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
         manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=group_size)
     else:
         manifest = build_calibrated(
@@ -78,6 +84,7 @@ def quantize(
             num_sequences=samples,
             sequence_length=sequence_length,
             seed=seed,
+            shrink=shrink,
             device_name=device,
         )
     _print_summary(manifest, out, started)

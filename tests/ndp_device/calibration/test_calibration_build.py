@@ -182,6 +182,29 @@ def test_independent_codes_are_written_read_and_lose_no_more_than_nested_ones(
         assert independent[..., bits - 1].mean() < nested[..., bits - 1].mean()
 
 
+def test_a_shrunk_hessian_has_this_part_of_its_mean_diagonal_added() -> None:
+    """Diagonal 1, 3 and a part of .5: 2 * .5 = 1 more for each."""
+    seen = []
+
+    def solver(weights: torch.Tensor, hessian: torch.Tensor, damp: float) -> dict[int, Any]:
+        seen.append(hessian.tolist())
+        return {}
+
+    hessian = torch.tensor([[1.0, 0.5], [0.5, 3.0]], dtype=torch.float64)
+    calibrated.shrunk(solver, 0.5)(torch.zeros(1, 2), hessian, 0.01)
+    assert seen == [[[2.0, 0.5], [0.5, 4.0]]]
+
+
+def test_how_far_the_text_is_distrusted_is_in_the_manifest_unless_it_is_not(
+    build: Callable[..., Any], built: Path, tmp_path: Path
+) -> None:
+    manifest = build(tmp_path / "out", shrink=0.3, bits=(4,))
+    assert manifest.solver["shrink"] == 0.3
+    assert "shrink" not in ReplicaFiles(built).manifest.solver
+    with pytest.raises(ConfigError, match="shrink must be 0 or more, got -1"):
+        build(tmp_path / "wrong", shrink=-1)
+
+
 def test_folding_the_column_order_of_down_into_gate_and_up_changes_no_output(model_dir: Path) -> None:
     full = CheckpointExperts(model_dir).expert(0, 0)
     w1, w3, w2 = (torch.tensor(to_float32(w, full.dtype)) for w in (full.w1, full.w3, full.w2))
