@@ -174,9 +174,10 @@ def _pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def expert_modules(model: Any) -> list[Any]:
     """The modules that hold the experts of one layer each, in the order of the layers.
 
-    transformers marks them, whatever the family: it may distribute them. Llama-4's are not, and take other arguments.
+    transformers marks them, whatever the family and since 5.17 at least: its kernels ask how weights lie. Llama-4's are
+    not marked, and take other arguments.
     """
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
 
 
 def load_without_experts(model_dir: Path, device: torch.device) -> Any:
