@@ -1,6 +1,6 @@
 """Does a prompt tell which experts its decode needs, on more than one trained router?
 
-    python benchmarks/trained_routers.py --json routers.json
+    python benchmarks/trained_routers.py --json docs/measured/trained_routers.json
 
 For each bundled model: the held-out prompts of record_routing.py, 256 tokens each, and 256 tokens after them, which are
 sampled from the model or the text's own; and what `vllm-ndp analyze` says of that routing: the share of decode choices
