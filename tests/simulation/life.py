@@ -12,6 +12,7 @@ them. Simulated are time, sockets, and how long a computation takes. What must h
     7  hosts that compute wait for a bounded time, whatever strangers do
     8  when all faults are over, every host is served again, under its own plan, within 5 s
     9  afterwards nothing is left: no connection, no session, no held byte
+    10 a device that is up has the plan that its host has now, whenever that was activated
 
 Left out: shared memory, keys, and the device's second thread, which looks after sockets while it computes.
 """
@@ -323,7 +324,8 @@ class Host:
         latest_ns = max(begun_ns + self.deadline_ns, asked_ns) + 20 * US
         try:
             result = self.client.finish_execute(handle)
-        except DeviceUnavailable:
+        except DeviceUnavailable as error:
+            assert getattr(error.__cause__, "code", "") != "stale_epoch", "up under another plan than its host's"
             self.in_time(begun_ns, latest_ns)
             self.unserved += 1
             assert not failed_before or self.world.now_ns == asked_ns

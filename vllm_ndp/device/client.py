@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -307,22 +306,24 @@ class DeviceClient:
             self.welcome = reply
             connection.welcomed(reply)
             connection.stage = Stage.REPLAYING
-            connection.replay = self._plans_to_replay()
-        if connection.replay:
-            self._begin(*connection.replay.popleft())
+        if (request := self._next_of_plans(connection)) is not None:
+            self._begin(*request)
         else:
             connection.stage = Stage.UP
             self.counters.connected += 1
             _log.info("NDP device at %s is up (incarnation %.8s)", self.address, connection.incarnation)
 
-    def _plans_to_replay(self) -> deque[tuple[msg.Message, AnnouncedPlan]]:
-        steps: deque[tuple[msg.Message, AnnouncedPlan]] = deque()
-        if self._active:
-            steps.append((self._install_message(self._active, 0), self._active))
-            steps.append((msg.ActivatePlan(self._next_id(), epoch=self._active.epoch), self._active))
-        if self._installed:
-            steps.append((self._install_message(self._installed, self._active_epoch), self._installed))
-        return steps
+    def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
+        """What is still to be asked until the device has our plans. Found anew each time: plans change on the way up."""
+        active, wanted = self._active, self._installed
+        epoch = connection.active.epoch if connection.active else 0
+        if active is not None and connection.active is not active:
+            if connection.installed is active:
+                return msg.ActivatePlan(self._next_id(), epoch=active.epoch), active
+            return self._install_message(active, epoch), active
+        if wanted is not None and connection.installed is not wanted:
+            return self._install_message(wanted, epoch), wanted
+        return None
 
     def _begin(self, message: msg.Message, plan: AnnouncedPlan) -> ControlCall | None:
         """Send a control request; None: the device was lost."""

@@ -9,7 +9,6 @@ finite wherever its input was. Knows the protocol and a transport; when to conne
 from __future__ import annotations
 
 import enum
-from collections import deque
 
 import numpy as np
 
@@ -40,7 +39,7 @@ _SESSION_LOST = ("no_session", "stale_epoch")
 class Stage(enum.Enum):
     CONNECTING = "connecting"  # there is nothing yet to say Hello on
     GREETING = "greeting"  # Hello was sent
-    REPLAYING = "replaying"  # the plans of before are installed again, one request at a time
+    REPLAYING = "replaying"  # the plans in force now are installed, one request at a time
     UP = "up"
     CLOSED = "closed"
 
@@ -52,7 +51,8 @@ class Connection:
         self.stage = Stage.CONNECTING
         self.handles: dict[int, ExecuteHandle] = {}
         self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
-        self.replay: deque[tuple[msg.Message, AnnouncedPlan]] = deque()  # to be asked before it is up
+        self.installed: AnnouncedPlan | None = None  # by what the device has answered
+        self.active: AnnouncedPlan | None = None
         self.incarnation = ""
         self.uses_shared_memory = False
         self._transport, self._counters, self._clock = transport, counters, clock
@@ -122,7 +122,6 @@ class Connection:
         """The same in a forked child, whose parent owns the socket."""
         self.stage = Stage.CLOSED
         self.control = None
-        self.replay.clear()
         for handle in self.handles.values():
             handle.failure = failure
         self.handles.clear()
@@ -165,4 +164,7 @@ class Connection:
             if missing.shape != plan.replicas.shape or (missing & ~plan.replicas).any():
                 raise RemoteProtocolError(f"{control.asked} was answered by {named(reply)}")
             plan.missing = missing.copy()
+            self.installed = plan
+        elif isinstance(reply, msg.PlanActivated):
+            self.active = plan
         control.reply = reply

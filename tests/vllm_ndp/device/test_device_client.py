@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.protocol.codec import VersionMismatch
 from ndp_device.transport.base import InProcessTransport
 from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient
+from vllm_ndp.device.connection import Stage
 
 CALLS = make_calls()
 
@@ -219,6 +221,31 @@ def test_a_plan_made_while_the_device_is_down_is_installed_when_it_is_back(
     until_up(client)
     assert_serves(client)
     assert device.handler._clients.popitem()[1].session.active_epoch == 7
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_a_plan_that_changes_on_the_way_up_costs_no_call(
+    looks: int, device: FaultyDevice, client: DeviceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.handler = make_handler()
+    with pytest.raises(DeviceUnavailable):
+        client.finish_execute(CALLS[0].begin(client))
+    monkeypatch.setattr("vllm_ndp.device.client._LOOKS_AT_ONCE", 1)  # greeting, Welcome, installed, activated, up
+    while client.stage is Stage.CLOSED:
+        client.poll()
+    for _ in range(looks):
+        client.poll()
+    for epoch in (2, 4):
+        with suppress(DeviceUnavailable):
+            client.install_plan(epoch, full_plan())
+        client.activate_plan(epoch)
+    with suppress(DeviceUnavailable):
+        client.install_plan(5, full_plan())  # not active yet
+    until_up(client)
+    assert_serves(client)
+    assert client.activate_plan(5)
+    assert_serves(client)
+    assert (client.counters.refused, client.counters.lost) == (0, 1)
 
 
 def test_a_device_that_comes_back_with_another_model_is_never_used(
