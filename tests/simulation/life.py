@@ -14,7 +14,10 @@ them. Simulated are time, sockets, and how long a computation takes. What must h
     9  afterwards nothing is left: no connection, no session, no held byte
     10 a device that is up has the plan that its host has now, whenever that was activated
 
-Left out: shared memory, keys, and the device's second thread, which looks after sockets while it computes.
+    11 where the device wants keys, nothing is ever answered to who has none or others
+
+One seed in four has keys. Left out: shared memory, and the device's second thread, which looks after sockets while it
+computes.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import random
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ from ndp_device.server import Server
 from ndp_device.timing.spec import load_hardware
 from ndp_device.transport import zmtp
 from ndp_device.transport.address import Address
+from ndp_device.transport.keys import DeviceKeys, HostKeys, make_keys
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import MAX_HELD_BYTES, MAX_PEERS, ZmqServer
 from ndp_device.widths import FULL_PRECISION_BITS
@@ -61,6 +65,26 @@ HONEST_WAIT_NS = 60 * MS
 """Of a host that computes, among strangers and on a whole network: far above what fair queueing costs it."""
 
 FAULTS = ("kill", "kill_long", "stop", "hang", "reset", "partition", "other_model", "lie", "flip", "restart_host")
+
+
+@dataclass(frozen=True)
+class Keys:
+    device: DeviceKeys
+    host: HostKeys
+    stranger: HostKeys
+    """Knows the device, which does not know it."""
+
+
+@cache
+def _keys() -> Keys:
+    folder = tempfile.TemporaryDirectory(prefix="ndp-simulation-")
+    _folders.append(folder)
+    ours, others = Path(folder.name) / "ours", Path(folder.name) / "others"
+    for directory in (ours, others):
+        make_keys(directory, "host")
+    host = HostKeys.read(ours / "host.key")
+    stranger = replace(HostKeys.read(others / "host.key"), device=host.device)
+    return Keys(DeviceKeys.read(ours), host, stranger)
 
 
 @dataclass(frozen=True)
@@ -124,8 +148,8 @@ class SlowKernel:
 class Device:
     """A device's lives, one after the other. Whatever arrives wakes it; a request keeps it busy for a while."""
 
-    def __init__(self, world: World, network: Network) -> None:
-        self._world, self._network = world, network
+    def __init__(self, world: World, network: Network, keys: Keys | None) -> None:
+        self._world, self._network, self._keys = world, network, keys
         self.kernel_ns = world.rng.choice((5 * US, 200 * US, 2 * MS))
         self.hang_ns = 0
         self.num_computed = 0
@@ -153,7 +177,7 @@ class Device:
         self.process.awaken = self.wake
         self.is_stopped, self._busy_until_ns, self._turn_at_ns = False, 0, None
         system, kernel = SimSystem(self._network, self.process), SlowKernel(load_kernel("auto"), self)
-        self.transport = ZmqServer(ADDRESS, system=system)
+        self.transport = ZmqServer(ADDRESS, self._keys and self._keys.device, system=system)
         self.handler = Handler(_store(model), kernel, load_hardware("h100-ndp512"))
         self.handler.incarnation = f"{world.rng.getrandbits(128):032x}"
         lies = partial(_lies, self)
@@ -275,7 +299,11 @@ class Host:
             _store(0).model_digest,
             deadline_ms=self.deadline_ns / MS,
             control_deadline_ms=500,
-            transport=partial(ZmqTransport, system=SimSystem(self.network, self.process)),
+            transport=partial(
+                ZmqTransport,
+                system=SimSystem(self.network, self.process),
+                keys=self.history.keys and self.history.keys.host,
+            ),
             clock=SimClock(self.process),
             jitter=random.Random(self.rng.random()),
         )
@@ -325,7 +353,7 @@ class Host:
         try:
             result = self.client.finish_execute(handle)
         except DeviceUnavailable as error:
-            assert getattr(error.__cause__, "code", "") != "stale_epoch", "up under another plan than its host's"
+            self.up_under_our_plan(error)
             self.in_time(begun_ns, latest_ns)
             self.unserved += 1
             assert not failed_before or self.world.now_ns == asked_ns
@@ -338,6 +366,9 @@ class Host:
             self.used += 1
             self.slowest_ns = max(self.slowest_ns, self.world.now_ns - begun_ns)
 
+    def up_under_our_plan(self, error: DeviceUnavailable) -> None:
+        assert getattr(error.__cause__, "code", "") != "stale_epoch", "up under another plan than its host's"
+
     def in_time(self, begun_ns: int, latest_ns: int) -> None:
         assert self.world.now_ns <= latest_ns, f"a call took {(self.world.now_ns - begun_ns) / MS:.3f} ms"
 
@@ -345,8 +376,8 @@ class Host:
 class Stranger:
     """A peer that never computes. Acts now and then; waits for nothing."""
 
-    def __init__(self, world: World, network: Network, kind: str) -> None:
-        self._world, self._network, self._kind = world, network, kind
+    def __init__(self, world: World, network: Network, kind: str, keys: Keys | None) -> None:
+        self._world, self._network, self._kind, self._keys = world, network, kind, keys
         self._process = Process(world)
         self._system = SimSystem(network, self._process)
         self._transport: ZmqTransport | None = None
@@ -371,8 +402,14 @@ class Stranger:
 
     def _speaks(self) -> ZmqTransport:
         if self._transport is None:
-            self._transport = ZmqTransport(ADDRESS, system=self._system)
+            own = self._keys.stranger if self._keys is not None and self._world.rng.random() < 0.5 else None
+            self._transport = ZmqTransport(ADDRESS, system=self._system, keys=own)
         return self._transport
+
+    def _hears(self, transport: ZmqTransport) -> bool:
+        heard = transport.receive(0.0) is not None
+        assert not (heard and self._keys), "a stranger was answered"
+        return heard
 
     def _open(self) -> Any:
         if self._raw is None:
@@ -384,7 +421,7 @@ class Stranger:
         for _ in range(count):
             self._number += 1
             transport.send(codec.encode(msg.Ping(self._number)))
-        while reads and transport.receive(0.0) is not None:
+        while reads and self._hears(transport):
             pass
 
     def _pinger(self) -> None:
@@ -406,7 +443,7 @@ class Stranger:
         transport.send(codec.encode(msg.Hello(self._number, versions=(msg.VERSION, msg.VERSION), client="stranger")))
         plan = {"replicas": np.full((LAYERS, EXPERTS), 16, np.uint8)}
         transport.send(codec.encode(msg.InstallPlan(self._number + 1, epoch=self._number, expected_epoch=0), plan))
-        while transport.receive(0.0) is not None:
+        while self._hears(transport):
             pass
 
     def _garbage(self) -> None:
@@ -438,6 +475,10 @@ class History:
     calls: int = 40
     counted: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def keys(self) -> Keys | None:
+        return _keys() if self.seed % 4 == 1 else None
+
     def note(self, what: str) -> None:
         self.counted[what] = self.counted.get(what, 0) + 1
 
@@ -452,7 +493,7 @@ class History:
         world = self.world = World(self.seed)
         rng = world.rng
         network = self.network = Network(world)
-        self.device = Device(world, network)
+        self.device = Device(world, network, self.keys)
         self._hosts_to_kill = 0
         self.is_quiet = False
         self.has_faults = rng.random() < 0.8
@@ -465,7 +506,9 @@ class History:
             self.device.start()
         else:
             world.after(rng.randrange(200 * MS), self._start)
-        self.strangers = [Stranger(world, network, kind) for kind in kinds for _ in range(rng.choice((1, 3)))]
+        self.strangers = [
+            Stranger(world, network, kind, self.keys) for kind in kinds for _ in range(rng.choice((1, 3)))
+        ]
         deadline_ns = rng.choice((20 * MS, 100 * MS, 250 * MS)) if self.has_faults else 250 * MS
         hosts = [
             Host(world, network, self.device, self, random.Random(rng.random()), self.calls, deadline_ns)

@@ -11,6 +11,7 @@ import random
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 
 S, MS, US = 1_000_000_000, 1_000_000, 1_000
 MAX_EVENTS = 1_000_000
@@ -42,20 +43,18 @@ class World:
     def run(self, *scripts: Callable[[Program], None]) -> None:
         """Until all have ended. Raises what the first of them, or an event, raised."""
         main = Program(self)
-        if len(scripts) == 1:
-            scripts[0](main)
-        else:
-            for script in scripts:
-                self.programs.append(Program(self, script, main))
-            for program in self.programs:
-                self.after(0, program.resume)
-            try:
+        with suppress(Aborted):  # the failure that it stands for is raised below
+            if len(scripts) == 1:
+                scripts[0](main)
+            else:
+                for script in scripts:
+                    self.programs.append(Program(self, script, main))
+                for program in self.programs:
+                    self.after(0, program.resume)
                 while not all(program.has_ended for program in self.programs):
                     main.wait(3600 * S)
-            except Aborted:
-                pass
-            for program in self.programs:
-                program.join()
+        for program in self.programs:
+            program.join()
         if self.failure is not None:
             raise self.failure
 

@@ -314,7 +314,7 @@ class DeviceClient:
             _log.info("NDP device at %s is up (incarnation %.8s)", self.address, connection.incarnation)
 
     def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
-        """What is still to be asked until the device has our plans. Found anew each time: plans change on the way up."""
+        """What is still to be asked until the device has our plans; found anew each time, as plans change meanwhile."""
         active, wanted = self._active, self._installed
         epoch = connection.active.epoch if connection.active else 0
         if active is not None and connection.active is not active:
