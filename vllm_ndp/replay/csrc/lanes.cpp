@@ -1,6 +1,6 @@
-// What replay does step by step because each step depends on the one before: expert caches, HOBBIT's two caches that
-// all layers share, and a hot set that follows decode; and the search for what balances a layer. A lane is one layer of
-// one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py, adaptive.py
+// What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
+// once, HOBBIT's two caches that all layers share, and a hot set that follows decode; and the search for what balances a
+// layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py, adaptive.py
 // and balanced.py are the users, tests/vllm_ndp/replay/lane_reference.py is the same in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -198,12 +198,34 @@ struct Visit {
     }
 };
 
-// Whether every step is worth the same share of the one before, so that the order of two experts does not change with it.
-bool is_geometric(const double* p, size_t count) {
-    for (size_t i = 2; i < count; ++i)
-        if (!(p[i] > 0.0) || std::abs(p[i] * p[0] / (p[i - 1] * p[1]) - 1.0) > 1e-12) return false;
-    return count > 1 && p[1] > 0.0;
-}
+// A frequency, times what it is worth after 0, 1, ... steps without use. `rank` is in the order of the keys of any step, but
+// for almost equal ones, where every step is worth the same share of the one before and none lies behind the last entry.
+struct Faded {
+    const double* worth;
+    size_t count;
+    double fading;
+    bool has_ranks;
+
+    Faded(const double* p, size_t size, size_t steps) : worth(p), count(size), fading(0.0), has_ranks(false) {
+        want(size > 0 && p[0] > 0.0, "faded needs what a frequency is worth after 0, 1, ... steps");
+        if (size < 2 || !(p[1] > 0.0)) return;
+        fading = std::log(p[0] / p[1]);
+        has_ranks = steps < size;
+        for (size_t i = 2; i < size && has_ranks; ++i)
+            has_ranks = p[i] > 0.0 && std::abs(p[i] * p[0] / (p[i - 1] * p[1]) - 1.0) <= 1e-12;
+    }
+
+    double key(double frequency, double last_used, size_t step) const {
+        const double since = static_cast<double>(step) - last_used;
+        return frequency * worth[static_cast<size_t>(std::min(since, static_cast<double>(count - 1)))];
+    }
+
+    double rank(double frequency, double last_used) const {
+        return frequency > 0.0 ? rank_of_log(std::log(frequency), last_used) : -1e300;
+    }
+
+    double rank_of_log(double log_frequency, double last_used) const { return log_frequency + fading * last_used; }
+};
 
 // An expert that was never used has no frequency either: its key is 0 at any time.
 bool never_without_use(const In<double, 3>& frequency) {
@@ -241,22 +263,15 @@ void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<do
         };
         work.run(alike(often), often, Ranks::kKeys);
     } else if (priority == "faded") {
-        want(count > 0 && p[0] > 0.0, "faded needs what a frequency is worth after 0, 1, ... steps");
-        const double fading = count > 1 ? std::log(p[0] / p[1]) : 0.0;  // in a step: each is worth the same share of the last
+        const Faded faded(p, count, steps);
         work.run(
             [=](const Lane& lane, size_t, size_t, size_t d) {
-                return [&lane, p, count, d](int64_t e) {
-                    const double since = static_cast<double>(d) - lane.last_used[e];
-                    const double longest = static_cast<double>(count - 1);
-                    return lane.frequency[e] * p[static_cast<size_t>(std::min(since, longest))];
-                };
+                return [&lane, faded, d](int64_t e) { return faded.key(lane.frequency[e], lane.last_used[e], d); };
             },
             [=](const Lane& lane, size_t) {
-                return [&lane, fading](int64_t e) {
-                    return lane.frequency[e] > 0.0 ? std::log(lane.frequency[e]) + fading * lane.last_used[e] : -1e300;
-                };
+                return [&lane, faded](int64_t e) { return faded.rank(lane.frequency[e], lane.last_used[e]); };
             },
-            is_geometric(p, count) && steps < count && never_without_use(frequency) ? Ranks::kNear : Ranks::kNone);
+            faded.has_ranks && never_without_use(frequency) ? Ranks::kNear : Ranks::kNone);
     } else if (priority == "expected") {
         want(count == layers * num_experts, "expected needs a frequency known beforehand per layer and expert");
         const auto known = [=](const Lane& lane, size_t l) {
@@ -276,11 +291,120 @@ void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<do
     }
 }
 
+// The experts of a lane in such an order that a cache of C places holds the first C of them, for any C: who stays depends on
+// keys only, and every cache begins with the first of one order (Mattson's stack).
+struct Stack {
+    std::vector<int64_t> order, used, waiting;
+    std::vector<size_t> place;
+    std::vector<double> last_used, frequency, rank;
+    std::vector<double> standing;  // rank, but below any rank while in use
+
+    void begin(const int64_t* first, size_t num_experts) {
+        order.assign(first, first + num_experts);
+        place.resize(num_experts);
+        for (size_t i = 0; i < num_experts; ++i) place[order[i]] = i;
+        last_used.assign(num_experts, kNever);
+        frequency.assign(num_experts, 0.0);
+        rank.assign(num_experts, -1e300);
+        standing = rank;
+    }
+
+    // Experts in use first, then each cache's own by key: of the first C of before and those in use, the best C.
+    template <class Above>
+    void serve(const Above& above, bool has_ranks) {
+        std::sort(used.begin(), used.end(), above);
+        for (int64_t e : used) standing[e] = -kHighest;
+        waiting.clear();
+        size_t first = 0, i = 0;  // of those that wait, best first: never more than are in use
+        const auto wait = [&](int64_t expert) {
+            size_t at = waiting.size();
+            waiting.push_back(expert);
+            for (; at > first && above(expert, waiting[at - 1]); --at) waiting[at] = waiting[at - 1];
+            waiting[at] = expert;
+        };
+        for (; i < used.size(); ++i) {
+            if (standing[order[i]] > -kHighest) wait(order[i]);
+            put(i, used[i]);
+        }
+        while (first < waiting.size()) {
+            const int64_t best = waiting[first];
+            const double clear = has_ranks ? rank[best] + near(rank[best]) : kHighest;
+            while (standing[order[i]] > clear) ++i;  // better than all that wait; in the end comes one in use
+            const int64_t old = order[i];
+            const bool in_use = standing[old] == -kHighest;
+            if (in_use || above(best, old)) {
+                ++first;
+                if (!in_use) wait(old);
+                put(i, best);
+            }
+            ++i;
+        }
+        for (int64_t e : used) standing[e] = rank[e];
+    }
+
+    static double near(double value) { return 1e-9 * std::max(1.0, std::abs(value)); }
+
+   private:
+    void put(size_t at, int64_t expert) {
+        order[at] = expert;
+        place[expert] = at;
+    }
+};
+
+// How far down each expert lies when it is asked for: a cache of more places has it. Keys are Faded's.
+void depths(In<int64_t, 4> experts, In<int64_t, 4> rows, In<int64_t, 2> order, In<double, 1> worth, Out<uint16_t, 4> depth) {
+    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+    const size_t slots = experts.shape(3), num_experts = order.shape(1);
+    want(has_shape(rows, {groups, steps, layers, slots}) && has_shape(depth, {groups, steps, layers, slots}) &&
+             has_shape(order, {layers, num_experts}) && num_experts < 65535,
+         "experts, rows and depth must be [G, D, L, S], order [L, E] with E below 65535");
+    require_known(experts, num_experts);
+    for (size_t l = 0; l < layers; ++l) {
+        std::vector<uint8_t> seen(num_experts, 0);
+        for (size_t i = 0; i < num_experts; ++i) {
+            const int64_t e = order.data()[l * num_experts + i];
+            want(e >= 0 && e < static_cast<int64_t>(num_experts) && !seen[e]++, "order must hold each expert once");
+        }
+    }
+    const Faded faded(worth.data(), worth.size(), steps);
+    nb::gil_scoped_release release;
+    Stack stack;
+    std::vector<double> logs(1, 0.0);  // frequencies are counts here, and small
+    for (size_t g = 0; g < groups; ++g)
+        for (size_t l = 0; l < layers; ++l) {
+            stack.begin(order.data() + l * num_experts, num_experts);
+            for (size_t d = 0; d < steps; ++d) {
+                const size_t cell = ((g * steps + d) * layers + l) * slots;
+                const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
+                stack.used.clear();
+                for (size_t s = 0; s < slots; ++s) {
+                    depth.data()[cell + s] = count[s] ? static_cast<uint16_t>(stack.place[ids[s]]) : 65535;
+                    if (!count[s]) continue;
+                    const int64_t e = ids[s];
+                    stack.last_used[e] = static_cast<double>(d);
+                    stack.frequency[e] += static_cast<double>(count[s]);
+                    const size_t uses = static_cast<size_t>(stack.frequency[e]);
+                    while (logs.size() <= uses) logs.push_back(std::log(static_cast<double>(logs.size())));
+                    stack.rank[e] = faded.rank_of_log(logs[uses], stack.last_used[e]);
+                    stack.used.push_back(e);
+                }
+                const auto above = [&](int64_t a, int64_t b) {
+                    const double first = stack.rank[a], second = stack.rank[b];
+                    if (faded.has_ranks && std::abs(first - second) > Stack::near(second)) return first > second;
+                    const double own = faded.key(stack.frequency[a], stack.last_used[a], d);
+                    const double other = faded.key(stack.frequency[b], stack.last_used[b], d);
+                    return own > other || (own == other && a < b);
+                };
+                stack.serve(above, faded.has_ranks);
+            }
+        }
+}
+
 // hobbit_caches.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
 class SharedCache {
    public:
     SharedCache(size_t layers, size_t num_experts)
-        : layers_(layers), num_experts_(num_experts), least_(layers), lowest_(layers), own_(layers) {}
+        : layers_(layers), num_experts_(num_experts), least_(layers), share_(layers), lowest_(layers), own_(layers) {}
 
     void begin(const bool* start, size_t places) {
         const size_t all = layers_ * num_experts_;
@@ -293,28 +417,28 @@ class SharedCache {
         for (size_t l = 0; l < layers_; ++l) look_at(l);
     }
 
-    bool holds(size_t expert) const { return held_[expert]; }
-
-    // Not thrown out before `unpin`.
-    void pin(size_t expert) {
-        leaving_[expert] = kHighest;
-        pinned_.push_back(expert);
+    // So many tokens have begun.
+    void at_token(double tokens) {
+        tokens_ = tokens;
+        for (size_t l = 0; l < layers_; ++l) share_[l] = least_[l] / tokens_;
     }
 
-    // After the pins of a layer.
-    void look_at(size_t layer) {
-        const double* of_layer = leaving_.data() + layer * num_experts_;
-        const size_t at = last_lowest(of_layer, num_experts_);
-        least_[layer] = of_layer[at];
-        lowest_[layer] = layer * num_experts_ + at;
+    bool holds(size_t expert) const { return held_[expert]; }
+
+    // Not thrown out before `unpin`. All of one layer.
+    void pin(size_t expert, size_t layer) {
+        leaving_[expert] = kHighest;
+        pinned_.push_back(expert);
+        is_lowest_pinned_ |= lowest_[layer] == expert;
     }
 
     // Takes the place of the expert of lowest priority, value / tokens + near[layers until it is used]; is not kept
     // where all others are pinned. near: twice, one after the other.
-    void enter(size_t expert, const std::vector<double>& near, size_t layer, double tokens) {
+    void enter(size_t expert, const std::vector<double>& near, size_t layer) {
         if (count_ == places_) {
+            if (is_lowest_pinned_) look_at(layer), is_lowest_pinned_ = false;
             const double* until = near.data() + layers_ - layer;
-            for (size_t l = 0; l < layers_; ++l) own_[l] = least_[l] / tokens + until[l];
+            for (size_t l = 0; l < layers_; ++l) own_[l] = share_[l] + until[l];
             const size_t from = last_lowest(own_.data(), layers_);
             if (least_[from] == kHighest) return;
             held_[lowest_[from]] = 0, leaving_[lowest_[from]] = kHighest, --count_;
@@ -324,19 +448,36 @@ class SharedCache {
     }
 
     void unpin(size_t layer, const std::vector<double>& value) {
-        for (size_t expert : pinned_) leaving_[expert] = held_[expert] ? value[expert] : kHighest;
+        for (size_t expert : pinned_) {
+            if (!held_[expert]) continue;
+            const double own = leaving_[expert] = value[expert];
+            if (own < least_[layer] || (own == least_[layer] && expert > lowest_[layer])) lowest_is(layer, expert);
+        }
         pinned_.clear();
-        look_at(layer);
+        if (is_lowest_pinned_) look_at(layer), is_lowest_pinned_ = false;
     }
 
    private:
     size_t layers_, num_experts_, places_ = 0, count_ = 0;
+    double tokens_ = 1.0;
     std::vector<uint8_t> held_;
     std::vector<double> leaving_;  // what an expert is worth if it may leave, else above any
     std::vector<double> least_;    // the lowest of each layer
+    std::vector<double> share_;    // the same / tokens
     std::vector<size_t> lowest_;   // and whose it is
     std::vector<double> own_;
     std::vector<size_t> pinned_;
+    bool is_lowest_pinned_ = false;  // then the layer's lowest is to be looked for
+
+    void look_at(size_t layer) {
+        lowest_is(layer, layer * num_experts_ + last_lowest(leaving_.data() + layer * num_experts_, num_experts_));
+    }
+
+    void lowest_is(size_t layer, size_t expert) {
+        lowest_[layer] = expert;
+        least_[layer] = leaving_[expert];
+        share_[layer] = least_[layer] / tokens_;
+    }
 };
 
 constexpr uint8_t kEarly = 2, kLate = 4, kLow = 8;  // beside kHit
@@ -374,6 +515,7 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
         last.assign(layers * num_experts, 0.0);
         for (size_t d = 0; d < steps; ++d) {
             const double tokens = static_cast<double>(d + 1);
+            upper.at_token(tokens), lower.at_token(tokens);
             for (size_t l = 0; l < layers; ++l) {
                 ++now;
                 const size_t cell = (g * steps + d) * layers + l;
@@ -381,13 +523,10 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                 const uint8_t *needs = need.data() + cell * slots, *ahead_as = as.data() + cell * guesses;
                 uint8_t *flag = flags.data() + cell * slots, *which = order.data() + cell * slots;
                 uint8_t* copies = ordered.data() + cell * guesses;
-                if (guesses) {
-                    for (size_t s = 0; s < guesses; ++s) {
-                        if (!ahead_as[s]) continue;
-                        const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
-                        upper.pin(e), lower.pin(e);
-                    }
-                    upper.look_at(l), lower.look_at(l);
+                for (size_t s = 0; s < guesses; ++s) {
+                    if (!ahead_as[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
+                    upper.pin(e, l), lower.pin(e, l);
                 }
                 for (size_t s = 0; s < guesses; ++s) {
                     copies[s] = 0;
@@ -397,16 +536,15 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                     copies[s] = ahead_as[s];
                     as_guess[e] = static_cast<uint8_t>(s);
                     (ahead_as[s] == 1 ? at_high : at_low)[e] = now;
-                    (ahead_as[s] == 1 ? upper : lower).enter(e, near, l, tokens);
+                    (ahead_as[s] == 1 ? upper : lower).enter(e, near, l);
                 }
                 for (size_t s = 0; s < slots; ++s) {
                     if (!needs[s]) continue;
                     const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
                     value[e] += w[0] * (tokens - last[e]) + w[1] + (needs[s] == 1 ? w[2] : 0.0);
                     last[e] = tokens;
-                    upper.pin(e), lower.pin(e);
+                    upper.pin(e, l), lower.pin(e, l);
                 }
-                upper.look_at(l), lower.look_at(l);
                 for (size_t s = 0; s < slots; ++s) {
                     flag[s] = 0, which[s] = 255;
                     if (!needs[s]) continue;
@@ -417,14 +555,14 @@ void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> gues
                         flag[s] = kHit;
                     } else if (needs[s] == 1) {
                         flag[s] = kLate;
-                        upper.enter(e, near, l, tokens);
+                        upper.enter(e, near, l);
                     } else if (at_low[e] == now) {
                         flag[s] = kEarly | kLow, which[s] = as_guess[e];
                     } else if (lower.holds(e)) {
                         flag[s] = kHit | kLow;
                     } else {
                         flag[s] = kLate | kLow;
-                        lower.enter(e, near, l, tokens);
+                        lower.enter(e, near, l);
                     }
                 }
                 upper.unpin(l, value), lower.unpin(l, value);
@@ -552,6 +690,20 @@ int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, 
     return copied;
 }
 
+// Sorts places by gate weight, the first of equal ones first. Of few the library's sort would spend most on its memory.
+void lightest_first(std::vector<size_t>& places, const double* gate) {
+    if (places.size() > 16) {
+        std::stable_sort(places.begin(), places.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
+        return;
+    }
+    for (size_t n = 1; n < places.size(); ++n) {
+        const size_t own = places[n];
+        size_t at = n;
+        for (; at > 0 && gate[own] < gate[places[at - 1]]; --at) places[at] = places[at - 1];
+        places[at] = own;
+    }
+}
+
 // balanced.py's rule, the same as balance.py's: of each layer's hot experts, those of least gate weight run on the device,
 // as many as make max(GPU, device) smallest, fewer where equal. Marks them in spilled.
 void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
@@ -575,7 +727,7 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
         for (size_t s = 0; s < slots; ++s)
             if (count[s]) order.push_back(s);
         if (order.empty()) continue;
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
+        lightest_first(order, gate);
         left.assign(order.size() + 1, shared.data()[cell / layers]);
         for (size_t n = order.size(); n-- > 0;) left[n] = left[n + 1] + gpu.data()[count[order[n]]];
         const double before = already.data()[cell], message = before == 0.0 ? opening : 0.0;
@@ -595,6 +747,8 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
 NB_MODULE(_lanes, module) {
     module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
                nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
+    module.def("depths", &depths, nb::arg("experts"), nb::arg("rows"), nb::arg("order"), nb::arg("worth"),
+               nb::arg("depth"));
     module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
                nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
                nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));

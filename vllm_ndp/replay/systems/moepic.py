@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from vllm_ndp.replay.systems.moepic_solver import MISSES, LayerLoad, num_tops, solve
 from vllm_ndp.replay.systems.pipeline import pipelined_ps, steps_attention_ps
 from vllm_ndp.replay.systems.prompts import on_gpu_ps, prompts_ps
-from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory, popular_placement
+from vllm_ndp.replay.systems.system import ReplayOptions, System, beside_host_memory
 from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.cache import lcp, visits
+from vllm_ndp.replay.vectorised.cache import depths, lcp
 from vllm_ndp.replay.vectorised.execution import without_device
 from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome
@@ -29,19 +29,19 @@ PREFETCH_ACCURACY = 0.9  # [O] published only as "good mid-model, poor at head a
 _CALIBRATION_GROUPS = 8
 
 
-def hit_rates(batches: Batches, options: ReplayOptions) -> NDArray[np.float64]:
-    """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace."""
+def hit_rates(batches: Batches, depth: NDArray[np.uint16]) -> NDArray[np.float64]:
+    """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace; between
+    16 sizes on straight lines. depth: of each used expert (`depths`)."""
     experts, layers = batches.num_experts, batches.shape[3]
-    first = batches.loads.groups(slice(_CALIBRATION_GROUPS))
-    used = np.maximum((first.rows > 0).sum(axis=(0, 1, 3)), 1)
+    first, rows = depth[:_CALIBRATION_GROUPS], batches.loads.rows[:_CALIBRATION_GROUPS]
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))
-    priority = lcp(RHO, OMEGA / batches.shape[1])
-    some = slots[(slots > 0) & (slots < experts)].tolist()  # of none nothing is found, of all everything
-    hits = [visits(first, popular_placement(options.prior, count), count, priority).hit for count in some]
-    found = [np.count_nonzero(hit.swapaxes(1, 2).reshape(len(hit), layers, -1), axis=2).sum(axis=0) for hit in hits]
-    rates = [np.zeros(layers), *(count / used for count in found), np.ones(layers)]
     every = np.arange(experts + 1)
-    return np.stack([np.interp(every, slots, layer) for layer in np.transpose(rates)], axis=1)
+    rates = []
+    for layer in range(layers):
+        found = np.bincount(first[:, :, layer][rows[:, :, layer] > 0], minlength=experts)
+        within = np.concatenate([[0], found.cumsum()])
+        rates.append(np.interp(every, slots, within[slots] / max(int(within[-1]), 1)))
+    return np.stack(rates, axis=1)
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
@@ -52,6 +52,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu, fetch, rows = costs.gpu_experts_ps(b), float(costs.fetch_ps()), batches.loads.rows
     compute = add_up(gpu[rows])
     running = batches.rows > 0
+    order = np.argsort(-options.prior.values, axis=1, kind="stable")  # the most popular experts first
+    # nu counts tokens: a step of b requests is b of them, also after some have ended.
+    depth = depths(batches.loads, order, lcp(RHO, OMEGA / b))
     if "theta" in options.own:
         theta = np.full(layers, options.number("theta", 0.0, 0.0, 1.0))
         share = np.full(layers, float(options.budget.num_hot))
@@ -64,11 +67,10 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
             accuracy=accuracy,
             misses=misses_are,
         )
-        theta, share = solve(hit_rates(batches, options), options.budget.num_hot, load)
+        theta, share = solve(hit_rates(batches, depth), options.budget.num_hot, load)
     tops = np.array([num_tops(share[layer], theta[layer], batches.num_experts) for layer in range(layers)])
-    start = np.stack([popular_placement(options.prior, count)[layer] for layer, count in enumerate(tops.tolist())])
-    # nu counts tokens: a step of b requests is b of them, also after some have ended.
-    cached = visits(batches.loads, start, tops, lcp(RHO, OMEGA / b)).hit
+    start = np.argsort(order, axis=1) < tops[:, None]  # an expert's place among the most popular ones
+    cached = depth < tops[:, None]
     hit = (cached | (theta == 0)[:, None]) & (rows > 0)
     hits = add_up(hit).astype(np.float64)
     misses = add_up(rows > 0) - hits

@@ -1,4 +1,4 @@
-"""Expert caches in GPU memory, one per (group, layer) lane, advanced step by step by csrc/lanes.cpp.
+"""Expert caches in GPU memory, one per (group, layer) lane or of all sizes at once, advanced by csrc/lanes.cpp.
 
 A priority says who stays. Experts used in a step are brought in first, as far as they fit. Knows recency and
 frequency. Does not know time or hardware.
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ndp.replay._lanes import depths as fading_depths
 from vllm_ndp.replay._lanes import visit
 from vllm_ndp.replay.vectorised.loads import Loads
 
@@ -70,3 +71,15 @@ def visits(
         flags,
     )
     return Visits(*((flags & bit) > 0 for bit in (1, 2)))
+
+
+NO_DEPTH = np.iinfo(np.uint16).max
+
+
+def depths(loads: Loads, order: NDArray[np.int64], fading: Priority) -> NDArray[np.uint16]:
+    """[G, D, L, S], the least size of a cache that does not hold a slot's expert yet: one of C places hits where depth
+    < C, for every C at once, because who stays does not depend on C. order: [L, E], a cache of C begins with the first
+    C. fading: a `faded` priority. NO_DEPTH where a slot has 0 rows."""
+    depth = np.empty(loads.rows.shape, np.uint16)
+    fading_depths(loads.experts, loads.rows, np.ascontiguousarray(order, np.int64), fading.parameters, depth)
+    return depth
