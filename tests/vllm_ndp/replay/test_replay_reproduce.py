@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from paths import DATA
 
-from vllm_ndp.replay.reproduce import reproduce_cxl_expert, reproduce_hobbit, reproduce_moepic, reproduce_paper
+from vllm_ndp.replay.reproduce import (
+    reproduce_cxl_expert,
+    reproduce_hobbit,
+    reproduce_moepic,
+    reproduce_monde,
+    reproduce_paper,
+)
 from vllm_ndp.replay.reproduce.moepic import BUDGETS, CACHED
 from vllm_ndp.replay.reproduce.paper import split_probabilities
 from vllm_ndp.traces.trace import Trace
@@ -126,6 +132,18 @@ def test_real_bytes_take_the_baseline_to_38_7_ms_and_the_sweep_has_no_peak_at_75
     assert reproduce_cxl_expert(physical=True).find("baseline", "latency").ours == pytest.approx(38.7, rel=0.002)
     sweep = [reproduce_cxl_expert().find(f"sweep {p}%", "latency").ours for p in (0, 25, 50, 75, 90, 95, 97, 99)]
     assert sweep == sorted(sweep, reverse=True)
+
+
+def test_mondes_figures_are_inside_its_limits_only_if_a_decoder_does_more_than_copy():
+    """17 = (32 + 512) / 32 for few rows; 3.7 = 1 / (.2247 + .7753 / 17). A unit computes 4x4 multiplications in a
+    cycle: 16 rows of an expert take the device about four times as long as one."""
+    result = reproduce_monde()
+    assert result.find("limit", "experts of a layer, few rows each").ours == 17
+    assert result.find("decoder", "share of the baseline's time that is no copy").ours == pytest.approx(22.47, abs=0.01)
+    for model in ("mixtral-8x7b", "qwen3-30b-a3b"):  # a ratio, whatever an expert's size
+        assert result.find(model, "experts of a layer, 1 row each").ours == pytest.approx(19.2, abs=0.1)
+        assert result.find(model, "the same, 16 rows each").ours == pytest.approx(6.0, abs=0.1)
+        assert result.find(model, "rows per expert that leave the published 7.5x").ours == 13
 
 
 def test_hobbits_figures_imply_a_miss_rate_of_16_percent():

@@ -3,7 +3,16 @@
 from vllm_ndp.replay.reproduce.cxl_expert import reproduce_cxl_expert
 from vllm_ndp.replay.reproduce.hobbit import reproduce_hobbit
 from vllm_ndp.replay.reproduce.moepic import reproduce_moepic
+from vllm_ndp.replay.reproduce.monde import reproduce_monde
 from vllm_ndp.replay.reproduce.paper import reproduce_paper
 from vllm_ndp.replay.reproduce.row import Reproduction, Row
 
-__all__ = ["Reproduction", "Row", "reproduce_cxl_expert", "reproduce_hobbit", "reproduce_moepic", "reproduce_paper"]
+__all__ = [
+    "Reproduction",
+    "Row",
+    "reproduce_cxl_expert",
+    "reproduce_hobbit",
+    "reproduce_moepic",
+    "reproduce_monde",
+    "reproduce_paper",
+]
