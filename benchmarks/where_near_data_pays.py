@@ -1,31 +1,20 @@
 """Which system decodes fastest on one GPU of 8 to 160 GB, and from which size of model does near-data computing win?
 
 The cells of vllm_ndp/replay/frontier.py for five public models, on synthetic routing (signal 1) of each one's shape and
-an ideal DRAM of the preset's rate. Everything printed is simulated; the last line is JSON.
+an ideal DRAM of the preset's rate; `vllm-ndp report` draws the same. Everything printed is simulated; the last line is
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_ndp.replay.compare import CompareSettings, Workload
-from vllm_ndp.replay.frontier import AVG_BITS, MEMORY_GB, Cell, frontier
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
-
-MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-120b", "qwen3-235b-a22b", "deepseek-v3")
-LAYERS = 4
-
-
-def cells_of(model: str, memory_gb: list[int]) -> list[Cell]:
-    settings = SyntheticSettings.of_shape(model, num_requests=6, prompt_len=256, decode_len=64)
-    settings = dataclasses.replace(settings, num_layers=LAYERS)
-    workload = Workload(synthetic_trace(settings, model))
-    return frontier(workload, CompareSettings(model=model, overrides={"dram.kind": "ideal"}), memory_gb)
+from vllm_ndp.replay.compare import CompareSettings
+from vllm_ndp.replay.frontier import AVG_BITS, MEMORY_GB, SHAPES, Cell, frontier_of_shapes
 
 
 def as_dict(cell: Cell) -> dict[str, Any]:
@@ -45,13 +34,13 @@ def as_dict(cell: Cell) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--memory", default=",".join(map(str, MEMORY_GB)))
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
     cells = []
     for model in arguments.models.split(","):
-        for cell in cells_of(model, [int(size) for size in arguments.memory.split(",")]):
+        for cell in frontier_of_shapes([model], CompareSettings(), [int(size) for size in arguments.memory.split(",")]):
             cells.append(as_dict(cell))
             named = [row for row in (cell.fastest, cell.fastest_alike, cell.device) if row is not None]
             words = [f"{row.system} {row.policy} {row.decode_tokens_per_s:.4g}" for row in named]

@@ -191,7 +191,8 @@ def sweep(
 )
 def reproduce(
     source: Annotated[
-        Literal["paper", "cxl-expert", "hobbit", "moepic"], typer.Argument(metavar="SOURCE", help="Whose figures.")
+        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic"],
+        typer.Argument(metavar="SOURCE", help="Whose figures."),
     ],
     trace: Annotated[
         Path | None,
@@ -215,6 +216,8 @@ def reproduce(
         result = figures.reproduce_cxl_expert(physical)
     elif source == "hobbit":
         result = figures.reproduce_hobbit(recorded)
+    elif source == "monde":
+        result = figures.reproduce_monde()
     else:
         result = figures.reproduce_moepic()
     print_reproduction(result)
@@ -272,7 +275,10 @@ def analyze(
 @command(
     app,
     "report",
-    examples=(f"vllm-ndp report {BUNDLED}", f"vllm-ndp report {BUNDLED} --out page.html --perfetto steps.json"),
+    examples=(
+        f"vllm-ndp report {BUNDLED}",
+        f"vllm-ndp report {BUNDLED} --out page.html --shapes mixtral-8x7b --perfetto steps.json",
+    ),
     renamed=OLD_TRACE | OLD_HOT,
 )
 def report(
@@ -283,6 +289,10 @@ def report(
     avg_bits: AvgBitsOption = 2.0,
     batch: BatchOption = "1",
     replicas: ReplicasOption = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
+    ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
     ] = None,
@@ -294,6 +304,7 @@ def report(
     """
     require_writable(out, perfetto)
     from vllm_ndp.replay.compare import CompareSettings
+    from vllm_ndp.replay.frontier import SHAPES
     from vllm_ndp.replay.report import write_report, write_timeline
     from vllm_ndp.traces.trace import Trace
 
@@ -308,7 +319,8 @@ def report(
     )
     nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
     loss = losses(recorded, replicas, nominal=nominal)
-    result: dict[str, Any] = write_report(recorded, settings, out, loss)
+    models = () if shapes is None else SHAPES if shapes == "published" else names(shapes, SHAPES)
+    result: dict[str, Any] = write_report(recorded, settings, out, loss, models)
     if perfetto is not None:
         result["perfetto"] = str(perfetto)
         result["steps"] = write_timeline(recorded, settings, perfetto, loss, steps)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from bokeh.models import Rect
 from paths import DATA
 
+from ndp_device.errors import ConfigError
 from vllm_ndp.replay.compare import CompareSettings, Replays, Workload
-from vllm_ndp.replay.frontier import _as_released, frontier
+from vllm_ndp.replay.frontier import _as_released, frontier, frontier_of_shapes
+from vllm_ndp.replay.report.figures import number, winner, winners
 from vllm_ndp.replay.report.page import _verdict
 from vllm_ndp.traces.trace import Trace
 
@@ -25,6 +29,31 @@ def test_the_device_wins_until_all_experts_fit_at_the_bits_that_lose_less():
     assert _verdict([small, large]) == (
         "The device is the fastest at its own loss with 24 GB. From 32 GB on it is quantized (4 bits)."
     )
+
+
+def test_the_map_names_the_fastest_at_the_devices_loss_and_sets_the_device_beside_it():
+    cells = frontier(WORKLOAD, SETTINGS, (1, 24, 32))
+    assert [winner(cell) for cell in cells] == [
+        "nothing fits",
+        "near-data, 3 bits",
+        "all experts on the GPU, quantized",
+    ]
+    sources = [glyphs.data_source.data for glyphs in winners(cells).renderers if isinstance(glyphs.glyph, Rect)]
+    shown = {memory: (speed, beside) for data in sources for memory, speed, beside in zip(
+        data["memory"], data["speed"], data["device"], strict=True
+    )}  # fmt: skip
+    assert shown["1 GB"] == ("", "")
+    assert shown["24 GB"] == (number(cells[1].device.decode_tokens_per_s), "")
+    assert shown["32 GB"] == (
+        number(cells[2].fastest_alike.decode_tokens_per_s),
+        f"device {number(cells[2].device.decode_tokens_per_s)}",
+    )
+    assert winners([]) is None
+
+
+def test_a_shape_that_is_not_public_is_refused_before_the_others_are_replayed():
+    with pytest.raises(ConfigError, match="did you mean 'mixtral-8x7b'"):
+        frontier_of_shapes(["qwen3-30b-a3b", "mixtral-8x7"], SETTINGS)
 
 
 def test_a_gpu_too_small_for_attention_has_no_rows():

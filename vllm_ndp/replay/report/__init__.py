@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vllm_ndp.replay.exact.live import recorded_rules
 from vllm_ndp.replay.exact.modelled import modelled_host
 from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.replay.exact.timeline import chrome_trace
-from vllm_ndp.replay.frontier import frontier
+from vllm_ndp.replay.frontier import frontier, frontier_of_shapes
 from vllm_ndp.replay.report.page import render
 from vllm_ndp.replay.vectorised.outcome import Summary
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -27,10 +28,11 @@ SWEEP_BITS = (1.5, 2.0, 3.0)
 
 
 def write_report(
-    trace: Trace, settings: CompareSettings, out: Path, loss: LossTable | None = None
+    trace: Trace, settings: CompareSettings, out: Path, loss: LossTable | None = None, shapes: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Analyse, compare and draw; returns what the command prints last."""
+    """Analyse, compare and draw; returns what the command prints last. shapes: public models to map too."""
     costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+    of_shapes = frontier_of_shapes(shapes, settings)
     comparison = compare(trace, settings, loss=loss)
     analysis = analyse(trace, settings.num_hot)
     sweep: list[Summary] = []
@@ -40,7 +42,7 @@ def write_report(
         rows = compare(trace, dataclasses.replace(at, systems=systems), loss=loss).rows if systems else []
         sweep += [dataclasses.replace(row, policy=f"{row.policy}@{bits}") for row in rows]
     cells = frontier(Workload(trace), settings, loss=loss)
-    page = render(trace, analysis, comparison, sweep, settings, costs, cells)
+    page = render(trace, analysis, comparison, sweep, settings, costs, cells, of_shapes)
     out.write_text(page, encoding="utf-8")
     return {
         "report": str(out),

@@ -20,7 +20,7 @@ from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.replay.analysis import Analysis, Interval
 from vllm_ndp.replay.compare import Comparison
-from vllm_ndp.replay.frontier import Cell
+from vllm_ndp.replay.frontier import DEVICE, Cell
 from vllm_ndp.replay.systems import SYSTEMS
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import Outcome, Summary, step_times
@@ -53,6 +53,18 @@ CHOICES = {
     "near-data, 3 bits": PALETTE[0],
 }
 """Lines of where_it_pays; where two are one, the later is seen."""
+
+WINNERS = {
+    "near-data, 3 bits": PALETTE[0],
+    "all experts on the GPU, quantized": PALETTE[1],
+    "some experts on the CPU": PALETTE[4],
+    "nothing fits": BLANK,
+}
+PALE = ("all experts on the GPU, quantized", "some experts on the CPU", "nothing fits")
+"""What dark letters are read on."""
+
+_ENTRY_PX, _BESIDE_PX = 21, 70
+"""Height of a legend's entry, and of what else is above and below one."""
 
 NEAR = 4
 """Bars up to this many times the shortest share its scale; the others get one of their own."""
@@ -233,6 +245,57 @@ def _chosen(cell: Cell, label: str) -> Summary | None:
     return rows[0] if rows else None
 
 
+def winners(cells: Sequence[Cell]) -> Plot | None:
+    """Models by GPU memory: who decodes fastest of what loses no more than the device, and how fast."""
+    if not cells:
+        return None
+    sizes = list(dict.fromkeys(f"{cell.memory_gb} GB" for cell in cells))
+    models = list(dict.fromkeys(cell.model for cell in cells))
+    plot = _plot("GPU memory", "", x_range=sizes, y_range=models[::-1], height=110 + 46 * len(models))
+    for kind, color in WINNERS.items():
+        here = [cell for cell in cells if winner(cell) == kind]
+        if not here:
+            continue
+        best = [cell.fastest_alike for cell in here]
+        source = {
+            "memory": [f"{cell.memory_gb} GB" for cell in here],
+            "model": [cell.model for cell in here],
+            "who": [kind if row is None else f"{row.system}, {row.policy}" for row in best],
+            "speed": ["" if row is None else number(row.decode_tokens_per_s) for row in best],
+            "loss": [float("nan") if row is None else row.loss for row in best],
+            "device": [_beside(cell) for cell in here],
+        }
+        boxes = plot.rect("memory", "model", 0.97, 0.94, source=source, color=color, line_color=None, legend_label=kind)
+        _hover(
+            plot, [boxes], ("@model", "@memory"), ("fastest", "@who"), ("tokens/s", "@speed"),
+            ("loss", "@loss{0.0000}"), ("the device", "@device"),
+        )  # fmt: skip
+        ink = "#222222" if kind in PALE else "#ffffff"
+        words = {"source": source, "text_align": "center", "text_color": ink}
+        plot.text("memory", "model", "speed", text_font_size="13px", text_baseline="bottom", y_offset=1, **words)
+        plot.text("memory", "model", "device", text_font_size="10px", text_baseline="top", y_offset=5, **words)
+    plot.grid.visible = False
+    plot.axis.major_tick_line_color = plot.axis.axis_line_color = None
+    _legend_above(plot)
+    return plot
+
+
+def winner(cell: Cell) -> str:
+    """Say which of WINNERS is the fastest at the device's loss."""
+    best = cell.fastest_alike
+    if best is None:
+        return "nothing fits"
+    if best.system == DEVICE:
+        return "near-data, 3 bits"
+    return "all experts on the GPU, quantized" if best.system == "quantized" else "some experts on the CPU"
+
+
+def _beside(cell: Cell) -> str:
+    """The device's own speed, where another one is faster."""
+    device = cell.device
+    return "" if device is None or cell.fastest_alike is device else f"device {number(device.decode_tokens_per_s)}"
+
+
 def latencies(comparison: Comparison, costs: Costs) -> Plot:
     """Time per output token as a share of steps, the fastest policy of each system."""
     plot = _plot("time per output token, ms (log)", "share of steps", x_axis_type="log", height=320)
@@ -332,6 +395,7 @@ def _legend_beside(plot: Plot) -> Plot:
     legend = plot.legend[0]
     plot.add_layout(legend, "right")
     legend.click_policy = "hide"
+    plot.height = max(plot.height, _BESIDE_PX + _ENTRY_PX * len(legend.items))  # or it would hang out of the plot
     legend.label_text_font_size, legend.spacing, legend.padding, legend.border_line_color = "11px", 1, 4, None
     return plot
 
@@ -370,6 +434,11 @@ def _stacked(bars: dict[str, list[float]]) -> Plot:
     _hover(plot, stacks, ("@label", "$name"), ("ms", "@$name{0.0000}"), ("of", "@total{0.0000}"))
     shown = [number(total) for total in totals]
     plot.text(totals, labels, shown, x_offset=6, text_baseline="middle", text_font_size="11px", text_color=FAINT)
+    _legend_above(plot)
+    return plot
+
+
+def _legend_above(plot: Plot) -> None:
     legend = plot.legend[0]
     plot.add_layout(legend, "above")
     legend.orientation, legend.border_line_color, legend.padding, legend.label_text_font_size = (
@@ -378,7 +447,6 @@ def _stacked(bars: dict[str, list[float]]) -> Plot:
         2,
         "11px",
     )
-    return plot
 
 
 def _distribution(plot: Plot, values: NDArray[np.float64], color: str, name: str, dash: str = "solid") -> None:

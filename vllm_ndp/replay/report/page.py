@@ -35,6 +35,11 @@ td,th{padding:3px 7px;text-align:right;border-bottom:1px solid #eee}
 td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}tr:hover{background:#f6f9fc}th{font-weight:600;color:#444}
 ul{font-size:12px;color:#555;columns:2;padding-left:18px}
 """
+_ELSEWHERE = (
+    "<p>Other models, with synthetic routing of their shapes, one request at a time: tokens/s of the fastest system "
+    "that loses no more than the device's row at 3 bits, and below it the device's where another one is faster. All of "
+    "the GPU's memory is used; the memories of device and host hold every model.</p>"
+)
 _HEATMAPS = ("prompts", "decode", "difference", "kept_hot", "bits")
 
 
@@ -46,8 +51,10 @@ def render(
     settings: CompareSettings,
     costs: Costs,
     cells: list[Cell],
+    shapes: list[Cell],
 ) -> str:
-    """sweep: rows of other average widths, for speed against precision; cells: GPUs of other sizes."""
+    """sweep: rows of other average widths, for speed against precision; cells: GPUs of other sizes; shapes: the same
+    for public models."""
     p = trace.provenance
     plots: dict[str, Any] = {
         **figures.routing_heatmaps(trace, Budget(analysis.num_hot, settings.avg_bits)),
@@ -59,6 +66,7 @@ def render(
         "speed_and_loss": figures.speed_and_loss(sweep),
         "latencies": figures.latencies(comparison, costs),
         "where_it_pays": figures.where_it_pays(cells),
+        "winners": figures.winners(shapes),
         **figures.clocks(trace),
     }
     script, divs = components({name: plot for name, plot in plots.items() if plot is not None})
@@ -68,6 +76,7 @@ def render(
 
     but = " but the last figure" if "measured" in plots else ""
     far = "<p>The rest, to a scale of their own:</p>" + row("long_layer_bars") if "long_layer_bars" in divs else ""
+    elsewhere = _ELSEWHERE + row("winners") if "winners" in divs else ""
     body = [
         f"<h1>Routing of {escape(p.model)}</h1>",
         f'<p class="faint">{len(trace.prompt_len)} requests, {len(trace.step):,} tokens, {p.num_layers} layers of '
@@ -96,6 +105,7 @@ def render(
         "<p>What attention and KV cache leave of each GPU holds experts. Quantizing all of them and serving with stock "
         f"vLLM needs no device; the device pays where that does not fit at its loss. {escape(_verdict(cells))}</p>",
         row("where_it_pays"),
+        elsewhere,
         "<h2>All systems on this trace</h2>",
         _table(comparison.rows),
         f"<p>Assumptions</p><ul>{_assumptions(settings)}</ul>",
