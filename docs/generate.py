@@ -335,7 +335,7 @@ def ranks_matrix(root: Path = ROOT) -> str:
             raise ValueError(
                 f"{cell['mode']} {cell['form']}: pairs fell back or rows were mixed up, so it shows nothing"
             )
-        return f"{cell['identical']} of {cell['total']}"
+        return f"{cell['identical']} of {cell['total']}" + (" *" if "earlier" in cell else "")
 
     for mode in modes:
         for executor in ("mp", "ray"):
@@ -350,6 +350,8 @@ def ranks_matrix(root: Path = ROOT) -> str:
                 row.append(text)
             lines.append(f"| {mode} | {executor} | {' | '.join(row)} |")
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""] if reasons else [""]
+    if earlier := {f"{cell['earlier']}, at {cell['commit']}" for cell in cells if "earlier" in cell}:
+        lines += [f"\\* {'; '.join(sorted(earlier))}", ""]
     beside = [cell for cell in cells if cell["mode"] not in modes]
     lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|"]
     lines += [f"| {cell['mode']} | {said(cell)} |" for cell in beside]
