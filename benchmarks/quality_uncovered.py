@@ -19,13 +19,17 @@ cache directory, so that a run goes on where it was stopped. Last line of stdout
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import measured
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,9 +40,10 @@ from rich.table import Table
 from torch import Tensor
 from uncovered_text import FOLDS, text_without
 
-from ndp_device.calibration.build import build_calibrated, build_tuned
+from ndp_device.calibration.build import build_calibrated, build_tuned, run_job
+from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
-from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.planning.importance import ImportanceScore
 
@@ -84,6 +89,8 @@ class Study:
         text.write_text(text_without(MODEL, FOLDS[fold]))
         base = self.cache / f"{arm.solver}-{arm.shrink:g}-{fold}"
         build_calibrated(MODEL, base, text, solver=arm.solver, shrink=arm.shrink)
+        if arm.solver == "auto-gptq":
+            return with_one_bit(base)
         if not arm.tuned:
             return base
         tuned = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
@@ -93,7 +100,8 @@ class Study:
     def losses(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[tuple[float, int], Losses]:
         """(average bits, hot experts) -> nll of each sequence above full precision."""
         digest = ReplicaFiles(replicas, check_contents=False).manifest.digest
-        path = self.cache / f"{how}-{arm.selector}-{digest}-{len(sequences)}.json"
+        of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
+        path = self.cache / f"{how}-{arm.selector}-{digest}-{of_sequences}.json"
         nll: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
         model = MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
         for bits, hot in CELLS:
@@ -106,6 +114,35 @@ class Study:
                 path.write_text(json.dumps(nll))
         full = harness(model, replicas, sequences, None)
         return {(bits, hot): np.array(nll[f"{bits:g} {hot}"]) - full for bits, hot in CELLS}
+
+
+def with_one_bit(replicas: Path) -> Path:
+    """auto-gptq's replicas with a place-holder at 1 bit, which it cannot make and the plugin wants; no plan names it.
+
+    It is the first plane of 2 bits: levels in the middle of the two that share it.
+    """
+    files, out = ReplicaFiles(replicas), replicas.with_name(f"{replicas.name}-with-1")
+    wanted = msgspec.structs.replace(files.manifest, bits=(1, *files.manifest.bits), layers={})
+
+    def halved(matrix: QuantizedMatrix) -> QuantizedMatrix:
+        offset = (matrix.offset + matrix.scale / 2).astype(np.float16)
+        scale = (2 * matrix.scale).astype(np.float16)
+        return dataclasses.replace(matrix, bits=1, planes=matrix.planes[:1], scale=scale, offset=offset)
+
+    def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
+        experts = []
+        for expert in range(wanted.model.num_experts):
+            made = {bits: files.expert(layer, expert, bits) for bits in files.manifest.bits}
+            one = dataclasses.replace(made[2], bits=1, w13=halved(made[2].w13), w2=halved(made[2].w2))
+            experts.append({1: one} | made)
+            advance()
+        losses = [table.copy() for table in files.layer_losses(layer)]
+        for table in losses:
+            table[:, 0] = 10 * table[:, 1]
+        return LayerReplicas(tuple(experts), *losses, *files.calibration_of(layer))
+
+    run_job(out, wanted, make_layer, show_progress=False)
+    return out
 
 
 def served(replicas: Path, sequences: Tensor, cell: Cell) -> Losses:
