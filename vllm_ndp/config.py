@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import GAINS, LOSSES, LossTable
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
@@ -50,6 +50,9 @@ class NdpSettings:
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
+    slot_bits: int = FULL_PRECISION_BITS
+    """Bits of hot experts: 16 = the checkpoint's own weights; 4, 3, 2 or 1 = replicas, so that as much GPU memory holds
+    more of them."""
     warm_experts: int = 0
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
@@ -131,6 +134,17 @@ class NdpSettings:
                 )
         if self.hot_experts is not None and self.hot_experts < 0:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
+        if self.slot_bits == 8:
+            raise ConfigError(
+                "ndp setting 'slot_bits' is 8, for which there is no kernel here: use 16, or one of 4, 3, 2, 1"
+            )
+        if self.slot_bits not in PLAN_BITS:
+            raise ConfigError(f"ndp setting 'slot_bits' must be 16, 4, 3, 2 or 1, got {self.slot_bits}")
+        if self.has_quantized_slots and self.cold_precision == "full":
+            raise ConfigError(
+                f"ndp setting 'slot_bits' is {self.slot_bits} beside cold_precision 'full', which quantizes nothing: "
+                "drop one of the two"
+            )
         if self.warm_experts < 0:
             raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
         if self.warm_experts and self.num_devices > 1:
@@ -230,6 +244,16 @@ class NdpSettings:
         """Whether there are several devices, or may be."""
         return self.num_devices > 1 or self.may_join
 
+    @property
+    def has_quantized_slots(self) -> bool:
+        """Whether hot experts are replicas."""
+        return self.slot_bits != FULL_PRECISION_BITS
+
+    @property
+    def keeps_streamed(self) -> bool:
+        """Whether what a prefill streams, in full precision, can stay in a slot and does."""
+        return self.migration == "kept" and not self.has_quantized_slots
+
     def keys_of(self, device: int) -> Path | None:
         """The key file of this host for one of the devices."""
         if self.device_keys is None:
@@ -277,7 +301,7 @@ class NdpSettings:
             budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts),
             loss=losses,
             bits_for=self.bits_for,
-            keeps_streamed=self.migration == "kept",
+            keeps_streamed=self.keeps_streamed,
             max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
         )
@@ -303,11 +327,20 @@ class NdpSettings:
         """K for a model of E experts. Raises ConfigError when more are asked for than exist."""
         if self.hot_experts is None:
             return num_experts // 2
+        if self.hot_experts == 0 and self.has_quantized_slots:
+            raise ConfigError(
+                f"ndp setting 'slot_bits' is {self.slot_bits}, which has no effect with 'hot_experts' 0: drop one of "
+                "the two"
+            )
         if self.hot_experts > num_experts:
             raise ConfigError(
                 f"ndp setting 'hot_experts' is {self.hot_experts}, the model has only {num_experts} experts per layer"
             )
         return self.hot_experts
+
+    def needs_replicas(self, num_experts: int) -> bool:
+        """Whether some experts run as replicas of 1 to 4 bits."""
+        return self.cold_precision == "quantized" and (self.num_cold(num_experts) > 0 or self.has_quantized_slots)
 
     def num_cold(self, num_experts: int) -> int:
         """Experts per layer that are neither hot nor warm. Raises ConfigError when more are asked for than exist."""

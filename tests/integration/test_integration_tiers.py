@@ -93,11 +93,40 @@ def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Pat
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
 
-def test_warm_experts_beside_ranks_that_split_layers_are_refused_before_loading() -> None:
+def test_hot_slots_at_two_bits_hold_more_experts_in_the_same_bytes_and_their_run_replays(tmp_path: Path) -> None:
+    """Six experts of a layer in a third of what two take in float32. All 8 at 4 bits leave nothing to the device."""
+    settings = {"hot_experts": 6, "slot_bits": 2, "warm_experts": 1, "avg_bits": 1.0, "replicas": str(REPLICAS)}
+    ran = run(tmp_path / "trace", {**settings, "execution": "paper"}, max_num_seqs=3)
+    assert ran.status["slot_bits"] == 2
+    assert ran.status["hot_bytes"] < 2 * LAYERS * 3 * 128 * 256 * 4 / 3
+    assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "warm", "cold", "prefill", "prefill_device")) > 0
+    assert ran.totals["migrated_experts"] > 0 == ran.totals["kept_experts"]
+    assert ran.totals["fallback_pairs"] == ran.totals["spilled_pairs"] == 0
+    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    assert replayed_to_the_picosecond(tmp_path / "trace", losses)
+
+
+def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path: Path) -> None:
+    settings = {"hot_experts": 5, "slot_bits": 4, "avg_bits": 2.0, "offload_bits": 1, "replicas": str(REPLICAS)}
+    more = {"prefill": "streamed", "hardware_overrides": {"gpu.hbm_bytes_per_s": 50_000_000_000}}
+    ran = run(tmp_path / "trace", settings | more, max_num_seqs=3)
+    assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold")) > 0
+    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    assert replayed_to_the_picosecond(tmp_path / "trace", losses)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"warm_experts": 2}, "'warm_experts' beside tensor or expert parallelism.* drop"),
+        ({"slot_bits": 4}, "'slot_bits' 4 beside tensor or expert parallelism.* drop"),
+    ],
+)
+def test_tiers_beside_ranks_that_split_layers_are_refused_before_loading(settings: dict[str, Any], wanted: str) -> None:
     from vllm import EngineArgs
 
     from ndp_device.errors import ConfigError
 
-    options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"ndp": {"warm_experts": 2}}}
-    with pytest.raises(ConfigError, match=r"'warm_experts' beside tensor or expert parallelism.* drop"):
+    options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"ndp": settings}}
+    with pytest.raises(ConfigError, match=wanted):
         EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()

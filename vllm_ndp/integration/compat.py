@@ -101,6 +101,12 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (bool(settings.warm_experts) and parallel.tensor_parallel_size > 1,
          "'warm_experts' beside tensor or expert parallelism, whose ranks would compute them more than once: drop "
          "--tensor-parallel-size, or 'warm_experts'"),
+        (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
+         f"'slot_bits' {settings.slot_bits} beside tensor or expert parallelism, since replicas are not cut for ranks: "
+         "drop --tensor-parallel-size, or use 'slot_bits': 16"),
+        (settings.has_quantized_slots and not on_cpu(),
+         f"'slot_bits' {settings.slot_bits} on CUDA, whose slots have the checkpoint's own precision so far: use "
+         "'slot_bits': 16"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
@@ -145,12 +151,11 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     shape = open_checkpoint(directory).shape
     _refuse_odd_sizes(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
-    num_cold = settings.num_cold(shape.num_experts)
     settings.resolve_offload_bits(shape.num_experts)
     hardware_of(settings)
     settings.make_policy()
     _refuse_ineffective_bit_rule(settings)
-    if settings.replicas is not None and settings.cold_precision == "quantized" and num_cold:
+    if settings.replicas is not None and settings.needs_replicas(shape.num_experts):
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings

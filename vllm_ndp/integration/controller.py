@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ import vllm
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError
+from ndp_device.kernels.kernel import Kernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
@@ -37,12 +38,14 @@ from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.engine_kernel import load_engine_kernel
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import PAIR_KINDS, StepCosts, StepReport
@@ -101,7 +104,9 @@ class NdpController:
         owners = None
         if self.ranks.holds_whole_experts:
             owners = Owners(self.ranks.size, shape.num_layers, shape.num_experts)
-        self.hot = HotExperts(self.pool, compat.engine_cores(), owners, self.ranks.rank)
+        num_quantized = settings.resolve_hot_experts(shape.num_experts) if settings.has_quantized_slots else 0
+        cores = compat.engine_cores()
+        self.hot = HotExperts(self.pool, cores, owners, self.ranks.rank, num_quantized=num_quantized)
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
         self.device: Device
@@ -175,7 +180,7 @@ class NdpController:
         )
         self.device = self._open_device(replicas, planned)
         offload_bits = self.device.offload_bits
-        self.hot.open_pool(settings.pool, self._packed_dir())
+        self.hot.open_pool(settings.pool, self._packed_dir(), self._make_replica_fill(replicas))
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
         self.locator = RowLocator(runner, self._make_late_check())
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
@@ -184,7 +189,14 @@ class NdpController:
         replanner = Replanner(settings.planner_rules(shape.num_experts, losses), shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
-        costs = Costs(self.hardware, self.shape, group_size=self.device.group_size, num_gpus=self.ranks.size)
+        costs = Costs(
+            self.hardware,
+            self.shape,
+            group_size=self.device.group_size,
+            num_gpus=self.ranks.size,
+            slot_bits=settings.slot_bits,
+        )
+        self.clock.model = replace(self.clock.model, slot_bytes=costs.slot_bytes)
         self._device_rules = self._share_among_devices(costs)
         self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
         prefill_split = PrefillSplit(costs) if self.device.computes_prompts else None
@@ -297,7 +309,23 @@ class NdpController:
                 "ndp setting 'warm_experts' needs experts that the CPU can compute where they lie, but in this "
                 "checkpoint they do not lie row by row, so that it would keep copies of them: use 'warm_experts': 0"
             )
-        return WarmExperts(self.model_dir, settings.kernel, self.layers, compat.engine_cores(), costs)
+        return WarmExperts(self.model_dir, self._kernel, self.layers, costs)
+
+    def _make_replica_fill(self, replicas: Path | None) -> ReplicaFill | None:
+        """What fills hot slots with replicas; None where they hold the checkpoint's own weights."""
+        if not self.settings.has_quantized_slots:
+            return None
+        if replicas is None:
+            raise ConfigError(
+                f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
+                "name their directory in 'replicas'"
+            )
+        return ReplicaFill(replicas, self._digest, self.settings.slot_bits, self._kernel, self.layers, self.hot.layers)
+
+    @cached_property
+    def _kernel(self) -> Kernel:
+        """The device's, in this process."""
+        return load_engine_kernel(self.settings.kernel, compat.engine_cores())
 
     def _splits_prefill(self) -> bool:
         """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
@@ -313,9 +341,8 @@ class NdpController:
         return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
 
     def _is_quantized(self) -> bool:
-        """Whether some experts are cold and run from 1-4 bit replicas."""
-        num_cold = self.settings.num_cold(self.pool.shape.num_experts)
-        return self.settings.cold_precision == "quantized" and num_cold > 0
+        """Whether some experts are hot or cold as 1-4 bit replicas."""
+        return self.settings.needs_replicas(self.pool.shape.num_experts)
 
     def _packed_dir(self) -> Path:
         """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
@@ -520,8 +547,8 @@ class NdpController:
     def _describe_layers(self) -> str:
         if self._exchange is not None:
             return f"asynchronous up to {self._exchange.most_rows} rows"
-        if self._warm is not None:
-            return "Python, as with warm experts"
+        if self._warm is not None or self.settings.has_quantized_slots:
+            return "Python, as with warm experts or quantized slots"
         return "Python" if self._few is None else f"native up to {self._few.most_pairs} pairs"
 
     def totals_dict(self) -> dict[str, Any]:

@@ -19,14 +19,25 @@ from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.streaming import Streamer, make_streamer
 from vllm_ndp.planning.owners import Owners
 
 
 class HotExperts:
-    def __init__(self, pool: ExpertsPool, cores: Collection[int], owners: Owners | None = None, rank: int = 0) -> None:
-        """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts."""
+    def __init__(
+        self,
+        pool: ExpertsPool,
+        cores: Collection[int],
+        owners: Owners | None = None,
+        rank: int = 0,
+        *,
+        num_quantized: int = 0,
+    ) -> None:
+        """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts.
+        num_quantized: slots per layer that hold replicas, where slots do."""
         self.pool = pool
+        self._num_quantized = num_quantized
         self._owners, self.rank = owners, rank
         self.layers: dict[int, HotSlots] = {}
         self.streamer: Streamer
@@ -35,11 +46,17 @@ class HotExperts:
     def attach(self, index: int, layer: Any) -> None:
         """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
         kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
-        self.layers[index] = HotSlots(kernel, SlotWeights.of_layer(layer), self.pool.shape.num_experts)
+        held, num_experts = SlotWeights.of_layer(layer), self.pool.shape.num_experts
+        if self._num_quantized:
+            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized)
+        else:
+            self.layers[index] = HotSlots(kernel, held, num_experts)
 
-    def open_pool(self, kind: str, packed_dir: Path) -> None:
-        """All layers are attached: choose where experts come from. kind: the setting `pool`."""
+    def open_pool(self, kind: str, packed_dir: Path, replicas: ReplicaFill | None = None) -> None:
+        """All layers are attached: choose where experts come from. kind: the setting `pool`. replicas: of quantized
+        slots."""
         self.streamer = make_streamer(kind, self.pool, self.layers[0], packed_dir)
+        self._fill = self.streamer.fill if replicas is None else replicas.fill
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +70,7 @@ class HotExperts:
         """Begin to copy experts that became hot [L, E] into the slots of those that no longer are."""
         self._migrator.wait_for_all()
         for layer, row in enumerate(hot):
-            slots, fill = self.layers[layer], self.streamer.fill
+            slots, fill = self.layers[layer], self._fill
             moves = slots.exchange(self._own(layer, row))
             self._migrator.begin(
                 layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]

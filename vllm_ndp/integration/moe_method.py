@@ -72,6 +72,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
         settings = compat.settings_of(vllm_config)
         self._controller = current_controller()  # this engine's: another one in the process may come later
         num_hot = settings.resolve_hot_experts(moe.num_experts)
+        if settings.has_quantized_slots:
+            num_hot = 0  # of tensors of vLLM's: replicas are the device's kernel's
         self.num_slots = slots_per_gpu(num_hot, moe.moe_parallel_config.ep_size)
 
     @property

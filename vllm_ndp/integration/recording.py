@@ -208,7 +208,7 @@ def run_provenance(
             expert_bytes=device.served.expert_bytes,
             group_size=device.served.group_size,
             activation_bytes=activation_bytes,
-            migration=settings.migration,
+            migration="kept" if settings.keeps_streamed else "difference",
             bits_for=settings.bits_for,
             spill_bits=device.offload_bits,
             device_hosts=settings.device_hosts,
@@ -223,6 +223,7 @@ def run_provenance(
             num_devices=1 if device_rules is None else device_rules.num_devices,
             device_copies=1 if device_rules is None else device_rules.num_copies,
             device_moves=0 if device_rules is None else device_rules.max_moves,
+            slot_bits=settings.slot_bits,
             warm_experts=settings.warm_experts,
         ),
     )

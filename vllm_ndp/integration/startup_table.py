@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.hot_experts import HotExperts
@@ -46,6 +47,7 @@ def status(
         "warm_experts": settings.warm_experts,
         "warm": "" if warm is None else warm.description,
         "cold_experts": settings.num_cold(shape.num_experts),
+        "slot_bits": settings.slot_bits,
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
@@ -59,7 +61,7 @@ def status(
         "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
-        "slot_kernel": hot.slot_kernel,
+        "slot_kernel": "the device's, native" if settings.has_quantized_slots else hot.slot_kernel,
         "decode_layers": decode_layers,
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
@@ -96,6 +98,11 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
         f"{len(status['device_pids'])} devices",
         f"{copies} {'copy' if copies == 1 else 'copies'} of each expert: {where}",
     )
+
+
+def _slots(status: dict[str, Any]) -> str:
+    width = "" if status["slot_bits"] == FULL_PRECISION_BITS else f" at {status['slot_bits']} bits"
+    return f"{human_bytes(status['hot_bytes'])}{width} + {human_bytes(status['staging_bytes'])} staging"
 
 
 def _tiers(status: dict[str, Any]) -> str:
@@ -146,7 +153,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
         ("experts per layer", _tiers(status)),
-        ("hot slots on GPU", f"{human_bytes(status['hot_bytes'])} + {human_bytes(status['staging_bytes'])} staging"),
+        ("hot slots on GPU", _slots(status)),
         ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
         ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),

@@ -7,31 +7,20 @@ checkpoint and what a pair costs on the simulated host. Does not know plans.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.timing.units import ceil_div
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.pairs import Pairs, add_sums
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
-
-R = TypeVar("R")
-
-_WORK_FOR_ALL = 1_000_000
-"""Multiply-accumulates that the native kernel divides among its threads; fewer are left to the one that asks."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +41,11 @@ class WarmCall:
 
 
 class WarmExperts:
-    def __init__(self, model_dir: Path, kernel: str, layers: range, cores: Collection[int], costs: Costs) -> None:
-        """kernel: the setting. layers: of the model, which this worker counts from 0. cores: of the engine."""
+    def __init__(self, model_dir: Path, kernel: Kernel, layers: range, costs: Costs) -> None:
+        """layers: of the model, which this worker counts from 0."""
         self._layers, self._costs, self._cpu = layers, costs, HostCpu.of(costs)
-
-        def begin() -> tuple[Kernel, ExpertStore]:
-            loaded = load_kernel(kernel)
-            store = ExpertStore(model_dir, None, kernel=loaded)
-            rows = ceil_div(_WORK_FOR_ALL, costs.shape.weights_per_expert)  # the kernel starts its threads for these
-            x, each = np.zeros((rows, costs.shape.hidden_size), np.float32), np.arange(rows, dtype=np.int32)
-            first = store.get(layers.start, 0, FULL_PRECISION_BITS)
-            loaded.execute(x, [first], each, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
-            return loaded, store
-
-        self._kernel, self._store = _on_cores(cores, begin)
+        self._kernel = kernel
+        self._store = ExpertStore(model_dir, None, kernel=kernel)
 
     @cached_property
     def description(self) -> str:
@@ -98,12 +78,3 @@ class WarmExperts:
         """What the warm pairs of a layer take on the simulated host. ids [T, k] of decode rows; warm [E]."""
         rows, columns = np.nonzero(warm[ids])
         return self.pairs_ps(ids[rows, columns], rows)
-
-
-def _on_cores(cores: Collection[int], make: Callable[[], R]) -> R:
-    """Call in a thread that may run on these cores, as threads that it starts then may too.
-
-    A worker's own thread is bound to one core where vLLM binds OpenMP.
-    """
-    with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(cores))) as thread:
-        return thread.submit(make).result()

@@ -61,6 +61,8 @@ class Costs:
     """Weights that share a scale; 0 = by the rule that replicas are built with, which the constructor puts here."""
     num_gpus: int = 1
     """That split each layer; they share the device."""
+    slot_bits: int = FULL_PRECISION_BITS
+    """Of hot experts in GPU memory."""
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -80,7 +82,12 @@ class Costs:
 
     @cached_property
     def gpu(self) -> GpuModel:
-        return GpuModel(self.hardware, self.shape, self.num_gpus)
+        return GpuModel(self.hardware, self.shape, self.num_gpus, slot_bytes=self.slot_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a hot expert takes in GPU memory."""
+        return self.replica_bytes(self.slot_bits)
 
     def replica_bytes(self, bits: int) -> int:
         """What one read of an expert moves in the device's DRAM."""
@@ -161,7 +168,7 @@ class Costs:
         return int(
             self._once(
                 ("resident", touched, pairs),
-                lambda: self.gpu.roofline_ps(touched * shape.expert_bytes, 2 * shape.weights_per_expert * pairs),
+                lambda: self.gpu.roofline_ps(touched * self.slot_bytes, 2 * shape.weights_per_expert * pairs),
             )
         )
 

@@ -82,6 +82,13 @@ class GpuModel:
     stage: int = 0
     num_stages: int = 1
     """Of a pipeline, whose layers are `shape`'s."""
+    slot_bytes: int = 0
+    """What a hot expert takes in GPU memory; 0: all of it, in full precision. What computes narrower ones on the way
+    from memory to the arrays costs nothing, as everywhere in the lab."""
+
+    @property
+    def hot_expert_bytes(self) -> int:
+        return self.slot_bytes or self.shape.expert_bytes
 
     def roofline_ps(self, num_bytes: int, flops: int) -> int:
         """The slower of HBM (at the preset's efficiency) and the tensor cores."""
@@ -148,7 +155,7 @@ class GpuModel:
             return max(one.hot_experts_ps([count for count, of in pairs if of == gpu]) for gpu in set(owners))
         touched = sum(1 for pairs in pairs_per_hot_expert if pairs)
         return self.roofline_ps(
-            touched * self.shape.expert_bytes, 2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert)
+            touched * self.hot_expert_bytes, 2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert)
         )
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
@@ -160,7 +167,7 @@ class GpuModel:
         return max(bulk_ps(self.hardware.link, num_bytes), compute)
 
     def migration(self, num_experts: int) -> Migration:
-        return migration(self.hardware, num_experts * self.shape.expert_bytes)
+        return migration(self.hardware, num_experts * self.hot_expert_bytes)
 
     def migration_ps(self, num_experts: int) -> int:
         return self.migration(num_experts).total_ps

@@ -97,12 +97,12 @@ def all_experts_bytes(shape: ModelShape) -> int:
     return shape.num_layers * shape.num_experts * shape.expert_bytes
 
 
-def slots_bytes(shape: ModelShape, num_hot: int) -> int:
-    """GPU memory of num_hot full-precision experts per layer, and of the places through which others stream; those are
-    not needed where every expert has a place of its own."""
+def slots_bytes(shape: ModelShape, num_hot: int, slot_bytes: int = 0) -> int:
+    """GPU memory of num_hot experts per layer, and of the places through which others stream; those are not needed
+    where every expert has a place of its own. slot_bytes: of a hot one, 0 = in full precision."""
     held = min(num_hot, shape.num_experts)
     staged = 0 if held == shape.num_experts else STAGED_EXPERTS
-    return (shape.num_layers * held + staged) * shape.expert_bytes
+    return shape.num_layers * held * (slot_bytes or shape.expert_bytes) + staged * shape.expert_bytes
 
 
 def beside_device_memory(
@@ -114,4 +114,5 @@ def beside_device_memory(
     shape = costs.shape
     replicas = shape.num_layers * shape.num_experts * costs.stored_replica_bytes(widest)
     experts = all_experts_bytes(shape)
-    return Memory(slots_bytes(shape, num_hot), experts + replicas, host=experts if computes_on_host else 0)
+    gpu = slots_bytes(shape, num_hot, costs.slot_bytes)
+    return Memory(gpu, experts + replicas, host=experts if computes_on_host else 0)

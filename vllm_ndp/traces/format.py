@@ -107,6 +107,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Of each expert, on several devices."""
     device_moves: int = 0
     """Copies that one plan may have moved between devices."""
+    slot_bits: int = 16
+    """Of hot experts in GPU memory."""
     warm_experts: int = 0
     """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
 

@@ -107,6 +107,10 @@ def test_impossible_placements_and_plans_are_refused():
             {"hot_experts": 4, "warm_experts": 5},
             "beside 4 hot experts, the model has only 8 experts per layer: at most 4",
         ),
+        ({"slot_bits": 8}, "'slot_bits' is 8, for which there is no kernel here: use 16"),
+        ({"slot_bits": 5}, "'slot_bits' must be 16, 4, 3, 2 or 1, got 5"),
+        ({"slot_bits": 4, "cold_precision": "full"}, "which quantizes nothing: drop one of the two"),
+        ({"slot_bits": 4, "hot_experts": 0}, "has no effect with 'hot_experts' 0"),
         ({"warm_experts": 2, "devices": 2}, "know hot and cold experts only: use one device"),
         (
             {"hot_experts": 4, "warm_experts": 4, "execution": "balanced"},
@@ -114,7 +118,7 @@ def test_impossible_placements_and_plans_are_refused():
         ),
     ],
 )
-def test_settings_that_leave_no_room_for_warm_experts_are_refused(settings: dict, wanted: str):
+def test_settings_of_tiers_that_cannot_be_are_refused(settings: dict, wanted: str):
     with pytest.raises(ConfigError) as error:
         NdpSettings.from_mapping(settings).resolve_offload_bits(8)
     assert wanted in str(error.value)

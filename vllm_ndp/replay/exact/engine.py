@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +33,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
-from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock, StepTime
+from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import REJECTED, LiveSetup
@@ -95,8 +95,9 @@ class Engine:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
-        self.clock = StepClock(GpuModel(hardware, shape, setup.num_gpus, setup.stage, setup.num_stages))
-        self.costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus)
+        costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus, slot_bits=setup.slot_bits)
+        self.clock = StepClock(replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages))
+        self.costs = costs
         self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
         self.prefill_split = PrefillSplit(self.costs) if setup.splits_prefill else None
         self.devices: Devices | None = None
@@ -140,7 +141,7 @@ class Engine:
         moved, before = self._replan(), self.clock.now_ps
         self._own(self.hot)
         if moved:
-            arrived = yield Migration(moved * self.clock.model.shape.expert_bytes, before)
+            arrived = yield Migration(moved * self.costs.slot_bytes, before)
             self.clock.wait_until(arrived)
         migration_ps = self.clock.now_ps - before
         time, decode_only = yield from self._run_rows(rows)

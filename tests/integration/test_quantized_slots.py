@@ -1,0 +1,73 @@
+"""Slots that hold replicas: what they hold, what they compute, and that every other slot's rule holds for them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from engines import MODEL, REPLICAS
+
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.kernels import load_kernel
+from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
+from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
+
+pytestmark = pytest.mark.vllm
+
+HIDDEN, INTERMEDIATE, EXPERTS, LAYER = 128, 256, 8, 1
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return load_kernel("native")
+
+
+def filled(kernel, bits: int, experts: list[int]) -> QuantizedSlots:
+    slots: dict = {}
+    fill = ReplicaFill(REPLICAS, model_digest(MODEL), bits, kernel, range(4), slots)
+    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
+    slots[LAYER] = QuantizedSlots(
+        CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, len(experts)
+    )
+    for slot, expert in enumerate(experts):
+        slots[LAYER].migrate(slot, expert, partial(fill.fill, LAYER, expert))
+    return slots[LAYER]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_slots_give_what_the_device_gives_for_the_same_replicas(kernel, bits: int):
+    generator = np.random.default_rng(bits)
+    slots, store = filled(kernel, bits, [6, 2, 5]), ExpertStore(MODEL, REPLICAS, kernel=kernel)
+    ids = np.argsort(generator.random((7, EXPERTS)), axis=1)[:, :2]
+    x = generator.standard_normal((7, HIDDEN)).astype(np.float32)
+    weights = generator.dirichlet([1.0, 1.0], 7).astype(np.float32)
+    named = slots.expert_map[torch.from_numpy(ids)]
+    out = slots.run(torch.from_numpy(x), SlotPairs(named, torch.from_numpy(weights), [1]))
+    rows, columns = np.nonzero(np.isin(ids, [6, 2, 5]))
+    experts = [store.get(LAYER, expert, bits) for expert in (2, 5, 6)]
+    places = np.searchsorted([2, 5, 6], ids[rows, columns]).astype(np.int32)
+    wanted = kernel.execute(x, experts, rows.astype(np.int32), places, weights[rows, columns])
+    assert torch.equal(out, torch.from_numpy(wanted))
+    assert (out[~np.isin(ids, [6, 2, 5]).any(axis=1)] == 0).all()
+    assert slots.num_bytes == sum(expert.nbytes for expert in experts)
+
+
+def test_an_expert_that_leaves_its_slot_takes_its_bytes_along(kernel):
+    two, wide = filled(kernel, 2, [0, 1]), filled(kernel, 4, [0, 1])
+    assert two.num_bytes < 0.6 * wide.num_bytes
+    before = two.num_bytes
+    fill = ReplicaFill(REPLICAS, model_digest(MODEL), 2, kernel, range(4), {LAYER: two})
+    two.migrate(1, 7, partial(fill.fill, LAYER, 7))
+    assert two.num_bytes == before
+    assert two.expert_map.tolist() == [0, -1, -1, -1, -1, -1, -1, 1]
+
+
+def test_before_the_first_placement_a_profile_run_gives_nothing(kernel):
+    held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
+    empty = QuantizedSlots(CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, 3)
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int32)
+    assert (empty.run_anything(x, torch.ones(2, 2), ids) == 0).all()
+    assert empty.num_bytes == 0
