@@ -29,6 +29,8 @@ RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
 RENAMED_OPTIONS = {"bits": "bit_rule"}
 """The same inside `policy_options`."""
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "plan": ("fixed", "joint"),
+    "tiers": ("gpu+device", "gpu+host+device"),
     "cold_precision": ("quantized", "full"),
     "execution": ("auto", "balanced", "paper"),
     "layers": ("auto", "eager", "asynchronous"),
@@ -53,6 +55,12 @@ class NdpSettings:
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts: 16 = the checkpoint's own weights; 4, 3, 2 or 1 = replicas, so that as much GPU memory holds
     more of them."""
+    plan: str = "fixed"
+    """`fixed`: so many hot and warm experts per layer; `joint`: with the GPU memory of `hot_experts` in full precision,
+    the tier and the width of every expert that make the fastest plan on the simulated hardware, of no more expected
+    loss than `fixed` has with the same memory and `avg_bits`."""
+    tiers: str = "gpu+device"
+    """Where a joint plan may put experts; `gpu+host+device`: the host's CPU computes some too."""
     warm_experts: int = 0
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
@@ -140,6 +148,7 @@ class NdpSettings:
             )
         if self.slot_bits not in PLAN_BITS:
             raise ConfigError(f"ndp setting 'slot_bits' must be 16, 4, 3, 2 or 1, got {self.slot_bits}")
+        self._check_joint()
         if self.has_quantized_slots and self.cold_precision == "full":
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {self.slot_bits} beside cold_precision 'full', which quantizes nothing: "
@@ -184,6 +193,34 @@ class NdpSettings:
             raise ConfigError(
                 f"ndp setting 'prepare' has no effect on the running device {self.device}: "
                 f"drop it, and start that device with --prepare {self.prepare}"
+            )
+
+    def _check_joint(self) -> None:
+        default = NdpSettings.__dataclass_fields__
+        if self.plan != "joint":
+            if self.tiers != default["tiers"].default:
+                raise ConfigError(
+                    f"ndp setting 'tiers' is {self.tiers!r}, which only joint plans choose among: use 'plan': 'joint', "
+                    "or 'warm_experts' for a fixed number"
+                )
+            return
+        fixed = {
+            name: getattr(self, name)
+            for name in ("slot_bits", "warm_experts", "cold_precision", "offload_bits", "max_moves")
+            if getattr(self, name) != default[name].default
+        }
+        if self.execution == "balanced":
+            fixed["execution"] = self.execution
+        if fixed:
+            name, value = next(iter(fixed.items()))
+            raise ConfigError(
+                f"ndp setting {name!r} is {value!r}, which a joint plan decides itself or cannot heed: drop it, or use "
+                "'plan': 'fixed'"
+            )
+        if self.num_devices > 1:
+            raise ConfigError(
+                f"ndp setting 'plan' is 'joint', which knows one device, and there are {self.num_devices}: use one, or "
+                "'plan': 'fixed'"
             )
 
     def _check_devices(self) -> None:
@@ -246,8 +283,18 @@ class NdpSettings:
 
     @property
     def has_quantized_slots(self) -> bool:
-        """Whether hot experts are replicas."""
-        return self.slot_bits != FULL_PRECISION_BITS
+        """Whether hot experts are, or may be, replicas."""
+        return self.slot_bits != FULL_PRECISION_BITS or self.plan == "joint"
+
+    @property
+    def joint_tiers(self) -> str:
+        """Those that a joint plan chooses among; empty where plans are fixed."""
+        return self.tiers if self.plan == "joint" else ""
+
+    @property
+    def has_warm_experts(self) -> bool:
+        """Whether the host's CPU computes experts, or may."""
+        return self.warm_experts > 0 or "host" in self.joint_tiers
 
     @property
     def keeps_streamed(self) -> bool:
@@ -272,7 +319,7 @@ class NdpSettings:
         Raises ConfigError when `balanced` was asked for and the other settings leave it nothing to do.
         """
         num_hot, num_cold = self.resolve_hot_experts(num_experts), self.num_cold(num_experts)
-        possible = self.cold_precision == "quantized" and num_hot > 0 < num_cold
+        possible = self.cold_precision == "quantized" and num_hot > 0 < num_cold and self.plan == "fixed"
         if self.execution == "balanced" and not possible:
             warm = f" and {self.warm_experts} warm" if self.warm_experts else ""
             raise ConfigError(
@@ -329,8 +376,8 @@ class NdpSettings:
             return num_experts // 2
         if self.hot_experts == 0 and self.has_quantized_slots:
             raise ConfigError(
-                f"ndp setting 'slot_bits' is {self.slot_bits}, which has no effect with 'hot_experts' 0: drop one of "
-                "the two"
+                f"ndp setting 'hot_experts' is 0, which leaves no GPU memory to 'slot_bits' {self.slot_bits} and "
+                f"'plan' {self.plan!r}: allow some experts"
             )
         if self.hot_experts > num_experts:
             raise ConfigError(

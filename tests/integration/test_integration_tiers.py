@@ -22,6 +22,8 @@ SLOW_GPU = {"gpu.hbm_bytes_per_s": 300_000_000_000}
 """With this GPU the test model's small experts are worth sending to the device."""
 SLOW_CPU = {"host.memory_bytes_per_s": 2_000_000_000}
 """With this one a layer waits for its warm experts."""
+FAST_CPU = {"host.memory_bytes_per_s": 10**13, "link.dma_launch_ps": 0, "link.dma_latency_ps": 0}
+"""And here the CPU has a warm expert sooner than the device a cold one."""
 TOKENS, LAYERS, TOP_K = 12, 4, 2
 
 
@@ -116,8 +118,49 @@ def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({"hot_experts": 2, "avg_bits": 2.0}, ("hot", "cold")),
+        (
+            {
+                "hot_experts": 1,
+                "avg_bits": 3.0,
+                "tiers": "gpu+host+device",
+                "hardware_overrides": {
+                    "host.memory_bytes_per_s": 10**13,
+                    "link.dma_launch_ps": 0,
+                    "link.dma_latency_ps": 0,
+                },
+            },
+            ("hot", "warm"),
+        ),
+    ],
+    ids=["gpu and device", "all tiers"],
+)
+def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
+    tmp_path: Path, settings: dict[str, Any], kinds: tuple[str, ...]
+) -> None:
+    """The GPU memory of K experts holds more of them at widths of their own; plans and times come out again."""
+    ran = run(tmp_path / "trace", {**settings, "plan": "joint", "replicas": str(REPLICAS)}, max_num_seqs=3)
+    assert min(ran.totals[f"{kind}_pairs"] for kind in kinds) > 0
+    assert ran.totals["fallback_pairs"] == ran.totals["spilled_pairs"] == ran.totals["kept_experts"] == 0
+    assert max(report["hot_experts"] for report in ran.reports) > settings["hot_experts"]
+    for report in ran.reports:
+        pairs = [report[f"{kind}_pairs"] for kind in PAIR_KINDS if not kind.startswith("prefill")]
+        assert sum(pairs) == (TOKENS - 1) * LAYERS * TOP_K
+    trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    placed = trace.plans["cells"][trace.plans["request"] == -1]
+    held = {16: 3 * 128 * 256 * 4} | {bits: 3 * 128 * 256 * bits // 8 for bits in (2, 3, 4)}
+    taken = [sum(held[cell - 32] for cell in cells.ravel().tolist() if cell > 32) for cells in placed]
+    assert 0 < max(taken) <= LAYERS * settings["hot_experts"] * held[16]
+    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    assert replayed_to_the_picosecond(tmp_path / "trace", losses)
+
+
+@pytest.mark.parametrize(
     ("settings", "wanted"),
     [
+        ({"plan": "joint"}, "'plan' 'joint' beside tensor or expert parallelism.* drop"),
         ({"warm_experts": 2}, "'warm_experts' beside tensor or expert parallelism.* drop"),
         ({"slot_bits": 4}, "'slot_bits' 4 beside tensor or expert parallelism.* drop"),
     ],

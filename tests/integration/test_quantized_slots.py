@@ -9,7 +9,6 @@ import pytest
 import torch
 from engines import MODEL, REPLICAS
 
-from ndp_device.checkpoint.files import model_digest
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, SlotPairs, SlotWeights
@@ -27,7 +26,7 @@ def kernel():
 
 def filled(kernel, bits: int, experts: list[int]) -> QuantizedSlots:
     slots: dict = {}
-    fill = ReplicaFill(REPLICAS, model_digest(MODEL), bits, kernel, range(4), slots)
+    fill = ReplicaFill(MODEL, REPLICAS, bits, kernel, range(4), slots)
     held = SlotWeights(torch.empty(0, 2 * INTERMEDIATE, HIDDEN), torch.empty(0, HIDDEN, INTERMEDIATE))
     slots[LAYER] = QuantizedSlots(
         CpuSlotKernel(torch.float32, HIDDEN, INTERMEDIATE, "silu"), held, EXPERTS, len(experts)
@@ -59,7 +58,7 @@ def test_an_expert_that_leaves_its_slot_takes_its_bytes_along(kernel):
     two, wide = filled(kernel, 2, [0, 1]), filled(kernel, 4, [0, 1])
     assert two.num_bytes < 0.6 * wide.num_bytes
     before = two.num_bytes
-    fill = ReplicaFill(REPLICAS, model_digest(MODEL), 2, kernel, range(4), {LAYER: two})
+    fill = ReplicaFill(MODEL, REPLICAS, 2, kernel, range(4), {LAYER: two})
     two.migrate(1, 7, partial(fill.fill, LAYER, 7))
     assert two.num_bytes == before
     assert two.expert_map.tolist() == [0, -1, -1, -1, -1, -1, -1, 1]

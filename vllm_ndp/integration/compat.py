@@ -102,11 +102,12 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "'warm_experts' beside tensor or expert parallelism, whose ranks would compute them more than once: drop "
          "--tensor-parallel-size, or 'warm_experts'"),
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
-         f"'slot_bits' {settings.slot_bits} beside tensor or expert parallelism, since replicas are not cut for ranks: "
-         "drop --tensor-parallel-size, or use 'slot_bits': 16"),
+         f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
+         "drop --tensor-parallel-size, or that setting"),
         (settings.has_quantized_slots and not on_cpu(),
-         f"'slot_bits' {settings.slot_bits} on CUDA, whose slots have the checkpoint's own precision so far: use "
-         "'slot_bits': 16"),
+         f"{_quantized_slots(settings)} on CUDA, where slots have the checkpoint's own precision so far: drop it"),
+        (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
+         "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
@@ -171,6 +172,10 @@ def _refuse_odd_sizes(shape: ModelShape) -> None:
             f"vLLM's CPU kernel for experts needs hidden and intermediate sizes that are multiples of {_CPU_UNIT}, "
             f"{shape.name} has {shape.hidden_size} and {shape.intermediate_size}: serve it on a GPU"
         )
+
+
+def _quantized_slots(settings: NdpSettings) -> str:
+    return f"'plan' {settings.plan!r}" if settings.plan == "joint" else f"'slot_bits' {settings.slot_bits}"
 
 
 def _refuse_uneven_shares(shape: ModelShape, num_ranks: int, settings: NdpSettings, *, whole: bool) -> None:

@@ -61,6 +61,7 @@ from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+from vllm_ndp.simulation.joint_rule import JointRule
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import Provenance, Scheduling
 
@@ -105,6 +106,8 @@ class NdpController:
         if self.ranks.holds_whole_experts:
             owners = Owners(self.ranks.size, shape.num_layers, shape.num_experts)
         num_quantized = settings.resolve_hot_experts(shape.num_experts) if settings.has_quantized_slots else 0
+        if settings.plan == "joint":
+            num_quantized = shape.num_experts
         cores = compat.engine_cores()
         self.hot = HotExperts(self.pool, cores, owners, self.ranks.rank, num_quantized=num_quantized)
         self.sidecar: RoutingSidecar
@@ -186,9 +189,6 @@ class NdpController:
         losses = LossTable.nominal(shape.num_layers, shape.num_experts)
         if replicas is not None:
             losses = device_link.load_losses(replicas, self.layers, settings.losses)
-        replanner = Replanner(settings.planner_rules(shape.num_experts, losses), shape.num_layers, shape.num_experts)
-        self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
-        self.planner.start()
         costs = Costs(
             self.hardware,
             self.shape,
@@ -197,6 +197,13 @@ class NdpController:
             slot_bits=settings.slot_bits,
         )
         self.clock.model = replace(self.clock.model, slot_bytes=costs.slot_bytes)
+        rules = settings.planner_rules(shape.num_experts, losses)
+        if settings.joint_tiers:
+            joint = JointRule(costs, settings.joint_tiers, losses, rules.budget.num_hot)
+            rules = replace(rules, joint=joint)
+        replanner = Replanner(rules, shape.num_layers, shape.num_experts)
+        self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
+        self.planner.start()
         self._device_rules = self._share_among_devices(costs)
         self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
         prefill_split = PrefillSplit(costs) if self.device.computes_prompts else None
@@ -222,6 +229,7 @@ class NdpController:
                 exchange=self._exchange,
                 fixed=FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None,
                 warm=self._warm,
+                bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
             )
             self._layers.append(layer)
             LAYERS[name] = layer
@@ -302,7 +310,7 @@ class NdpController:
     def _make_warm(self, costs: Costs) -> WarmExperts | None:
         """None where the host's CPU computes no experts. Raises ConfigError where it would keep copies of them."""
         settings = self.settings
-        if not settings.warm_experts:
+        if not settings.has_warm_experts:
             return None
         if not self.pool.lies_in_place:
             raise ConfigError(
@@ -320,7 +328,8 @@ class NdpController:
                 f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
                 "name their directory in 'replicas'"
             )
-        return ReplicaFill(replicas, self._digest, self.settings.slot_bits, self._kernel, self.layers, self.hot.layers)
+        slots = self.hot.layers
+        return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self._kernel, self.layers, slots)
 
     @cached_property
     def _kernel(self) -> Kernel:
@@ -462,14 +471,14 @@ class NdpController:
         """New plans for the report and the recording, by request."""
         if planned and self.recorder is not None:
             self._record_plan(self.num_steps)
-        budget = self.planner.replanner.rules.budget
-        num_hot, num_warm = budget.num_hot, budget.num_warm
+        placement = self.planner.replanner.placement
+        num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
         return {
             name: {
                 "epoch": request.plan.epoch,
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
-                "avg_bits": request.plan.average_bits if num_hot + num_warm < self.sizes.num_experts else 0.0,
+                "avg_bits": request.plan.average_bits if placement.num_cold.any() else 0.0,
             }
             for name, request in planned.items()
             if request.plan is not None

@@ -35,7 +35,7 @@ class HotExperts:
         num_quantized: int = 0,
     ) -> None:
         """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts.
-        num_quantized: slots per layer that hold replicas, where slots do."""
+        num_quantized: slots per layer for the device's kernel, where slots are."""
         self.pool = pool
         self._num_quantized = num_quantized
         self._owners, self.rank = owners, rank
@@ -66,12 +66,18 @@ class HotExperts:
     def slot_kernel(self) -> str:
         return getattr(self.layers[0].kernel, "isa", "triton")
 
-    def place(self, hot: NDArray[np.bool_]) -> None:
-        """Begin to copy experts that became hot [L, E] into the slots of those that no longer are."""
+    def place(self, hot: NDArray[np.bool_], widths: NDArray[np.uint8] | None = None) -> None:
+        """Begin to copy experts that became hot [L, E] into the slots of those that no longer are.
+
+        widths [L, E]: bits of each hot expert, where slots are for the device's kernel; all 0: the setting's.
+        """
         self._migrator.wait_for_all()
         for layer, row in enumerate(hot):
             slots, fill = self.layers[layer], self._fill
-            moves = slots.exchange(self._own(layer, row))
+            if isinstance(slots, QuantizedSlots):
+                moves = slots.exchange_at(row, None if widths is None or not widths.any() else widths[layer])
+            else:
+                moves = slots.exchange(self._own(layer, row))
             self._migrator.begin(
                 layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]
             )

@@ -25,7 +25,7 @@ from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.hot_slots import ALIAS_PAIRS
+from vllm_ndp.integration.hot_slots import ALIAS_PAIRS, SlotPairs
 from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.pairs import (
     Pairs,
@@ -37,6 +37,7 @@ from vllm_ndp.integration.pairs import (
     split_lists,
 )
 from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.quantized_slots import QuantizedSlots
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.integration.warm_experts import WarmExperts
@@ -69,18 +70,20 @@ class MoELayer:
         exchange: Exchange | None = None,
         fixed: FixedOutput | None = None,
         warm: WarmExperts | None = None,
+        bytes_of_width: NDArray[np.int64] | None = None,
     ) -> None:
         """balancer: None where hot experts never leave the GPU. prefill_split: None where the device computes nothing
         of prompts. weighs_input: the router's one weight is for x. shared: the shared experts, where they are ours to
         run. exchange: where decode layers do not wait for the GPU. fixed: where a captured graph reads what this layer
-        gives. warm: None where the host's CPU computes no experts."""
+        gives. warm: None where the host's CPU computes no experts. bytes_of_width [256]: of a hot expert on the
+        simulated GPU, None where all have one width."""
         self.index = index
         self._hot, self._slots = hot, hot.layers[index]
         self._device, self._planner, self._sidecar = device, planner, sidecar
         self._locator, self._running, self._balancer = locator, running, balancer
         self._prefill_split = prefill_split
         self._weighs_input = weighs_input
-        self._shared, self._fixed, self._warm = shared, fixed, warm
+        self._shared, self._fixed, self._warm, self._bytes_of_width = shared, fixed, warm, bytes_of_width
         self._aside = None if exchange is None else AsideLayer(index, self._slots, device, exchange, self._compute_here)
 
     def forward(
@@ -174,8 +177,16 @@ class MoELayer:
             if call is not None:
                 call.abandon()
             raise
-        step.end_layer(self.index, split, device_ps, host_ps)
+        step.end_layer(self.index, split, device_ps, host_ps, self._hot_bytes(split.hot))
         return out
+
+    def _hot_bytes(self, pairs: SlotPairs) -> int | None:
+        """What the hot experts of these pairs take in simulated GPU memory, where each has a width of its own."""
+        if self._bytes_of_width is None:
+            return None
+        assert isinstance(self._slots, QuantizedSlots)
+        widths = self._planner.widths(self.index)[self._slots.experts_in(pairs.slots)]
+        return int(self._bytes_of_width[widths].sum())
 
     def _run_few(
         self,

@@ -47,7 +47,7 @@ class Planner:
     def start(self) -> None:
         """Fill the slots with the first placement; whatever cannot be read is said at start-up."""
         hot = self.replanner.placement.hot
-        self._hot.place(hot)
+        self._hot.place(hot, self.replanner.placement.widths)
         self._hot.wait_for_all()
         if self._device.computes_prompts:  # the first prompt runs before there is a plan
             self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
@@ -75,18 +75,18 @@ class Planner:
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
         widths[change.placement.warm] = 0  # no decode row of theirs goes to the device
         self._device.begin_install(change.epoch, widths, change.placement.hot)
-        self._migrate(change.num_moved)
+        self._migrate(change.num_moved, change.moved_bytes)
         self.prefills += len(alive)
         self.kept_experts += change.num_kept
         placement = change.placement
-        self.checksum = zlib.crc32(placement.warm.tobytes(), zlib.crc32(placement.hot.tobytes(), change.epoch))
+        self.checksum = zlib.crc32(placement.tiers.tobytes(), change.epoch)
         for plan in change.plans.values():
             self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
         return running
 
-    def _migrate(self, num_experts: int) -> None:
-        self._hot.place(self.replanner.placement.hot)
-        self._clock.migrate(num_experts)
+    def _migrate(self, num_experts: int, num_bytes: int | None = None) -> None:
+        self._hot.place(self.replanner.placement.hot, self.replanner.placement.widths)
+        self._clock.migrate(num_experts, num_bytes)
         self.migrated_experts += num_experts
 
     def score_ended(self, step: Step) -> None:
@@ -97,6 +97,11 @@ class Planner:
             self._ended.append(request)
         if self._ended:
             self.replanner.keep(self._scores(), step.streamed)
+
+    def widths(self, layer: int) -> NDArray[np.uint8]:
+        """[E], bits of the hot experts of a layer where each has its own, 0 elsewhere."""
+        widths: NDArray[np.uint8] = self.replanner.placement.widths[layer]
+        return widths
 
     def warm(self, layer: int) -> NDArray[np.bool_]:
         """[E], the experts of a layer that the host's CPU computes under the plan in force."""

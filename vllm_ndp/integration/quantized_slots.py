@@ -1,8 +1,8 @@
-"""Hot slots at 1 to 4 bits: K experts of a layer as replicas in the engine's own memory, run by the device's kernel.
+"""Hot slots for the device's kernel: experts of a layer in the engine's process, as replicas of 1 to 4 bits.
 
-A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. Only decode and prompt
-rows of hot experts run here; what streams is in full precision as ever. Knows replicas and a kernel. Does not know
-requests, plans or the device.
+A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. Where a joint plan gives
+every hot expert a width of its own, 16 bits among them, those are read from the checkpoint as it lies in memory. What
+streams is in full precision as ever. Knows replicas and a kernel. Does not know requests, plans or the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
+from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotPairs, SlotWeights
 
 
@@ -29,15 +32,39 @@ class QuantizedSlots(HotSlots):
         super().__init__(kernel, held, num_experts)
         self.expert_in = np.full(num_slots, -1)
         self._experts: list[Any] = [None] * num_slots  # prepared
+        self._bits = np.zeros(num_experts, np.uint8)  # of each expert that is here or on its way
         self._low: Kernel | None = None
 
     @property
     def num_bytes(self) -> int:
+        """In full precision an expert lies in the mapped checkpoint, which is the pool's."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
     @property
     def takes_few_rows(self) -> bool:
         return False
+
+    def bits_of(self, expert: int) -> int:
+        """At which an expert is to be here, 0 = at the setting's."""
+        return int(self._bits[expert])
+
+    def exchange_at(self, wanted: NDArray[np.bool_], widths: NDArray[np.uint8] | None) -> list[tuple[int, int]]:
+        """(slot, expert) for the wanted experts [E] that are not here at these widths [E]; None: all have the same.
+
+        Those that are not wanted, or at another width, leave at once.
+        """
+        at = np.zeros(len(wanted), np.uint8) if widths is None else widths
+        for slot, expert in enumerate(self.expert_in.tolist()):
+            if expert >= 0 and not (wanted[expert] and self._bits[expert] == at[expert]):
+                self._name(expert, -1)
+                self.expert_in[slot], self._experts[slot] = -1, None
+        self._bits = np.where(wanted, at, 0).astype(np.uint8)
+        return self.exchange(wanted)
+
+    def experts_in(self, slots: torch.Tensor) -> NDArray[np.int64]:
+        """Which distinct experts these slots hold; -1 is none."""
+        used = np.unique(slots.numpy())
+        return self.expert_in[used[used >= 0]]
 
     def put(self, slot: int, kernel: Kernel, prepared: Any) -> None:
         self._low = kernel
@@ -70,15 +97,24 @@ class QuantizedSlots(HotSlots):
 
 
 class ReplicaFill:
-    """Puts replicas of one width into slots, as a streamer puts full-precision experts there."""
+    """Puts experts into slots at a width, as a streamer puts full-precision ones there."""
 
     def __init__(
-        self, replicas: Path, digest: str, bits: int, kernel: Kernel, layers: range, slots: dict[int, HotSlots]
+        self,
+        model_dir: Path,
+        replicas: Path,
+        bits: int,
+        kernel: Kernel,
+        layers: range,
+        slots: dict[int, HotSlots],
     ) -> None:
-        """layers: of the model, which this worker counts from 0; slots: of each of them."""
-        self._files, self._bits, self._kernel = ReplicaFiles(replicas, model_digest=digest), bits, kernel
+        """bits: where a slot is not told its own. layers: of the model, which this worker counts from 0; slots: of each
+        of them."""
+        self._checkpoint = CheckpointExperts(model_dir)
+        self._files = ReplicaFiles(replicas, model_digest=model_digest(model_dir))
+        self._bits, self._kernel = bits, kernel
         self._layers, self._slots = layers, slots
-        if bits not in self._files.manifest.bits:
+        if bits not in (*self._files.manifest.bits, FULL_PRECISION_BITS):
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {bits}, the replicas in {replicas} have {list(self._files.manifest.bits)} "
                 "bits: run `vllm-ndp quantize` with --bits 1,2,3,4"
@@ -87,7 +123,12 @@ class ReplicaFill:
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         slots, of_model = self._slots[layer], self._layers[layer]
         assert isinstance(slots, QuantizedSlots)
-        prepared = self._kernel.prepare(self._files.expert(of_model, expert, self._bits))
-        self._files.check(of_model)
-        self._files.release(of_model)
-        slots.put(slot, self._kernel, prepared)
+        slots.put(slot, self._kernel, self._prepared(of_model, expert, slots.bits_of(expert) or self._bits))
+
+    def _prepared(self, layer: int, expert: int, bits: int) -> Any:
+        if bits == FULL_PRECISION_BITS:
+            return self._kernel.prepare(self._checkpoint.expert(layer, expert))
+        prepared = self._kernel.prepare(self._files.expert(layer, expert, bits))
+        self._files.check(layer)
+        self._files.release(layer)
+        return prepared

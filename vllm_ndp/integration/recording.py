@@ -224,6 +224,7 @@ def run_provenance(
             device_copies=1 if device_rules is None else device_rules.num_copies,
             device_moves=0 if device_rules is None else device_rules.max_moves,
             slot_bits=settings.slot_bits,
+            joint_tiers=settings.joint_tiers,
             warm_experts=settings.warm_experts,
         ),
     )

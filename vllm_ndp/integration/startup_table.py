@@ -44,6 +44,8 @@ def status(
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
         "hot_experts": num_hot,
+        "plan": settings.plan,
+        "joint_tiers": settings.joint_tiers,
         "warm_experts": settings.warm_experts,
         "warm": "" if warm is None else warm.description,
         "cold_experts": settings.num_cold(shape.num_experts),
@@ -102,11 +104,20 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
 
 def _slots(status: dict[str, Any]) -> str:
     width = "" if status["slot_bits"] == FULL_PRECISION_BITS else f" at {status['slot_bits']} bits"
+    if status["plan"] == "joint":
+        width = " at widths of their own"
     return f"{human_bytes(status['hot_bytes'])}{width} + {human_bytes(status['staging_bytes'])} staging"
 
 
 def _tiers(status: dict[str, Any]) -> str:
     """How many experts of each layer live where, in the order in which the plan fills the tiers."""
+    if status["plan"] == "joint":
+        tiers = status["joint_tiers"].replace("+", ", ")
+        host = f" ({status['warm']})" if status["warm"] else ""
+        return (
+            f"{status['experts']}: tier ({tiers}){host} and width by each joint plan, with the GPU memory of "
+            f"{status['hot_experts']} in full precision"
+        )
     warm = f"{status['warm_experts']} warm ({status['warm']}), " if status["warm_experts"] else ""
     return f"{status['experts']}: {status['hot_experts']} hot, {warm}{status['cold_experts']} cold"
 

@@ -104,10 +104,13 @@ class Step:
         bits: NDArray[np.uint8] = self.bits[self.rows.owner[pairs.rows], layer, pairs.experts]
         return bits if self.rows.all_decode else np.where(self.rows.decode[pairs.rows], bits, FULL_PRECISION_BITS)
 
-    def end_layer(self, layer: int, split: Split, device_ps: int | None, host_ps: int = 0) -> None:
+    def end_layer(
+        self, layer: int, split: Split, device_ps: int | None, host_ps: int = 0, hot_bytes: int | None = None
+    ) -> None:
         """Account for where the pairs ran. device_ps: None where the device was not asked or gave nothing.
 
-        host_ps: what the host's CPU takes for the warm pairs, simulated.
+        host_ps: what the host's CPU takes for the warm pairs, simulated. hot_bytes: of the hot experts in use, where
+        each has a width of its own.
         """
         if len(split.warm.rows):
             self._count("warm", split.warm.rows)
@@ -124,6 +127,7 @@ class Step:
         self.clock.end_layer(
             hot_pairs,
             hot_owners=hot_owners,
+            hot_bytes=hot_bytes,
             device_ps=device_ps or 0,
             streamed_experts=len(set().union(*(pairs.experts.tolist() for pairs in streamed))),
             streamed_pairs=sum(len(pairs.rows) for pairs in streamed),

@@ -60,15 +60,21 @@ class Placement:
 
     hot: NDArray[np.bool_]  # [L, E]
     warm: NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # [L, E]; None: no expert is
+    widths: NDArray[np.uint8] = field(default=None)  # type: ignore[arg-type]  # [L, E]
+    """Bits of each hot expert where a joint plan gives it its own, 0 elsewhere; None: all have the slots' own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hot", frozen_array(self.hot, np.bool_))
         warm = np.zeros_like(self.hot) if self.warm is None else self.warm
         object.__setattr__(self, "warm", frozen_array(warm, np.bool_))
+        widths = np.zeros(self.hot.shape, np.uint8) if self.widths is None else self.widths
+        object.__setattr__(self, "widths", frozen_array(widths, np.uint8))
         if self.hot.ndim != 2 or self.hot.size == 0:
             raise ValueError(f"a placement must be [L, E], got {list(self.hot.shape)}")
         if self.warm.shape != self.hot.shape or (self.warm & self.hot).any():
             raise ValueError("an expert is hot, warm or cold: warm must be [L, E] and name no hot one")
+        if self.widths.any() and not np.array_equal(self.widths > 0, self.hot):
+            raise ValueError("widths must be above 0 exactly where an expert is hot")
 
     @property
     def cold(self) -> NDArray[np.bool_]:
@@ -78,8 +84,9 @@ class Placement:
 
     @property
     def tiers(self) -> NDArray[np.uint8]:
-        """[L, E]: 0 = cold, 1 = hot, 2 = warm, as a trace records it."""
-        return self.hot.astype(np.uint8) + np.uint8(2) * self.warm
+        """[L, E]: 0 = cold, 1 = hot, 2 = warm, 32 + b = hot at its own b bits, as a trace records it."""
+        own = self.widths > 0
+        return np.where(own, np.uint8(32) + self.widths, self.hot.astype(np.uint8) + np.uint8(2) * self.warm)
 
     @property
     def num_hot(self) -> NDArray[np.int64]:

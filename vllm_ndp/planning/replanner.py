@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,26 @@ from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.stats import RoutingStats
 
 K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What a joint plan made of all experts at once, and what must move for it."""
+
+    placement: Placement
+    bits: BitwidthPlan
+    moved: NDArray[np.bool_]  # [L, E], to or within GPU memory
+    moved_bytes: int
+
+
+class JointPlanner(Protocol):
+    """Plans tiers and widths at once (simulation/joint_rule.py). It remembers the plan before."""
+
+    def plan(
+        self, importance: NDArray[np.float64], num_requests: int, placement: Placement, bits: BitwidthPlan
+    ) -> Assigned:
+        """placement and bits: what the policy would have with as much GPU memory."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,8 @@ class PlannerRules:
     streams and leaves in the slots is not copied for it."""
     full_precision: bool = False
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
+    joint: JointPlanner | None = None
+    """Who decides tier and width of every expert instead; None: a fixed number of experts is hot, and of warm ones."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,8 @@ class PlanChange(Generic[K]):
     plans: Mapping[K, Plan]
     moved: NDArray[np.bool_]  # [L, E], hot now and not resident before
     num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
+    moved_bytes: int | None = None
+    """Over the link for it; None: as much as that many slots hold."""
 
     @property
     def num_moved(self) -> int:
@@ -70,6 +94,9 @@ class Replanner:
         alike = np.zeros((num_layers, num_experts))
         num_hot, num_warm = rules.budget.num_hot, rules.budget.num_warm
         self.placement = with_warm(top_experts(alike, num_hot), alike, num_warm)
+        if rules.joint is not None:
+            score = ImportanceScore.from_weights(alike + 1.0)
+            self.placement = self._assign([score], self.placement, rules.joint).placement
         self.resident: NDArray[np.bool_] = self.placement.hot
         """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
         self.epoch = 0
@@ -82,6 +109,8 @@ class Replanner:
     def replan(self, scores: Mapping[K, ImportanceScore]) -> PlanChange[K]:
         """Make one placement for all running requests and a plan for each, under a new epoch."""
         rules = self.rules
+        if rules.joint is not None:
+            return self._replan_jointly(scores, rules.joint)
         placement = self._place(list(scores.values()))
         together = np.sum([score.values for score in scores.values()], axis=0)
         if rules.max_moves is not None:
@@ -101,6 +130,23 @@ class Replanner:
                 bits[id(score)] = self._bits(score, placement, budget)
             plans[key] = Plan(self.epoch, placement, bits[id(score)])
         return PlanChange(self.epoch, placement, plans, moved, int((became_hot & ~moved).sum()))
+
+    def _replan_jointly(self, scores: Mapping[K, ImportanceScore], joint: JointPlanner) -> PlanChange[K]:
+        known = list(scores.values())
+        assigned = self._assign(known, self._place(known), joint)
+        self.epoch += 1
+        self.placement, self.resident = assigned.placement, assigned.placement.hot
+        plan = Plan(self.epoch, assigned.placement, assigned.bits)
+        plans = dict.fromkeys(scores, plan)
+        return PlanChange(self.epoch, assigned.placement, plans, assigned.moved, 0, assigned.moved_bytes)
+
+    def _assign(self, scores: Sequence[ImportanceScore], placement: Placement, joint: JointPlanner) -> Assigned:
+        """All requests together have one plan, by the mean of their scores."""
+        mean = np.mean([score.values for score in scores], axis=0)
+        bits = self.rules.policy.assign(
+            ImportanceScore.from_weights(mean), placement, self.rules.loss, self.rules.budget
+        )
+        return joint.plan(mean, len(scores), placement, bits)
 
     def restore(self) -> NDArray[np.bool_]:
         """Give up a change of plan because its requests are gone. Experts [L, E] that must move back into the slots."""

@@ -31,7 +31,7 @@ from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
+from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, TIMED_BITS, WIDTHS, default_group_size
 from vllm_ndp.simulation.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16
@@ -96,6 +96,11 @@ class Costs:
         return expert_bytes(
             self.shape.hidden_size, self.shape.intermediate_size, bits, self.group_size, scales=self.scales
         )
+
+    @cached_property
+    def bytes_of_width(self) -> NDArray[np.int64]:
+        """[256], replica_bytes of each width that the timing model knows, 0 elsewhere."""
+        return np.array([self.replica_bytes(bits) if bits in TIMED_BITS else 0 for bits in range(256)], np.int64)
 
     def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
         """What one expert's nested replica occupies: the planes of its widest width, scales and offsets of each."""

@@ -145,17 +145,21 @@ class GpuModel:
         """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
         return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
 
-    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int], owners: Sequence[int] = ()) -> int:
+    def hot_experts_ps(
+        self, pairs_per_hot_expert: Sequence[int], owners: Sequence[int] = (), num_bytes: int | None = None
+    ) -> int:
         """Experts in GPU memory: each one with at least a row is read once.
 
         owners: the GPU of each where GPUs hold whole experts, of which the busiest counts; else each has a part of all.
+        num_bytes: of those with a row, where each has a width of its own.
         """
         if owners:
             one, pairs = replace(self, num_gpus=1), list(zip(pairs_per_hot_expert, owners, strict=True))
             return max(one.hot_experts_ps([count for count, of in pairs if of == gpu]) for gpu in set(owners))
         touched = sum(1 for pairs in pairs_per_hot_expert if pairs)
         return self.roofline_ps(
-            touched * self.hot_expert_bytes, 2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert)
+            touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
+            2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert),
         )
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
@@ -166,11 +170,11 @@ class GpuModel:
         compute = self.roofline_ps(num_bytes, 2 * self.shape.weights_per_expert * pairs)
         return max(bulk_ps(self.hardware.link, num_bytes), compute)
 
-    def migration(self, num_experts: int) -> Migration:
-        return migration(self.hardware, num_experts * self.hot_expert_bytes)
+    def migration(self, num_experts: int, num_bytes: int | None = None) -> Migration:
+        return migration(self.hardware, num_experts * self.hot_expert_bytes if num_bytes is None else num_bytes)
 
-    def migration_ps(self, num_experts: int) -> int:
-        return self.migration(num_experts).total_ps
+    def migration_ps(self, num_experts: int, num_bytes: int | None = None) -> int:
+        return self.migration(num_experts, num_bytes).total_ps
 
     def head_ps(self, rows: int, of_rows: int = 0) -> int:
         """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
@@ -282,12 +286,13 @@ class StepClock:
         hot_pairs: Sequence[int] = (),
         *,
         hot_owners: Sequence[int] = (),
+        hot_bytes: int | None = None,
         device_ps: int = 0,
         streamed_experts: int = 0,
         streamed_pairs: int = 0,
         host_ps: int = 0,
     ) -> LayerTime:
-        """hot_pairs: rows of each hot expert. hot_owners: as for GpuModel.hot_experts_ps.
+        """hot_pairs: rows of each hot expert. hot_owners and hot_bytes: as for GpuModel.hot_experts_ps.
 
         device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
         PCIe, in prefill or because the device did not answer. host_ps: what the host's CPU takes for warm experts.
@@ -298,7 +303,7 @@ class StepClock:
             start_ps=self._layer_start_ps,
             attention_ps=self._attention_ps,
             shared_ps=self._shared_ps,
-            hot_ps=self.model.hot_experts_ps(hot_pairs, hot_owners),
+            hot_ps=self.model.hot_experts_ps(hot_pairs, hot_owners, hot_bytes),
             stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs),
             device_ps=device_ps,
             overhead_ps=self.model.hardware.gpu.layer_overhead_ps,
@@ -322,11 +327,11 @@ class StepClock:
         """The running step ended in an error: it has no time of its own, the next one begins where it stopped."""
         self._step_start_ps = self._layer_start_ps = None
 
-    def migrate(self, num_experts: int) -> int:
-        """The hot set moves between two steps; returns what it took."""
+    def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
+        """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""
         if self._step_start_ps is not None:
             raise RuntimeError("migrate: only between two steps")
-        took = self.model.migration_ps(num_experts)
+        took = self.model.migration_ps(num_experts, num_bytes)
         self.now_ps += took
         return took
 

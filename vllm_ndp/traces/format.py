@@ -109,6 +109,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that one plan may have moved between devices."""
     slot_bits: int = 16
     """Of hot experts in GPU memory."""
+    joint_tiers: str = ""
+    """Tiers among which a joint plan chose (simulation/joint_rule.py), with + between them; empty: plans were fixed."""
     warm_experts: int = 0
     """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
 

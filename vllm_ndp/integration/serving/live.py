@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
 from vllm_ndp.planning.replanner import Replanner
@@ -18,10 +19,16 @@ def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> di
     average = float(np.mean(bits)) if bits else math.nan  # where every expert is hot, too
     return {
         "epoch": replanner.epoch,
-        "hot_experts": replanner.rules.budget.num_hot,
-        "warm_experts": replanner.rules.budget.num_warm,
+        "hot_experts": per_layer(replanner.placement.hot),
+        "warm_experts": per_layer(replanner.placement.warm),
         "avg_bits": None if math.isnan(average) else round(average, 3),
     }
+
+
+def per_layer(experts: NDArray[np.bool_]) -> int | float:
+    """How many of the marked experts [L, E] a layer has, on average where layers differ."""
+    mean = float(experts.sum(axis=1).mean())
+    return int(mean) if mean.is_integer() else round(mean, 3)
 
 
 def running(requests: RequestTracker) -> list[dict[str, Any]]:
@@ -37,8 +44,8 @@ def running(requests: RequestTracker) -> list[dict[str, Any]]:
 
 
 def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: range) -> dict[str, Any]:
-    """Per layer and expert: hot, warm or neither, average bits of the requests planned last (0 where hot), and their
-    importance.
+    """Per layer and expert: hot, warm or neither, average bits of the requests planned last (0 where hot), their
+    importance, and widths of hot experts where each has its own (else 0).
 
     Importance is a share: a layer adds up to 1. Before the first prompt nothing is known of either.
     """
@@ -54,6 +61,7 @@ def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: ran
         "layers": list(layers),
         "hot": replanner.placement.hot.astype(int).tolist(),
         "warm": replanner.placement.warm.astype(int).tolist(),
+        "widths": replanner.placement.widths.astype(int).tolist(),
         "bits": bits,
         "importance": importance,
     }

@@ -35,6 +35,7 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.joint_rule import JointRule
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -105,6 +106,9 @@ class Engine:
             device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
+        if setup.joint_tiers:
+            rules = replace(rules, joint=JointRule(costs, setup.joint_tiers, rules.loss, rules.budget.num_hot))
+        self._bytes_of_width = costs.bytes_of_width if setup.joint_tiers else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._cpu = HostCpu.of(self.costs)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
@@ -138,10 +142,10 @@ class Engine:
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
         epoch, self._timings = self.epoch, []
-        moved, before = self._replan(), self.clock.now_ps
+        (moved, num_bytes), before = self._replan(), self.clock.now_ps
         self._own(self.hot)
         if moved:
-            arrived = yield Migration(moved * self.costs.slot_bytes, before)
+            arrived = yield Migration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
             self.clock.wait_until(arrived)
         migration_ps = self.clock.now_ps - before
         time, decode_only = yield from self._run_rows(rows)
@@ -159,18 +163,19 @@ class Engine:
             for layer, row in enumerate(hot):
                 self._owners.place(layer, row)
 
-    def _replan(self) -> int:
-        """For the prefills that ended in the step before, if their requests are still there; experts that move."""
+    def _replan(self) -> tuple[int, int | None]:
+        """For the prefills that ended in the step before, if their requests are still there; experts that move, and
+        their bytes where experts have widths of their own."""
         ended, self._ended = self._ended, []
         if all(self.requests[r].finished for r in ended):
-            return int(self.planner.restore().sum())
+            return int(self.planner.restore().sum()), None
         change = self.planner.replan(self._scores())
         for request, plan in change.plans.items():
             self.requests[request].plan = plan
         if self.devices is not None:
             scores = [score for request in change.plans if (score := self.requests[request].score) is not None]
             self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
-        return change.num_moved
+        return change.num_moved, change.moved_bytes
 
     def _scores(self) -> dict[int, ImportanceScore]:
         """Of requests that are still there and whose prefill has ended."""
@@ -261,6 +266,7 @@ class Engine:
         self.clock.end_layer(
             hot_pairs[used].tolist(),
             hot_owners=() if self._owners is None else self._owners.of(layer)[used].tolist(),
+            hot_bytes=self._hot_bytes(layer, used),
             device_ps=device_ps,
             streamed_experts=len(np.unique(streamed)),
             streamed_pairs=len(streamed),
@@ -274,7 +280,14 @@ class Engine:
                 if of_decode.any():
                     work = self._work(layer, cold_rows[of_decode], experts[of_decode], bits[of_decode])
                     device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
-            alone.end_layer(pairs[pairs > 0].tolist(), device_ps=device_ps, host_ps=host_ps)
+            hot_bytes = self._hot_bytes(layer, np.flatnonzero(pairs))
+            alone.end_layer(pairs[pairs > 0].tolist(), hot_bytes=hot_bytes, device_ps=device_ps, host_ps=host_ps)
+
+    def _hot_bytes(self, layer: int, used: NDArray[np.int64]) -> int | None:
+        """What hot experts take in GPU memory; None where all have the same width."""
+        if self._bytes_of_width is None:
+            return None
+        return int(self._bytes_of_width[self.planner.placement.widths[layer, used]].sum())
 
     def _prompts_on_device(
         self, experts: NDArray[np.int64], bits: NDArray[np.uint8], of_decode: NDArray[np.bool_]

@@ -12,9 +12,7 @@ The planner weighs that against the steps to come.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +20,12 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.joint import Choice, JointPlan, JointProblem, least_loss, least_time
+from vllm_ndp.planning.joint import JointPlan, JointProblem, least_loss, least_time
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.systems.context_aware import gate_loss
 from vllm_ndp.replay.systems.ktransformers import CPU_BITS
-from vllm_ndp.replay.systems.prompts import on_gpu_ps
 from vllm_ndp.replay.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.execution import run_prompts, shared_ps
@@ -37,114 +33,17 @@ from vllm_ndp.replay.vectorised.loads import add_up
 from vllm_ndp.replay.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, TIER_SETS, Menu, relative_losses
 from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
 
 GPU_BITS = (16, 8, 4, 3, 2)
-DEVICE_BITS = (16, 4, 3, 2, 1)
-TIER_SETS = ("gpu+device", "gpu+host+device", "gpu")
-STEPS_TO_COME = 256
-"""Decode steps over which moving is weighed unless `steps` says otherwise: a guess, about an answer's length."""
-_SHARES = 65
-"""Chances of an expert at which its time is computed; between them it is a straight line."""
-
-
-@dataclass(frozen=True)
-class Menu:
-    """What an expert can be on this hardware, and what each costs to run n rows through."""
-
-    costs: Costs
-    tiers: str
-    widest: int
-    max_rows: int
-
-    @cached_property
-    def choices(self) -> tuple[Choice, ...]:
-        replica = self.costs.replica_bytes
-        held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": DEVICE_BITS}
-        return tuple(
-            Choice(tier, bits, replica(bits))
-            for tier in self.tiers.split("+")
-            for bits in held[tier]
-            if tier != "device" or bits in (FULL_PRECISION_BITS, *range(WIDTHS[0], self.widest + 1))
-        )
-
-    @cached_property
-    def ps(self) -> NDArray[np.float64]:
-        """[C, rows], one expert's time on its side."""
-        costs, rows = self.costs, np.arange(self.max_rows + 1)
-        device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
-        table = np.zeros((len(self.choices), self.max_rows + 1))
-        for c, choice in enumerate(self.choices):
-            if choice.tier == "gpu":
-                table[c] = on_gpu_ps(costs, rows[:, None], choice.held_bytes)
-            elif choice.tier == "host":
-                table[c] = cpu.experts_ps(costs, self.max_rows, choice.held_bytes, cpu.memory_bytes_per_s)
-            else:
-                table[c] = device[choice.bits]
-        return table
-
-    @cached_property
-    def moved_bytes(self) -> NDArray[np.float64]:
-        """[C, C], over the link from one choice to another: the device and the host hold every width that they have.
-
-        Replicas are nested: a wider one on the GPU needs its further planes and the scales of its width, a narrower one
-        the scales alone."""
-        shape = self.costs.shape
-        moved = np.zeros((len(self.choices), len(self.choices)))
-        for to, after in enumerate(self.choices):
-            if after.tier != "gpu":
-                continue
-            for start, before in enumerate(self.choices):
-                moved[start, to] = after.held_bytes if after.bits <= WIDTHS[-1] else shape.expert_bytes
-                if before.tier == "gpu" and max(before.bits, after.bits) <= WIDTHS[-1]:
-                    planes = shape.weights_per_expert * min(before.bits, after.bits) // 8
-                    moved[start, to] -= planes
-        np.fill_diagonal(moved, 0.0)
-        return moved
-
-    def where(self, tier: str) -> NDArray[np.bool_]:
-        """[C]."""
-        return np.array([choice.tier == tier for choice in self.choices])
-
-    @cached_property
-    def bits(self) -> NDArray[np.uint8]:
-        return np.array([choice.bits for choice in self.choices], np.uint8)
-
-    def expected_ps(self, chance: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """[C, L, E], in a step of so many rows that each choose an expert with that chance [L, E].
-
-        An expert away from the GPU opens the message of its layer unless others have."""
-        shares = np.linspace(0.0, 1.0, _SHARES)
-        numbers = np.arange(rows + 1)
-        ways = np.array([math.comb(rows, n) for n in range(rows + 1)], np.float64)
-        likely = ways * shares[:, None] ** numbers * (1 - shares[:, None]) ** (rows - numbers)
-        used = 1 - (1 - chance) ** rows
-        reads = np.maximum(used.sum(axis=1, keepdims=True) / 2, 1.0)  # of them away, about
-        costs, cpu = self.costs, HostCpu.of(self.costs)
-        opening = {
-            "gpu": 0.0,
-            "host": float(cpu.hops_ps(costs, 1)[1]),
-            "device": float(costs.link_ps(1, 1)) + costs.device_fill_ps,
-        }
-        return np.stack(
-            [
-                np.interp(chance, shares, likely @ table[: rows + 1]) + used * opening[choice.tier] / reads
-                for choice, table in zip(self.choices, self.ps, strict=True)
-            ]
-        )
 
 
 def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
-    return Menu(costs, options.word("tiers", TIER_SETS[0], TIER_SETS), options.widest, max_rows)
-
-
-def relative_losses(options: ReplayOptions) -> NDArray[np.float64]:
-    """[L, E, 17] by width, in units of each expert's loss at 1 bit; 8 bits extrapolated as in `gate_loss`."""
-    layers, experts = options.loss.mse.shape[:2]
-    table = np.zeros((layers, experts, FULL_PRECISION_BITS + 1))
-    table[:, :, 1:5] = options.loss.mse / np.maximum(options.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
-    table[:, :, 8] = table[:, :, 4] * LOSS_RATIO_PER_BIT**-4
-    return table
+    on_device = (FULL_PRECISION_BITS, *range(options.widest, WIDTHS[0] - 1, -1))
+    held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": on_device}
+    tiers = options.word("tiers", TIER_SETS[0], TIER_SETS).split("+")
+    return Menu(costs, {tier: held[tier] for tier in tiers}, max_rows)
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
@@ -176,7 +75,7 @@ class Planner:
         if np.isfinite(most):
             self._budgets["link"] = most * 1e9 / self._factor
         self._steps = options.number("steps", STEPS_TO_COME, 1, 1e9)
-        self._relative = relative_losses(options)
+        self._relative = relative_losses(options.loss)
         self._least = options.word("least", "time", ("time", "loss"))
         # Before anything is known every expert is alike.
         uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))

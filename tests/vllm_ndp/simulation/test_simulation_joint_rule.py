@@ -1,0 +1,104 @@
+"""Joint plans of a live run: within the memory and the loss of the plan that they are compared with, and faster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget, Placement
+from vllm_ndp.planning.policies import load_policy
+from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.simulation.joint_menu import Menu, relative_losses
+from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS, JointRule
+
+MIXTRAL = model_named("mixtral-8x7b")
+LAYERS, EXPERTS = 4, 8
+SHAPE = dataclasses.replace(MIXTRAL, num_layers=LAYERS, decoder=MIXTRAL.decoder[:LAYERS])
+COSTS = Costs(load_hardware("h100-ndp512"), SHAPE)
+LOSS = LossTable.nominal(LAYERS, EXPERTS)
+
+
+def replanner(num_hot: int, tiers: str = "gpu+device", costs: Costs = COSTS) -> Replanner:
+    joint = JointRule(costs, tiers, LOSS, num_hot)
+    rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS, keeps_streamed=False, joint=joint)
+    return Replanner(rules, LAYERS, EXPERTS)
+
+
+def score(seed: int) -> ImportanceScore:
+    return ImportanceScore.from_weights(np.random.default_rng(seed).dirichlet([0.5] * EXPERTS, LAYERS), 64)
+
+
+def lost(change: PlanChange[str], importance: np.ndarray) -> float:
+    bits = change.plans["a"].bits.bits
+    widths = np.where(change.placement.hot, change.placement.widths, bits)
+    table = relative_losses(LOSS)
+    return float((importance * np.take_along_axis(table, widths[:, :, None].astype(np.int64), axis=2)[:, :, 0]).sum())
+
+
+@pytest.mark.parametrize("num_hot", [1, 2, 4])
+@pytest.mark.parametrize("tiers", ["gpu+device", "gpu+host+device"])
+def test_a_joint_plan_holds_more_experts_in_the_same_memory_at_no_more_loss(num_hot: int, tiers: str):
+    planner = replanner(num_hot, tiers)
+    fixed = Replanner(PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LOSS), LAYERS, EXPERTS)
+    for seed in range(5):
+        change, paper = planner.replan({"a": score(seed)}), fixed.replan({"a": score(seed)})
+        values, place = score(seed).values, change.placement
+        held = COSTS.bytes_of_width[place.widths].sum()
+        assert held <= LAYERS * num_hot * SHAPE.expert_bytes
+        papers = Placement(paper.placement.hot, widths=np.where(paper.placement.hot, 16, 0))
+        wanted = lost(dataclasses.replace(paper, placement=papers), values)
+        assert lost(change, values) <= wanted * (1 + 1e-9)
+        assert place.hot.sum() >= LAYERS * num_hot
+        assert ((place.widths > 0) == place.hot).all()
+        assert place.warm.any() <= ("host" in tiers)
+        assert (change.plans["a"].bits.bits[place.cold] <= 4).all()
+    assert planner.placement.hot.sum() > LAYERS * num_hot, "four bits in place of 16 leave room for more"
+
+
+def test_only_what_changes_tier_or_width_moves_and_the_same_prompt_again_moves_nothing():
+    planner = replanner(2)
+    first = planner.replan({"a": score(1)})
+    again = planner.replan({"a": score(1)})
+    assert (again.num_moved, again.moved_bytes) == (0, 0)
+    other = planner.replan({"a": score(2)})
+    moved = other.placement.hot & (other.placement.widths != again.placement.widths)
+    assert (other.moved == moved).all()
+    assert other.num_moved > 0
+    assert other.moved_bytes is not None
+    assert 0 < other.moved_bytes <= COSTS.bytes_of_width[other.placement.widths][moved].sum()
+    assert first.epoch + 2 == other.epoch
+
+
+def test_two_planners_that_see_the_same_make_the_same_plans():
+    one, other = replanner(3, "gpu+host+device"), replanner(3, "gpu+host+device")
+    for seed in range(6):
+        scores = {str(r): score(seed + 10 * r) for r in range(1 + seed % 3)}
+        a, b = one.replan(scores), other.replan(scores)
+        assert a.placement.tiers.tobytes() == b.placement.tiers.tobytes()
+        assert a.plans["0"].bits.bits.tobytes() == b.plans["0"].bits.bits.tobytes()
+        assert a.moved_bytes == b.moved_bytes
+
+
+def test_a_trace_records_the_width_of_each_hot_expert():
+    placement = Placement(
+        np.array([[True, True, False, False]]), np.array([[False, False, True, False]]), np.array([[16, 4, 0, 0]])
+    )
+    assert placement.tiers.tolist() == [[48, 36, 2, 0]]
+    with pytest.raises(ValueError, match="widths must be above 0 exactly where an expert is hot"):
+        Placement(np.array([[True, False]]), widths=np.array([[0, 4]]))
+
+
+def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
+    """One row at batch 1: 4 bits in GPU memory are the roofline of a replica's bytes, on the device its own table."""
+    menu = Menu(COSTS, LIVE_WIDTHS, 1)
+    gpu, device, host = (menu.index(tier) for tier in ("gpu", "device", "host"))
+    assert menu.ps[gpu[4], 1] == COSTS.gpu.roofline_ps(COSTS.replica_bytes(4), 2 * SHAPE.weights_per_expert)
+    assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
+    assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / 307.2e9 * 1e12)
+    assert gpu[8] == device[16] == host[4] == -1

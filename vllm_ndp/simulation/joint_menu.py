@@ -1,0 +1,131 @@
+"""What an expert can be in a joint plan (planning/joint.py) on modelled hardware, and what each choice costs.
+
+    gpu      read at its width from GPU memory         device   what one more expert adds to a command
+    host     the host's CPU, beside its memory         moving   bytes over the link from one choice to another
+
+The plugin and the lab plan from the same menu. Knows costs. Does not know requests or policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT, LossTable
+from vllm_ndp.planning.joint import Choice
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
+
+TIER_SETS = ("gpu+device", "gpu+host+device", "gpu")
+STEPS_TO_COME = 256
+"""Decode steps over which moving is weighed unless it is said otherwise: a guess, about an answer's length."""
+_SHARES = 65
+"""Chances of an expert at which its time is computed; between them it is a straight line."""
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What an expert can be on this hardware, and what each costs to run n rows through."""
+
+    costs: Costs
+    widths: Mapping[str, Sequence[int]]
+    """Of each tier that there is, in the order of its choices."""
+    max_rows: int
+
+    @property
+    def tiers(self) -> str:
+        return "+".join(self.widths)
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        replica = self.costs.replica_bytes
+        return tuple(Choice(tier, bits, replica(bits)) for tier, widths in self.widths.items() for bits in widths)
+
+    def index(self, tier: str) -> NDArray[np.int64]:
+        """[256], the choice of each width in a tier, -1 where there is none."""
+        found = np.full(256, -1)
+        for c, choice in enumerate(self.choices):
+            if choice.tier == tier:
+                found[choice.bits] = c
+        return found
+
+    @cached_property
+    def ps(self) -> NDArray[np.float64]:
+        """[C, rows], one expert's time on its side."""
+        costs, flops = self.costs, 2 * self.costs.shape.weights_per_expert
+        device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
+        table = np.zeros((len(self.choices), self.max_rows + 1))
+        for c, choice in enumerate(self.choices):
+            if choice.tier == "gpu":
+                read = choice.held_bytes
+                table[c, 1:] = [costs.gpu.roofline_ps(read, flops * n) for n in range(1, self.max_rows + 1)]
+            elif choice.tier == "host":
+                table[c] = cpu.experts_ps(costs, self.max_rows, choice.held_bytes, cpu.memory_bytes_per_s)
+            else:
+                table[c] = device[choice.bits]
+        return table
+
+    @cached_property
+    def moved_bytes(self) -> NDArray[np.float64]:
+        """[C, C], over the link from one choice to another: the device and the host hold every width that they have.
+
+        Replicas are nested: a wider one on the GPU needs its further planes and the scales of its width, a narrower one
+        the scales alone."""
+        shape = self.costs.shape
+        moved = np.zeros((len(self.choices), len(self.choices)))
+        for to, after in enumerate(self.choices):
+            if after.tier != "gpu":
+                continue
+            for start, before in enumerate(self.choices):
+                moved[start, to] = after.held_bytes if after.bits <= WIDTHS[-1] else shape.expert_bytes
+                if before.tier == "gpu" and max(before.bits, after.bits) <= WIDTHS[-1]:
+                    planes = shape.weights_per_expert * min(before.bits, after.bits) // 8
+                    moved[start, to] -= planes
+        np.fill_diagonal(moved, 0.0)
+        return moved
+
+    def where(self, tier: str) -> NDArray[np.bool_]:
+        """[C]."""
+        return np.array([choice.tier == tier for choice in self.choices])
+
+    @cached_property
+    def bits(self) -> NDArray[np.uint8]:
+        return np.array([choice.bits for choice in self.choices], np.uint8)
+
+    def expected_ps(self, chance: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
+        """[C, L, E], in a step of so many rows that each choose an expert with that chance [L, E].
+
+        An expert away from the GPU opens the message of its layer unless others have."""
+        shares = np.linspace(0.0, 1.0, _SHARES)
+        numbers = np.arange(rows + 1)
+        ways = np.array([math.comb(rows, n) for n in range(rows + 1)], np.float64)
+        likely = ways * shares[:, None] ** numbers * (1 - shares[:, None]) ** (rows - numbers)
+        used = 1 - (1 - chance) ** rows
+        reads = np.maximum(used.sum(axis=1, keepdims=True) / 2, 1.0)  # of them away, about
+        costs, cpu = self.costs, HostCpu.of(self.costs)
+        opening = {
+            "gpu": 0.0,
+            "host": float(cpu.hops_ps(costs, 1)[1]),
+            "device": float(costs.link_ps(1, 1)) + costs.device_fill_ps,
+        }
+        return np.stack(
+            [
+                np.interp(chance, shares, likely @ table[: rows + 1]) + used * opening[choice.tier] / reads
+                for choice, table in zip(self.choices, self.ps, strict=True)
+            ]
+        )
+
+
+def relative_losses(loss: LossTable) -> NDArray[np.float64]:
+    """[L, E, 17] by width, in units of each expert's loss at 1 bit; 8 bits, which no replica has, extrapolated."""
+    layers, experts = loss.mse.shape[:2]
+    table = np.zeros((layers, experts, FULL_PRECISION_BITS + 1))
+    table[:, :, 1:5] = loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
+    table[:, :, 8] = table[:, :, 4] * LOSS_RATIO_PER_BIT**-4
+    return table

@@ -1,0 +1,84 @@
+"""The joint plan of a live run: tier and width of every expert, for the requests that run, on modelled hardware.
+
+    GPU memory of K full-precision experts per layer -> the fastest plan that is expected to lose no more than the
+    paper's plan with the same memory and average bits
+
+As the lab's system `joint`, with the widths that a live run has kernels for. A pure function of scores and of the plan
+before, so that plugin and exact replay plan alike. Knows prices and losses. Does not know requests or tensors.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.units import PS_PER_S
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.joint import JointProblem, least_time
+from vllm_ndp.planning.plan import BitwidthPlan, Placement
+from vllm_ndp.planning.replanner import Assigned
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, relative_losses
+
+LIVE_WIDTHS = {"gpu": (16, 4, 3, 2), "host": (16,), "device": (4, 3, 2, 1)}
+"""8 bits, which the lab has too, have no kernel here."""
+_MOST_ROWS = 64
+"""Of a step, as far as plans tell batches apart."""
+
+
+class JointRule:
+    def __init__(self, costs: Costs, tiers: str, loss: LossTable, num_hot: int) -> None:
+        """tiers: names with + between them. num_hot: K, whose full precision is the budget."""
+        layers, experts = loss.mse.shape[:2]
+        widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
+        self._costs, self._relative = costs, relative_losses(loss)
+        self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
+        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows))
+        self._chosen: NDArray[np.int64] | None = None
+        self.shape = layers, experts
+
+    def plan(
+        self, importance: NDArray[np.float64], num_requests: int, placement: Placement, bits: BitwidthPlan
+    ) -> Assigned:
+        """For requests whose scores have this mean [L, E]. placement and bits: the paper's plan for them."""
+        rows = min(num_requests, _MOST_ROWS)
+        menu = self._menu(rows)
+        before = self._chosen
+        moved = np.zeros((len(menu.choices), *self.shape))
+        if before is not None:
+            moved = np.moveaxis(menu.moved_bytes[before], 2, 0)
+        shape, link = self._costs.shape, self._costs.hardware.link.bulk_bytes_per_s
+        ps = menu.expected_ps(np.minimum(shape.top_k * importance, 1.0), rows)
+        problem = JointProblem(
+            menu.choices,
+            ps + moved * (PS_PER_S / link / STEPS_TO_COME),
+            np.moveaxis(importance[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / self.shape[0],
+            self._budgets,
+            moved,
+        )
+        on_device, on_gpu = menu.index("device"), menu.index("gpu")
+        cold = on_device[np.minimum(bits.bits, WIDTHS[-1])]  # a policy may want 16, which is no choice here
+        papers = np.where(placement.hot, on_gpu[FULL_PRECISION_BITS], cold)
+        chosen = papers
+        try:
+            found = least_time(problem, problem.lost(papers))
+        except ConfigError:  # the search is no proof: the paper's plan fits, so there is one
+            pass
+        else:
+            if found.time_ps < problem.time_ps(papers):
+                chosen = found.chosen
+        self._chosen = chosen
+        return self._assigned(menu, chosen, before)
+
+    def _assigned(self, menu: Menu, chosen: NDArray[np.int64], before: NDArray[np.int64] | None) -> Assigned:
+        hot, warm = menu.where("gpu")[chosen], menu.where("host")[chosen]
+        widths = menu.bits[chosen]
+        placement = Placement(hot, warm, np.where(hot, widths, 0))
+        bits = BitwidthPlan(np.where(hot, 0, widths))
+        if before is None:
+            return Assigned(placement, bits, hot, 0)
+        return Assigned(placement, bits, hot & (chosen != before), int(menu.moved_bytes[before, chosen].sum()))
