@@ -156,10 +156,10 @@ class NdpSettings:
             )
         if self.warm_experts < 0:
             raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
-        if self.warm_experts and self.num_devices > 1:
+        if self.warm_experts and self.shares_experts:
             raise ConfigError(
-                f"ndp setting 'warm_experts' is {self.warm_experts}, but plans over {self.num_devices} devices know "
-                "hot and cold experts only: use one device, or 'warm_experts': 0"
+                f"ndp setting 'warm_experts' is {self.warm_experts}, but plans over several devices know hot and cold "
+                "experts only: use one device, not a list, or 'warm_experts': 0"
             )
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
@@ -217,10 +217,10 @@ class NdpSettings:
                 f"ndp setting {name!r} is {value!r}, which a joint plan decides itself or cannot heed: drop it, or use "
                 "'plan': 'fixed'"
             )
-        if self.num_devices > 1:
+        if self.shares_experts:
             raise ConfigError(
-                f"ndp setting 'plan' is 'joint', which knows one device, and there are {self.num_devices}: use one, or "
-                "'plan': 'fixed'"
+                "ndp setting 'plan' is 'joint', which knows one device, and there are or may be several: use one, not "
+                "a list, or 'plan': 'fixed'"
             )
 
     def _check_devices(self) -> None:

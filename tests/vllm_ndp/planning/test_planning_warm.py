@@ -116,10 +116,11 @@ def test_impossible_placements_and_plans_are_refused():
         ({"plan": "joint", "warm_experts": 1}, "'warm_experts' is 1, which a joint plan decides itself"),
         ({"plan": "joint", "cold_precision": "full"}, "'cold_precision' is 'full', which a joint plan"),
         ({"plan": "joint", "execution": "balanced"}, "'execution' is 'balanced', which a joint plan"),
-        ({"plan": "joint", "devices": 2}, "which knows one device, and there are 2"),
+        ({"plan": "joint", "devices": 2}, "which knows one device, and there are or may be several"),
         ({"plan": "joint", "hot_experts": 0}, "leaves no GPU memory"),
         ({"plan": "jiont"}, "must be one of fixed, joint, got 'jiont'"),
-        ({"warm_experts": 2, "devices": 2}, "know hot and cold experts only: use one device"),
+        ({"warm_experts": 2, "devices": 2}, "experts only: use one device"),
+        ({"warm_experts": 2, "device": ["ipc:///tmp/one"]}, "experts only: use one device"),
         (
             {"hot_experts": 4, "warm_experts": 4, "execution": "balanced"},
             "4 of 8 experts hot and 4 warm: use 'auto'",
