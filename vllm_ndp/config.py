@@ -53,8 +53,8 @@ class NdpSettings:
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
     slot_bits: int = FULL_PRECISION_BITS
-    """Bits of hot experts: 16 = the checkpoint's own weights; 4, 3, 2 or 1 = replicas, so that as much GPU memory holds
-    more of them."""
+    """Bits of hot experts: 16 = the checkpoint's own weights. With fewer, as much GPU memory holds more of them: on CPU
+    4, 3, 2 or 1 = replicas; on a GPU 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
     plan: str = "fixed"
     """`fixed`: so many hot and warm experts per layer; `joint`: with the GPU memory of `hot_experts` in full precision,
     the tier and the width of every expert that make the fastest plan on the simulated hardware, of no more expected
@@ -142,12 +142,8 @@ class NdpSettings:
                 )
         if self.hot_experts is not None and self.hot_experts < 0:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
-        if self.slot_bits == 8:
-            raise ConfigError(
-                "ndp setting 'slot_bits' is 8, for which there is no kernel here: use 16, or one of 4, 3, 2, 1"
-            )
-        if self.slot_bits not in PLAN_BITS:
-            raise ConfigError(f"ndp setting 'slot_bits' must be 16, 4, 3, 2 or 1, got {self.slot_bits}")
+        if self.slot_bits not in (*PLAN_BITS, 8):
+            raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
         self._check_joint()
         if self.has_quantized_slots and self.cold_precision == "full":
             raise ConfigError(
@@ -283,7 +279,7 @@ class NdpSettings:
 
     @property
     def has_quantized_slots(self) -> bool:
-        """Whether hot experts are, or may be, replicas."""
+        """Whether hot experts are, or may be, narrower than the checkpoint's."""
         return self.slot_bits != FULL_PRECISION_BITS or self.plan == "joint"
 
     @property
@@ -385,9 +381,10 @@ class NdpSettings:
             )
         return self.hot_experts
 
-    def needs_replicas(self, num_experts: int) -> bool:
-        """Whether some experts run as replicas of 1 to 4 bits."""
-        return self.cold_precision == "quantized" and (self.num_cold(num_experts) > 0 or self.has_quantized_slots)
+    def needs_replicas(self, num_experts: int, *, in_slots: bool = True) -> bool:
+        """Whether some experts run as replicas of 1 to 4 bits. in_slots: that is what quantized slots hold here."""
+        hot = self.has_quantized_slots and in_slots
+        return self.cold_precision == "quantized" and (self.num_cold(num_experts) > 0 or hot)
 
     def num_cold(self, num_experts: int) -> int:
         """Experts per layer that are neither hot nor warm. Raises ConfigError when more are asked for than exist."""

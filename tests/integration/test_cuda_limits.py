@@ -121,3 +121,9 @@ def test_kv_bytes_are_those_of_layers_that_keep_every_position() -> None:
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=128)
     assert limits.kv_bytes_per_token({"a": full, "b": full, "c": window}) == 2 * (2 * 2 * 64 * 2)
+
+
+@pytest.mark.parametrize(("bits", "is_refused"), [(16, False), (8, False), (4, False), (3, True), (1, True)])
+def test_slots_have_the_widths_of_vllm_s_kernels(bits: int, is_refused: bool) -> None:
+    found = refused(configuration(), NdpSettings(slot_bits=bits))
+    assert [f"'slot_bits' {bits} on a GPU" in what for what in found] == [True] * is_refused

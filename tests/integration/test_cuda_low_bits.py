@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
@@ -97,6 +98,45 @@ def test_slots_of_a_layer_run_at_their_width_and_stream_in_full_precision(bits: 
     slots.kernel.run(x, held.empty_like(1), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
     assert [w13.dtype for w13, _ in seen] == [slots.codes.w13.dtype] * 2 + [torch.float32]
     assert ["quant_config" in more for _, more in seen] == [True, True, False]
+
+
+@pytest.mark.parametrize(("bits", "name"), [(8, "triton, FP8 by row"), (4, "triton, int4 by groups of 128")])
+def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
+    bits: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled model's, attached, placed and placed again: no replicas are asked for, two experts move."""
+    from engines import MODEL
+
+    from vllm_ndp.integration import hot_experts
+    from vllm_ndp.integration.experts_pool import ExpertsPool
+
+    pool = ExpertsPool(MODEL)
+    plain = CudaSlotKernel("silu", 8, None, lambda *key: nullcontext())  # type: ignore[arg-type]
+    form = Fp8Rows(encode_fp8_rows, dict) if bits == 8 else Int4Groups(128, torch.bfloat16, dict)
+    monkeypatch.setattr(hot_experts, "make_slot_kernel", lambda layer, dtype: plain)
+    monkeypatch.setattr(hot_experts, "form_of_vllm", lambda *asked: form)
+    hot = hot_experts.HotExperts(pool, os.sched_getaffinity(0), num_quantized=3, slot_bits=bits)
+    one = pool.expert(0, 0)
+    empty = {"w13_weight": (0, 2 * len(one.w1), one.w1.shape[1]), "w2_weight": (0, *one.w2.shape)}
+    layer = SimpleNamespace(**{name: torch.empty(shape, dtype=pool.dtype) for name, shape in empty.items()})
+    for index in range(pool.shape.num_layers):
+        hot.attach(index, layer)
+    hot.open_pool("checkpoint", Path("/nonexistent"))
+    wanted = np.zeros((pool.shape.num_layers, 8), dtype=bool)
+    for experts in ([0, 3, 5], [3, 6, 7]):
+        wanted[:] = [expert in experts for expert in range(8)]
+        hot.place(wanted)
+        hot.wait_for_all()
+    hot.close()
+    slots = hot.layers[2]
+    assert isinstance(slots, LowBitSlots)
+    assert sorted(slots.expert_in.tolist()) == [3, 6, 7]
+    again = LowBitSlots(plain, slots.held, 8, 3, form)
+    for slot, number in enumerate(slots.expert_in.tolist()):
+        again.load(slot, pool.expert(2, number))
+    assert all(torch.equal(a, b) for a, b in zip(bits_of(slots.codes), bits_of(again.codes), strict=True))
+    assert hot.slot_kernel == name
+    assert hot.num_bytes == 4 * slots.codes.num_bytes
 
 
 def bits_of(held: Any) -> list[torch.Tensor]:

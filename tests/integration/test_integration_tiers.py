@@ -174,3 +174,13 @@ def test_tiers_beside_ranks_that_split_layers_are_refused_before_loading(setting
     options = {"tensor_parallel_size": 2, "max_model_len": 128, "additional_config": {"ndp": settings}}
     with pytest.raises(ConfigError, match=wanted):
         EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()
+
+
+def test_slots_of_eight_bits_are_refused_on_cpu_before_loading() -> None:
+    from vllm import EngineArgs
+
+    from ndp_device.errors import ConfigError
+
+    options = {"max_model_len": 128, "additional_config": {"ndp": {"slot_bits": 8}}}
+    with pytest.raises(ConfigError, match="'slot_bits' 8 on CPU, for which there is no kernel: use 16"):
+        EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()

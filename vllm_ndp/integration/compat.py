@@ -104,8 +104,10 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
          f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),
-        (settings.has_quantized_slots and not on_cpu(),
-         f"{_quantized_slots(settings)} on CUDA, where slots have the checkpoint's own precision so far: drop it"),
+        (settings.slot_bits == 8 and on_cpu(),
+         "'slot_bits' 8 on CPU, for which there is no kernel: use 16, or one of 4, 3, 2, 1"),
+        (settings.plan == "joint" and not on_cpu(),
+         "'plan' 'joint' on CUDA, where all slots have one width so far: drop it, or use 'slot_bits'"),
         (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
          "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
@@ -156,7 +158,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     hardware_of(settings)
     settings.make_policy()
     _refuse_ineffective_bit_rule(settings)
-    if settings.replicas is not None and settings.needs_replicas(shape.num_experts):
+    if settings.replicas is not None and settings.needs_replicas(shape.num_experts, in_slots=on_cpu()):
         # sizes and headers only; the device reads and hashes every byte when it starts
         ReplicaFiles(Path(settings.replicas), model_digest=model_digest(directory), check_contents=False)
     return settings

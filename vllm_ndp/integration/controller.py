@@ -109,7 +109,9 @@ class NdpController:
         if settings.plan == "joint":
             num_quantized = shape.num_experts
         cores = compat.engine_cores()
-        self.hot = HotExperts(self.pool, cores, owners, self.ranks.rank, num_quantized=num_quantized)
+        self.hot = HotExperts(
+            self.pool, cores, owners, self.ranks.rank, num_quantized=num_quantized, slot_bits=settings.slot_bits
+        )
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
         self.device: Device
@@ -320,8 +322,8 @@ class NdpController:
         return WarmExperts(self.model_dir, self._kernel, self.layers, costs)
 
     def _make_replica_fill(self, replicas: Path | None) -> ReplicaFill | None:
-        """What fills hot slots with replicas; None where they hold the checkpoint's own weights."""
-        if not self.settings.has_quantized_slots:
+        """What fills hot slots with replicas; None where they are filled from the checkpoint."""
+        if not (self.settings.has_quantized_slots and compat.on_cpu()):
             return None
         if replicas is None:
             raise ConfigError(
@@ -351,7 +353,7 @@ class NdpController:
 
     def _is_quantized(self) -> bool:
         """Whether some experts are hot or cold as 1-4 bit replicas."""
-        return self.settings.needs_replicas(self.pool.shape.num_experts)
+        return self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
 
     def _packed_dir(self) -> Path:
         """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
@@ -33,11 +35,12 @@ class HotExperts:
         rank: int = 0,
         *,
         num_quantized: int = 0,
+        slot_bits: int = FULL_PRECISION_BITS,
     ) -> None:
         """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts.
-        num_quantized: slots per layer for the device's kernel, where slots are."""
+        num_quantized: slots per layer that are narrower than the checkpoint's, as `slot_bits` says on a GPU."""
         self.pool = pool
-        self._num_quantized = num_quantized
+        self._num_quantized, self._slot_bits = num_quantized, slot_bits
         self._owners, self.rank = owners, rank
         self.layers: dict[int, HotSlots] = {}
         self.streamer: Streamer
@@ -47,16 +50,28 @@ class HotExperts:
         """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
         kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
         held, num_experts = SlotWeights.of_layer(layer), self.pool.shape.num_experts
-        if self._num_quantized:
-            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized)
-        else:
+        if not self._num_quantized:
             self.layers[index] = HotSlots(kernel, held, num_experts)
+        elif isinstance(kernel, CudaSlotKernel):
+            hidden, intermediate = held.w2.shape[1:]
+            form = form_of_vllm(self._slot_bits, hidden, intermediate, held.w13.dtype)
+            self.layers[index] = LowBitSlots(kernel, held, num_experts, self._num_quantized, form)
+        else:
+            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized)
 
     def open_pool(self, kind: str, packed_dir: Path, replicas: ReplicaFill | None = None) -> None:
         """All layers are attached: choose where experts come from. kind: the setting `pool`. replicas: of quantized
         slots."""
         self.streamer = make_streamer(kind, self.pool, self.layers[0], packed_dir)
         self._fill = self.streamer.fill if replicas is None else replicas.fill
+        if isinstance(self.layers[0], LowBitSlots):
+            self._fill = self._quantize
+
+    def _quantize(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
+        slots = self.layers[layer]
+        assert isinstance(slots, LowBitSlots)
+        slots.load(slot, self.pool.expert(layer, expert))
+        self.pool.check(layer)
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +79,12 @@ class HotExperts:
 
     @property
     def slot_kernel(self) -> str:
-        return getattr(self.layers[0].kernel, "isa", "triton")
+        slots = self.layers[0]
+        if isinstance(slots, QuantizedSlots):
+            return "the device's, native"
+        if isinstance(slots, LowBitSlots):
+            return f"triton, {slots.low.form.name}"
+        return getattr(slots.kernel, "isa", "triton")
 
     def place(self, hot: NDArray[np.bool_], widths: NDArray[np.uint8] | None = None) -> None:
         """Begin to copy experts that became hot [L, E] into the slots of those that no longer are.

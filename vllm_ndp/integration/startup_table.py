@@ -63,7 +63,7 @@ def status(
         "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
-        "slot_kernel": "the device's, native" if settings.has_quantized_slots else hot.slot_kernel,
+        "slot_kernel": hot.slot_kernel,
         "decode_layers": decode_layers,
         "record": settings.record or "off",
         "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ENGINE_CORES = 2
 """Cores that an embedded device leaves to a GPU engine: one launches kernels, one hands out tokens."""
+SLOT_BITS = (8, 4)
+"""Of hot slots beside full precision (low_bit_slots.py)."""
 SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")
 """Operators that a captured graph must end before: vLLM's own around our layer, and ours where vLLM's is not opaque."""
 
@@ -58,6 +60,11 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[b
         bool(uva_gb or group_size),
         "offloaded weights, which would take the hot slots out of GPU memory again: drop --cpu-offload-gb and "
         "--offload-group-size (cold experts use no GPU memory)",
+    )
+    yield (
+        settings.slot_bits not in (16, *SLOT_BITS),
+        f"'slot_bits' {settings.slot_bits} on a GPU, where vLLM's kernels run slots of "
+        f"{' and '.join(map(str, SLOT_BITS))} bits: use one of them, or 16",
     )
     yield (
         settings.record is not None and vllm_config.speculative_config is not None,

@@ -44,7 +44,7 @@ class LowBitWeights(NamedTuple):
 class Fp8Rows:
     """e4m3 with one scale per row: weight = code * scale."""
 
-    bits, even_rows = 8, False
+    name, bits, even_rows = "FP8 by row", 8, False
 
     def __init__(self, encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], config: Any) -> None:
         """encode: rows [N, K] -> codes [N, K], scales f32 [N, 1]. config: vLLM's fp8_w8a8_moe_quant_config."""
@@ -71,6 +71,10 @@ class Int4Groups:
     """Two codes in a byte, the even column below; weight = (code - zero) * scale, both by group of columns."""
 
     bits, even_rows = 4, True  # two rows' zero points share a byte
+
+    @property
+    def name(self) -> str:
+        return f"int4 by groups of {self.group}"
 
     def __init__(self, group: int, scale_dtype: torch.dtype, config: Any) -> None:
         """config: vLLM's int4_w4a16_moe_quant_config."""
