@@ -25,7 +25,9 @@ from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots, encode_fp8_rows
 from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import MoELayer
 from vllm_ndp.integration.pairs import Pairs
@@ -54,8 +56,13 @@ def fused(
     activation: Any,
     global_num_experts: int,
     expert_map: torch.Tensor | None,
+    quant_config: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """What vLLM's fused_experts computes, whose contract is checked: no id may lie outside of the experts it names."""
+    if quant_config is not None:
+        w13, w2 = (
+            decoded(w, quant_config[f"w{n}_scale"], quant_config.get(f"w{n}_zp")) for n, w in ((1, w13), (2, w2))
+        )
     ids = peek(topk_ids)
     assert int(ids.min()) >= 0
     assert int(ids.max()) < global_num_experts
@@ -66,6 +73,15 @@ def fused(
         weight = torch.where(slots == slot, topk_weights, 0.0).sum(dim=1, keepdim=True)
         out += weight * expert(SlotWeights(w13, w2), slot, x)
     return out.to(x.dtype)
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """What slots of fewer bits stand for, in fp32."""
+    if zeros is None:
+        return codes.float() * scales
+    columns = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2).float().unflatten(2, (scales.shape[2], -1))
+    rows = torch.stack([zeros & 15, zeros >> 4], dim=2).flatten(1, 2).float()
+    return ((columns - rows.unsqueeze(3)) * scales.float().unsqueeze(3)).flatten(2)
 
 
 @dataclass
@@ -116,6 +132,7 @@ class Setup:
     dtype: torch.dtype
     silent: frozenset[int] = frozenset()  # layers whose message gets no answer
     weighs_input: bool = False
+    slot_bits: int = 16
     seed: int = 0
 
 
@@ -236,6 +253,8 @@ def slots_of(gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, 
     shapes = [(setup.num_slots, *part.shape[1:]) for part in (every.w13, every.w2)]
     held = SlotWeights(*(gpu.tensor(torch.full(shape, float("nan"), dtype=setup.dtype)) for shape in shapes))
     slots = HotSlots(kernel, held, setup.maps.shape[1])
+    if setup.slot_bits < 16:
+        return low_bit_slots_of(gpu, kernel, setup, layer, every)
     for number, slot in enumerate(setup.maps[layer].tolist()):
         if slot >= 0:
 
@@ -247,6 +266,23 @@ def slots_of(gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, 
     for part in held:  # a slot that holds nothing is read by our arithmetic, not by vLLM's kernel
         if part is not None:
             peek(part).nan_to_num_(0.0)
+    return slots
+
+
+def low_bit_slots_of(
+    gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights
+) -> LowBitSlots:
+    form = Fp8Rows(encode_fp8_rows, dict) if setup.slot_bits == 8 else Int4Groups(16, setup.dtype, dict)
+    held = SlotWeights(*(gpu.tensor(part[:0]) for part in every[:2]))
+    slots = LowBitSlots(kernel, held, setup.maps.shape[1], setup.num_slots, form)
+    for part in slots.codes:
+        if part is not None:
+            peek(part).view(torch.uint8).zero_()
+    for number, slot in enumerate(setup.maps[layer].tolist()):
+        if slot >= 0:
+            w1, w3 = every.w13[number].chunk(2)
+            weights = ExpertWeights(w1, w3, every.w2[number])
+            slots.migrate(slot, number, lambda to, at, weights=weights: slots.load(at, weights))
     return slots
 
 

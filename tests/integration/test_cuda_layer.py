@@ -34,6 +34,7 @@ def setups(draw: st.DrawFn) -> Setup:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         silent=frozenset(draw(st.sets(st.integers(0, LAYERS - 1), max_size=2))),
         weighs_input=draw(st.booleans()) and top_k == 1,
+        slot_bits=draw(st.sampled_from([16, 16, 8, 4])),
         seed=draw(st.integers(0, 1000)),
     )  # fmt: skip
 
