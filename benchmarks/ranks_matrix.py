@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,8 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +188,11 @@ class Runs:
         prompts: tuple[int, ...] = (0, 1, 2, 3),
         *,
         num_passes: int = 2,
-        environment: dict[str, str] | None = None,
     ) -> Result:
         def act(_: int) -> Result:
             return run_engine(options, settings, list(prompts), self._tokens, num_passes)
 
-        return forked([environment or {}], act)[0]
+        return forked([{}], act)[0]
 
     def family(self, name: str) -> dict[str, Any]:
         """The model of a cell that names a family; of any other nothing."""
@@ -216,7 +215,7 @@ class Runs:
         found: Result = json.loads(path.read_text())
         return found
 
-    def run_replicas(self, options: dict[str, Any], settings: dict[str, Any], environment: dict[str, str]) -> Result:
+    def run_replicas(self, options: dict[str, Any], settings: dict[str, Any]) -> Result:
         """Two engines of data parallelism on one device; tokens in the order of the prompts."""
         from vllm_ndp.device.process import DeviceProcess
 
@@ -230,7 +229,7 @@ class Runs:
             def act(rank: int) -> Result:
                 return run_engine(options, settings, list(OF_REPLICA[rank]), self._tokens, 2)
 
-            return together(forked([environment | group | rank for rank in ranks], act))
+            return together(forked([group | rank for rank in ranks], act))
         finally:
             device.terminate()
 
@@ -252,31 +251,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-HOLD_RAY = """
-import sys, ray
-found = ray.init(num_cpus=4, resources={"vllm_cpu": 4}, include_dashboard=False, log_to_driver=False,
-                 object_store_memory=200 << 20)
-print("at", found.address_info["gcs_address"], flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def ray_cluster() -> Iterator[dict[str, str]]:
-    """One for all cells: how engines find it."""
-    held = subprocess.Popen(
-        [sys.executable, "-c", HOLD_RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert held.stdin is not None
-    assert held.stdout is not None
-    try:
-        lines = (line.decode() for line in held.stdout)
-        yield {"RAY_ADDRESS": next(line.split()[1] for line in lines if line.startswith("at "))}
-    finally:
-        held.stdin.close()
-        held.wait(60)
-
-
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
@@ -291,25 +265,19 @@ def identical(mine: Result, theirs: Result) -> dict[str, int]:
 
 
 class Cells:
-    def __init__(self, runs: Runs, ray: dict[str, str] | None) -> None:
-        """ray: how to find the cluster; None where it is not installed."""
-        self._runs, self._ray = runs, ray
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
 
     def cell(self, mode: str, executor: str, form: str, precision: str) -> dict[str, Any]:
         """One engine's figures, or why there are none."""
-        environment: dict[str, str] = {}
-        if executor == "ray":
-            if self._ray is None:
-                return {"reason": "the extra vllm-ndp[ray] is not installed"}
-            environment = self._ray
+        if executor == "ray" and importlib.util.find_spec("ray") is None:
+            return {"reason": "the extra vllm-ndp[ray] is not installed"}
         options = (MODES | BESIDE)[mode] | FORMS[form] | {"distributed_executor_backend": executor}
         options |= {"max_num_seqs": 1} if precision == "alone" else {}
         settings = SETTINGS[precision] | ({"devices": 2} if mode == "TP2, two devices" else {})
         options |= self._runs.family(mode)
-        if mode == "DP2":
-            result = self._runs.run_replicas(options, settings, environment)
-        else:
-            result = self._runs.run(options, settings, environment=environment)
+        run = self._runs.run_replicas if mode == "DP2" else self._runs.run
+        result = run(options, settings)
         if "failed" in result:
             print(result["log"][-3000:], file=sys.stderr)
             return {"reason": result["failed"]}
@@ -417,23 +385,16 @@ def main() -> None:
         for precision in arguments.precisions
         if is_a_case(mode, executor, form, precision)
     ]
-    with contextlib.ExitStack() as stack:
-        ray = None
-        if any(executor == "ray" for _, executor, _, _ in wanted):
-            with contextlib.suppress(ImportError):
-                import ray as _  # noqa: F401
-
-                ray = stack.enter_context(ray_cluster())
-        made = Cells(runs, ray)
-        for name in wanted:
-            if name in cells and "reason" not in cells[name] and not arguments.again:
-                continue
-            found = made.cell(*name)
-            cells[name] = dict(zip(("mode", "executor", "form", "precision"), name, strict=True))
-            cells[name] |= found | {"commit": commit()}
-            said = found.get("reason") or f"{found['identical']}/{found['total']}, fallback {found['fallback_pairs']}"
-            print(" ".join(f"{part:12}" for part in name), said, found.get("stock_alike", ""), flush=True)
-            measurement.save({"tokens": arguments.tokens, "cells": ordered(cells)}, arguments.json)
+    made = Cells(runs)
+    for name in wanted:
+        if name in cells and "reason" not in cells[name] and not arguments.again:
+            continue
+        found = made.cell(*name)
+        cells[name] = dict(zip(("mode", "executor", "form", "precision"), name, strict=True))
+        cells[name] |= found | {"commit": commit()}
+        said = found.get("reason") or f"{found['identical']}/{found['total']}, fallback {found['fallback_pairs']}"
+        print(" ".join(f"{part:12}" for part in name), said, found.get("stock_alike", ""), flush=True)
+        measurement.save({"tokens": arguments.tokens, "cells": ordered(cells)}, arguments.json)
     measurement.end({"tokens": arguments.tokens, "cells": ordered(cells)}, arguments.json)
 
 

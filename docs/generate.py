@@ -330,7 +330,7 @@ def ranks_matrix(root: Path = ROOT) -> str:
             return "not run"
         if "reason" in cell:
             reasons.extend([cell["reason"]] * (cell["reason"] not in reasons))
-            return f"no: {reasons.index(cell['reason']) + 1}"
+            return f"({reasons.index(cell['reason']) + 1})"
         if cell["fallback_pairs"] or cell["row_mismatches"]:
             raise ValueError(
                 f"{cell['mode']} {cell['form']}: pairs fell back or rows were mixed up, so it shows nothing"

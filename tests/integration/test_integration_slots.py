@@ -191,6 +191,11 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
         slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), pool.shape.num_experts)
+        nothing = staged.run(
+            layer, x, pairs.where(experts > 7), slots, {}, [WHOLE]
+        )  # a rank whose part of them is none
+        assert nothing.shape == x.shape
+        assert not nothing.any()
         want = staged.run(layer, x, pairs, slots, {}, [WHOLE])
         assert slots.expert_in.tolist() == [-1, -1]
         assert torch.equal(packed.run(layer, x, pairs, slots, {}, [WHOLE]), want)
