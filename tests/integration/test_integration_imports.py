@@ -1,16 +1,17 @@
-"""Answers of vLLM's server with routing in them, written by vLLM's own classes, are imported as what they hold.
-
-vLLM 0.32 returns routing from its newer model runner only, which wants Triton: no CPU build can record such an answer,
-so the routing here is that of the bundled recording, and the answer around it is vLLM's.
-"""
+"""Answers of vLLM with routing in them are imported as what they hold: recorded by vLLM itself (routed_experts.py says
+how on CPU), and with the bundled recording's routing in answers of vLLM's classes."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import routed_experts
+from engines import MODEL, last_json, run_program
 
+from ndp_device.checkpoint.files import model_digest
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -43,3 +44,18 @@ def test_answers_in_the_classes_of_vllm_are_imported_as_the_routing_they_hold(tm
     imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
     assert imported.prompt_len.tolist() == recorded.prompt_len.tolist()
     assert np.array_equal(imported.ids, recorded.ids)
+
+
+def test_what_vllm_itself_records_is_what_our_recorder_saw_of_the_same_run(tmp_path):
+    done = run_program(sys.executable, Path(routed_experts.__file__), tmp_path / "trace")
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = last_json(done.stdout)["answers"]
+    (tmp_path / "answers.jsonl").write_text("\n".join(answers))
+    imported = import_trace(tmp_path / "answers.jsonl", "vllm", ImportSettings("tiny", num_experts=8))
+    ours = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
+    assert imported.prompt_len.tolist() == ours.prompt_len.tolist()
+    assert len(imported.sequences) == len(routed_experts.TOKENS)
+    for theirs, own, tokens in zip(imported.sequences, ours.sequences, routed_experts.TOKENS, strict=True):
+        assert len(theirs.decode_ids) == tokens - 1  # the last token has no row
+        for rows, seen in ((theirs.prompt_ids, own.prompt_ids), (theirs.decode_ids, own.decode_ids)):
+            assert np.array_equal(np.sort(rows, axis=2), np.sort(seen, axis=2))

@@ -424,11 +424,13 @@ class NdpController:
             self.running.step = None
 
     def note_sampled(self, output: Any) -> None:
-        """The tokens of the step are known: a recording of drafts needs to know which of them were accepted."""
-        if self.recorder is not None and (sampled := getattr(output, "sampled_token_ids", None)):
-            self.recorder.note_sampled(
-                {name: len(tokens) for name, tokens in zip(output.req_ids, sampled, strict=True)}
-            )
+        """The tokens of the step are known: a recording of drafts needs to know which of them were accepted.
+
+        Model runner V2 hands over what is still on its way to the host, without names: there it is not known yet.
+        """
+        names = getattr(output, "req_ids", None)
+        if self.recorder is not None and names and (sampled := output.sampled_token_ids):
+            self.recorder.note_sampled({name: len(tokens) for name, tokens in zip(names, sampled, strict=True)})
 
     def take_report(self) -> StepReport | None:
         """What happened in the running step, or in the last one, once, as the leader tells it."""
