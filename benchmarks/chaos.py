@@ -43,17 +43,22 @@ class Requests:
         return " ".join(rng.choices(WORDS, k=rng.randrange(1, 5))), rng.randrange(24, 96)
 
 
-class Engine:
-    def __init__(self) -> None:
-        from vllm import LLM
+def make_llm() -> Any:
+    from vllm import LLM
 
-        ndp = {"cold_precision": "full", "hot_experts": 2, "deadline_ms": DEADLINE_MS}
-        self._llm = LLM(
-            str(ROOT / "models" / "tiny-mixtral"),
-            dtype="float32", enforce_eager=True, max_model_len=512, max_num_batched_tokens=512, max_num_seqs=RUNNING,
-            kv_cache_memory_bytes=64 << 20, block_size=32, disable_log_stats=True, enable_prefix_caching=False,
-            quantization="ndp", additional_config={"ndp": ndp},
-        )  # fmt: skip
+    ndp = {"cold_precision": "full", "hot_experts": 2, "deadline_ms": DEADLINE_MS}
+    return LLM(
+        str(ROOT / "models" / "tiny-mixtral"),
+        dtype="float32", enforce_eager=True, max_model_len=512, max_num_batched_tokens=512, max_num_seqs=RUNNING,
+        kv_cache_memory_bytes=64 << 20, block_size=32, disable_log_stats=True, enable_prefix_caching=False,
+        quantization="ndp", additional_config={"ndp": ndp},
+    )  # fmt: skip
+
+
+class Engine:
+    def __init__(self, llm: Any) -> None:
+        """llm: in this process, in fp32, with its device's experts in full precision."""
+        self._llm = llm
 
     def run(self, requests: Requests, goes_on: Callable[[int], bool]) -> tuple[dict[int, list[int]], list[float]]:
         """Keep eight requests running as long as goes_on(requests begun). Tokens of each, seconds of each step."""
@@ -75,16 +80,9 @@ class Engine:
                 if output.finished:
                     tokens[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
 
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._llm.collective_rpc("ndp_status")[0]
-        return found
-
     def totals(self) -> dict[str, Any]:
         found: dict[str, Any] = self._llm.collective_rpc("ndp_totals")[0]
         return found
-
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
 
 
 class Disturbance:
@@ -133,18 +131,12 @@ def percentiles_ms(steps_s: list[float]) -> list[float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--stops", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
-    given = parser.parse_args()
-    measurement, engine, requests = Measurement(__doc__), Engine(), Requests(given.seed)
-    begun_s = time.monotonic()
+def measure(engine: Engine, seed: int, *, kills: int, stops: int) -> dict[str, Any]:
+    """What happens to requests that always run while so many disturbances do, against the same ones undisturbed."""
+    requests, begun_s = Requests(seed), time.monotonic()
     engine.run(requests, lambda begun: begun < RUNNING)  # what is done once
     before = engine.totals()
-    disturbance = Disturbance(given.kills, given.stops, given.seed)
+    disturbance = Disturbance(kills, stops, seed)
     try:
         disturbed, disturbed_s = engine.run(requests, lambda begun: not disturbance.is_over)
     finally:
@@ -152,24 +144,35 @@ def main() -> None:
     after = engine.totals()
     time.sleep(2.0)
     undisturbed, undisturbed_s = engine.run(requests, lambda begun: begun < len(disturbed))
-    engine.close()
     wrong = [number for number in disturbed if disturbed[number] != undisturbed.get(number)]
     short = [number for number, tokens in disturbed.items() if len(tokens) != requests(number)[1]]
-    figures = {
+    return {
         "kills": disturbance.done.count("kill"), "stops": disturbance.done.count("stop"),
-        "requests": len(disturbed), "tokens": sum(map(len, disturbed.values())), "wrong": len(wrong),
-        "unfinished": len(short), "pairs_by_device": after["cold_pairs"] - before["cold_pairs"],
+        "requests": len(disturbed), "tokens": sum(map(len, disturbed.values())), "wrong": wrong[:9],
+        "unfinished": short[:9], "pairs_by_device": after["cold_pairs"] - before["cold_pairs"],
         "pairs_computed_here": after["fallback_pairs"] - before["fallback_pairs"],
         "step_ms": {
             name: dict(zip(("p50", "p99", "max"), percentiles_ms(steps), strict=True))
             for name, steps in (("undisturbed", undisturbed_s), ("disturbed", disturbed_s))
         },
-        "deadline_ms": DEADLINE_MS, "seconds": round(time.monotonic() - begun_s, 1),
+        "seconds": round(time.monotonic() - begun_s, 1),
     }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    add_json_option(parser)
+    given = parser.parse_args()
+    measurement, llm = Measurement(__doc__), make_llm()
+    figures = measure(Engine(llm), given.seed, kills=given.kills, stops=given.stops) | {"deadline_ms": DEADLINE_MS}
+    llm.llm_engine.engine_core.shutdown()
     print("\n".join(f"{name:20} {value}" for name, value in figures.items()))
     measurement.end(figures, given.json)
-    assert not wrong, f"requests {wrong[:9]} have other tokens"
-    assert not short, f"requests {short[:9]} did not end"
+    assert not figures["wrong"], f"requests {figures['wrong']} have other tokens"
+    assert not figures["unfinished"], f"requests {figures['unfinished']} did not end"
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
-from engines import PROMPTS, engine, greedy, token_ids
+from engines import PROMPTS, ROOT, engine, greedy, token_ids
 
 from vllm_ndp.config import NdpSettings
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import chaos
 
 pytestmark = pytest.mark.vllm
 TOKENS = 160
@@ -113,6 +117,16 @@ def test_a_device_that_is_frozen_while_a_plan_is_made_delays_no_prompt_for_long(
         os.kill(frozen, signal.SIGCONT)
     assert token_ids(outputs) == undisturbed
     assert all(output.kv_transfer_params["ndp"]["cold_pairs"] == 0 for output in outputs)
+    wait_until_used_again(llm)
+
+
+def test_requests_that_always_run_keep_their_tokens_while_the_device_dies_and_stops_again_and_again(llm) -> None:  # type: ignore[no-untyped-def]
+    """benchmarks/chaos.py for some seconds."""
+    figures = chaos.measure(chaos.Engine(llm), 1, kills=2, stops=1)
+    assert (figures["wrong"], figures["unfinished"]) == ([], [])
+    assert (figures["kills"], figures["stops"]) == (2, 1)
+    assert min(figures["pairs_by_device"], figures["pairs_computed_here"]) > 0
+    assert figures["requests"] >= chaos.RUNNING
     wait_until_used_again(llm)
 
 
