@@ -165,7 +165,7 @@ def test_a_run_replays_to_the_picosecond_with_a_device_lost_and_back(told: Told)
     assert len(replay.steps) == told.totals[-1]["steps"] > num_steps > 20
     assert replay.identical
     assert replay.fallback_steps == 0
-    assert 1 <= replay.changed_steps <= 6
+    assert replay.changed_steps <= 6  # none where the loss was noticed between two steps
     down = trace.devices["step"][trace.devices["change"] == DOWN]
     assert len(down) > replay.changed_steps
     assert down.min() > num_steps
