@@ -98,6 +98,15 @@ FAMILIES = (
         sentence=r"kernel|cannot run layer|on CPU only|cannot be served on a CPU",
     ),
     Family(
+        "Slots and tiers that this machine, checkpoint or replica set does not have",
+        "Slots below 16 bits need replicas of that width in this process, or a GPU that multiplies the format; warm "
+        "experts are computed where they lie in the checkpoint, so that nothing is held twice.",
+        "Take the width, or leave out the tier, that the sentence names: compatibility.md.",
+        files="vllm_ndp/integration/cuda/low_bit_slots.py vllm_ndp/integration/quantized_slots.py "
+        "vllm_ndp/integration/controller.py",
+        sentence=r"hot slots of|'slot_bits' is|'warm_experts' needs",
+    ),
+    Family(
         "vLLM and the checkpoint do not agree",
         "What vLLM has built is not what the files hold: an override, a config.json of another model, or layers that "
         "do not go through vLLM's Mixture-of-Experts layer.",

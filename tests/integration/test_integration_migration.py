@@ -18,13 +18,13 @@ SETTINGS = {"hot_experts": 3, "avg_bits": 2.0, "prefill": "streamed", "replicas"
 def serve(migration: str, monkeypatch: pytest.MonkeyPatch, **options):
     """Tokens of three batches, totals, how often an expert was read, and whether slots hold what they name."""
     reads: list[tuple[int, int]] = []
-    read = streaming.StagingStreamer._read
+    load = streaming.StagingStreamer._load
 
-    def counted(self, layer, expert, share, held, slot):
+    def counted(self, layer, expert, *more):
         reads.append((layer, expert))
-        read(self, layer, expert, share, held, slot)
+        load(self, layer, expert, *more)
 
-    monkeypatch.setattr(streaming.StagingStreamer, "_read", counted)
+    monkeypatch.setattr(streaming.StagingStreamer, "_load", counted)
     with engine(settings=SETTINGS | {"migration": migration}, **options) as llm:
         reads.clear()
         tokens = [token_ids(greedy(llm, batch, 8)) for batch in ([PROMPTS[0]], PROMPTS[1:], [PROMPTS[2] * 5])]

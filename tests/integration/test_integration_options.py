@@ -54,8 +54,12 @@ def parser() -> Any:
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """vLLM's configuration writes some options into the environment; no name is looked for elsewhere."""
+    from vllm.envs import environment_variables
+
     before = dict(os.environ)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in [name for name in before if name.startswith("VLLM_") and name not in environment_variables]:
+        del os.environ[name]  # engines of this process leave such names, which vLLM itself does not know
     yield
     os.environ.clear()
     os.environ.update(before)
