@@ -473,7 +473,9 @@ class NdpController:
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, float]]:
         """New plans for the report and the recording, by request."""
-        if planned and self.recorder is not None:
+        if not planned:
+            return {}
+        if self.recorder is not None:
             self._record_plan(self.num_steps)
         placement = self.planner.replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
