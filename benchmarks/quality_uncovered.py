@@ -139,7 +139,7 @@ def with_one_bit(replicas: Path) -> Path:
         losses = [table.copy() for table in files.layer_losses(layer)]
         for table in losses:
             table[:, 0] = 10 * table[:, 1]
-        return LayerReplicas(tuple(experts), *losses, *files.calibration_of(layer))
+        return LayerReplicas(tuple(experts), *losses, *files.calibration_of(layer))  # type: ignore[call-arg]
 
     run_job(out, wanted, make_layer, show_progress=False)
     return out

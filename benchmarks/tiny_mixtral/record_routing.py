@@ -126,7 +126,7 @@ def popularity(model: PreTrainedModel, num_experts: int) -> NDArray[np.int64]:
     ids = tokenizer().encode((MODEL / "calibration.txt").read_text(), add_special_tokens=False).ids
     starts = np.linspace(0, len(ids) - PROMPT_TOKENS, CALIBRATION_WINDOWS).astype(int)
     chosen, weights = routing_of(model, torch.tensor([ids[start : start + PROMPT_TOKENS] for start in starts]))
-    return RoutingStats.from_choices(
+    return RoutingStats.from_choices(  # type: ignore[call-arg]
         *(array.reshape(-1, *array.shape[2:]) for array in (chosen, weights)), num_experts
     ).counts
 
