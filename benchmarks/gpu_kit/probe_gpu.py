@@ -28,6 +28,7 @@ def say(name, value):
 
 
 def shell(command):
+    """What a command line of this file prints. Through a shell: most are pipes, and nothing in them is foreign."""
     r = subprocess.run(command, shell=True, capture_output=True, text=True)
     return (r.stdout + r.stderr).strip()
 
