@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ WORDS = ("def", "parse", "(line):", "return", "the", "sea", "static", "void", "C
 class Clients:
     """Threads that ask as long as they are told, and count how it ended."""
 
-    def __init__(self, port: int, count: int) -> None:
-        self._port, self.ended = port, threading.Event()
+    def __init__(self, port: int, count: int, *, model: str = "tiny", key: str = "") -> None:
+        self._port, self._model, self._key, self.ended = port, model, key, threading.Event()
         self.counted: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(count)]
         for thread in self._threads:
@@ -69,10 +70,11 @@ class Clients:
     def _one(self, rng: random.Random) -> str:
         count, streams = rng.randrange(1, 64), rng.random() < 0.5
         prompt = " ".join(rng.choices(WORDS, k=rng.randrange(1, 120)))
-        asked = {"model": "tiny", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": streams}
+        asked = {"model": self._model, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": streams}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+            connection.request("POST", "/v1/completions", json.dumps(asked), headers)
             answer = connection.getresponse()
             if answer.status != 200:
                 return f"status {answer.status}"
@@ -126,6 +128,36 @@ def growth_per_hour(series: list[dict[str, Any]], name: str, what: str) -> float
     return round(float(np.polyfit(at_s, values, 1)[0]) * 3600, 3)
 
 
+def watch(
+    processes: Processes,
+    clients: Clients,
+    *,
+    seconds: float,
+    sample_s: float,
+    kill_every_s: float = 0.0,
+    seen: Callable[[list[dict[str, Any]]], object] = lambda series: None,
+) -> dict[str, Any]:
+    """Sample for so long, or until interrupted; `seen` gets all samples after each."""
+    series: list[dict[str, Any]] = []
+    kills, start, next_kill_s = 0, time.monotonic(), kill_every_s or float("inf")
+    with suppress(KeyboardInterrupt):
+        while (at_s := time.monotonic() - start) < seconds:
+            series.append({"at_s": round(at_s, 1), **processes.sample(), "requests": dict(clients.counted)})
+            seen(series)
+            if at_s > next_kill_s and "device" in (now := processes.now()):
+                os.kill(now["device"].pid, signal.SIGKILL)
+                kills, next_kill_s = kills + 1, at_s + kill_every_s
+            time.sleep(min(sample_s, max(seconds - at_s, 0.1)))
+    return {
+        "hours": round(series[-1]["at_s"] / 3600, 3), "kills": kills, "requests": dict(clients.counted),
+        "growth_per_hour": {
+            name: {what: growth_per_hour(series, name, what) for what in ("rss_mib", "fds", "threads")}
+            for name in ("server", "engine", "device") if name in series[-1]
+        },
+        "series": series,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=0.5)
@@ -138,39 +170,26 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
+    def keep(series: list[dict[str, Any]]) -> None:
+        print(json.dumps(series[-1]), flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps({"series": series}))
+
     server = subprocess.Popen([*SERVE, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     clients: Clients | None = None
-    series: list[dict[str, Any]] = []
-    kills = 0
     try:
         wait_until_ready(server, port)
-        processes, clients, start = Processes(server.pid), Clients(port, given.clients), time.monotonic()
-        next_kill_s = given.kill_every or float("inf")
-        while (at_s := time.monotonic() - start) < given.hours * 3600:
-            series.append({"at_s": round(at_s), **processes.sample(), "requests": dict(clients.counted)})
-            print(json.dumps(series[-1]), flush=True)
-            if given.json is not None:
-                given.json.write_text(json.dumps({"series": series}))
-            if at_s > next_kill_s and "device" in (now := processes.now()):
-                os.kill(now["device"].pid, signal.SIGKILL)
-                kills, next_kill_s = kills + 1, at_s + given.kill_every
-            time.sleep(min(given.sample, max(given.hours * 3600 - at_s, 0.1)))
-    except KeyboardInterrupt:
-        pass
+        clients = Clients(port, given.clients)
+        figures = watch(
+            Processes(server.pid), clients, seconds=given.hours * 3600, sample_s=given.sample,
+            kill_every_s=given.kill_every, seen=keep,
+        )  # fmt: skip
     finally:
         if clients is not None:
             clients.close()
         server.terminate()
         server.wait(60)
-    assert clients is not None
-    figures = {
-        "hours": round(series[-1]["at_s"] / 3600, 3), "kills": kills, "requests": dict(clients.counted),
-        "growth_per_hour": {
-            name: {what: growth_per_hour(series, name, what) for what in ("rss_mib", "fds", "threads")}
-            for name in ("server", "engine", "device") if name in series[-1]
-        },
-        "series": series,
-    }  # fmt: skip
     measurement.end(figures, given.json)
 
 

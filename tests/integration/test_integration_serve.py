@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -41,6 +42,9 @@ from engines import (
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import soak
 
 pytestmark = pytest.mark.vllm
 
@@ -588,6 +592,23 @@ def test_a_span_of_each_traced_request_lies_beside_vllms_in_the_clients_trace(se
     assert values["ndp.output_tokens"].int_value == TOKENS
     simulated_s = values["ndp.simulated_tpot_us"].double_value * (TOKENS - 1) / 1e6
     assert 0 < simulated_s < (ours.end_time_unix_nano - ours.start_time_unix_nano) / 1e9  # the axis is the wall's
+
+
+def test_a_soak_watches_memory_descriptors_and_threads_of_all_three_processes(server: Server):
+    """benchmarks/soak.py for some seconds, beside a server that it did not start."""
+    port = urllib.parse.urlsplit(server.address).port
+    assert port is not None
+    clients = soak.Clients(port, 2, model=NAME, key=KEY)
+    try:
+        figures = soak.watch(soak.Processes(server.process.pid), clients, seconds=8, sample_s=1)
+    finally:
+        clients.close()
+    assert set(clients.counted) <= {"answered", "hung up", "tokens"}, clients.counted
+    assert clients.counted["answered"] > 0
+    assert len(figures["series"]) >= 3
+    for name in ("server", "engine", "device"):
+        assert figures["growth_per_hour"][name]["fds"] is not None
+        assert all(sample[name]["rss_mib"] > 10 for sample in figures["series"])
 
 
 def test_sigterm_ends_the_server_its_device_and_the_private_directory(server: Server):
