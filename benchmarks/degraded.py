@@ -1,14 +1,17 @@
 """What does a decode layer cost while the device is away, and what does it cost that it comes back?
 
-Three ways in turns, in each round, a decode layer of the same requests on each (median):
-
     away        half of the experts hot, the device dead and not started again: what it would have computed is computed
                 here, and each call asks whether it is back
     local       the same engine and placement, but nothing in it knows of a device: no message, no look, no account
     every hot   an engine of its own whose experts are all hot: one fused call, as stock vLLM does it
 
-Then the device is allowed back: how much longer than a median step away the longest step is, from there until eight
-steps after it is in use. (The steps after that are faster.)
+Away and local take turns step by step within one generation, in an order that is drawn for each pair of steps, so that
+what the machine does meanwhile meets both. The figure is the median, over pairs of steps, of local over away, with the
+interval (95 %) that drawing the pairs anew gives it. Every hot is another process and takes turns by the round only.
+
+Then the device is allowed back: what do the steps that do something about it (start the program, connect, greet, get
+the plan, take the first answer) cost beyond a median step away? All of them together, in steps. Beside it stands the
+longest of as many steps in which nothing happened.
 
     python benchmarks/degraded.py [--model DIR] [--batch 1] [--rounds 10] [--fallback full|same] [--pool packed]
 """
@@ -18,17 +21,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
 
+import numpy as np
 from measured import ROOT, Measurement, add_json_option
 from moe_layer_overhead import MARK, Stopwatch
 
-GOAL = 0.95
+GOAL, RETURN_GOAL_STEPS = 0.95, 1.0
+FIRST_STEPS = 4  # of a generation: its prompt, and what is done once
 STEPS_AFTER = 8
+DRAWN = 2000
+COMING = ("GREETING", "REPLAYING")  # stages of a connection on its way up
 OPTIONS = ("model", "batch", "tokens", "dtype", "fallback", "pool")
 
 
@@ -83,10 +91,10 @@ def run_arm(given: argparse.Namespace) -> None:
     controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(given.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
-    watch = Stopwatch(llm, lambda: 0)
+    watch, rng = Stopwatch(llm, lambda: 0), random.Random(0)
     llm.generate(prompts, params, use_tqdm=False)
 
-    def layer_us() -> float:
+    def hot_us() -> float:
         watch.clear()
         llm.generate(prompts, params, use_tqdm=False)
         return statistics.median(watch.layers[len(watch.layers) // 8 :]) * 1e6
@@ -101,53 +109,68 @@ def run_arm(given: argparse.Namespace) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         assert not controller.device.is_up
 
-    def back() -> dict[str, float]:
-        """The device goes and comes; seconds of the longest step of its return, and of a median one without it."""
-        steps: list[float] = []
-        member.process._next_spawn_s, after = 0.0, 0
+    def begin(num_tokens: int) -> None:
         for prompt in prompts:
-            llm.llm_engine.add_request(
-                str(prompt["prompt_token_ids"]), prompt,
-                SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True),
-            )  # fmt: skip
-        for _ in range(12):
+            name, asked = str(prompt["prompt_token_ids"]), SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+            llm.llm_engine.add_request(name, prompt, asked)
+        for _ in range(FIRST_STEPS):
             llm.llm_engine.step()
-        while len(steps) < 24:
+
+    def in_turns() -> dict[str, list[float]]:
+        """Microseconds of a layer in each step of each kind, pair by pair."""
+        real, taken = controller.device, {"away": list[float](), "local": list[float]()}
+        devices = {"away": real, "local": NoDevice(real)}
+        layers = [layer for layer in LAYERS.values() if layer._device is real]
+        assert layers
+        begin(given.tokens)
+        order: list[str] = []
+        while llm.llm_engine.has_unfinished_requests():
+            order = order or rng.sample(sorted(devices), 2)
+            kind = order.pop()
+            for layer in layers:
+                layer._device = devices[kind]
+            watch.clear()
+            llm.llm_engine.step()
+            taken[kind].append(sum(watch.layers) / len(layers) * 1e6)
+        for layer in layers:
+            layer._device = real
+        count = min(map(len, taken.values()))
+        return {kind: times[:count] for kind, times in taken.items()}
+
+    def back() -> dict[str, Any]:
+        """The device goes and comes: seconds of the steps that did something about it, of a median one, of others."""
+        client, process = controller.device.client, member.process
+        member.process._next_spawn_s, after = 0.0, 0
+        steps: list[float] = []
+        begin(400)
+        for _ in range(24):
             steps.append(timed_step(llm))
         usual = statistics.median(steps)
-        steps, member.process.respawn = [], respawn
-        while llm.llm_engine.has_unfinished_requests():
-            steps.append(timed_step(llm))
-            after += controller.device.is_up
-            if after == STEPS_AFTER:
-                break
-        longest = max(steps)
+        active, idle = list[float](), list[float]()
+        member.process.respawn = respawn
+        while llm.llm_engine.has_unfinished_requests() and after < STEPS_AFTER:
+            spawned, was_coming = process.num_spawned, client.stage.name in COMING
+            seconds = timed_step(llm)
+            acted = process.num_spawned > spawned or was_coming or client.stage.name in COMING
+            is_up = controller.device.is_up
+            (active if acted or (is_up and not after) else idle).append(seconds)
+            after += is_up
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
         assert after == STEPS_AFTER, "the device was not in use again before the requests had ended"
         member.process.respawn = lambda: False
-        return {"usual_s": usual, "longest_s": longest, "steps": len(steps)}
+        return {"usual_s": usual, "active_s": active, "longest_of_others_s": max(rng.sample(idle, len(active)))}
 
     if member is not None:
         kill()
     print(MARK, flush=True)
     for line in sys.stdin:
         if line.strip() == "back":
-            found = back()
+            answer: dict[str, Any] = back()
             kill()
-        elif member is None:
-            found = {"hot_us": layer_us()}
         else:
-            real = controller.device
-            found = {"away_us": layer_us()}
-            layers = [layer for layer in LAYERS.values() if layer._device is real]
-            assert layers
-            for layer in layers:
-                layer._device = NoDevice(real)
-            found["local_us"] = layer_us()
-            for layer in layers:
-                layer._device = real
-        print(MARK + json.dumps(found), flush=True)
+            answer = {"hot": hot_us()} if member is None else in_turns()
+        print(MARK + json.dumps(answer), flush=True)
 
 
 def timed_step(llm: Any) -> float:
@@ -167,10 +190,10 @@ class Arm:
         )
         self._answer()
 
-    def ask(self, what: str) -> dict[str, float]:
+    def ask(self, what: str) -> dict[str, Any]:
         assert self._process.stdin is not None
         print(what, file=self._process.stdin, flush=True)
-        found: dict[str, float] = json.loads(self._answer())
+        found: dict[str, Any] = json.loads(self._answer())
         return found
 
     def close(self) -> None:
@@ -202,18 +225,37 @@ def main() -> None:
         return
     measurement = Measurement(__doc__)
     arms = {name: Arm(name, given) for name in ("hot", "away")}
-    rounds = [arms["hot"].ask("measure") | arms["away"].ask("measure") for _ in range(given.rounds)]
+    hot, rounds = list[float](), list[dict[str, list[float]]]()
+    for number in range(given.rounds):
+        for name in ("hot", "away") if number % 2 else ("away", "hot"):
+            taken = arms[name].ask("measure")
+            if name == "hot":
+                hot.append(taken["hot"])
+            else:
+                rounds.append(taken)
     returns = [arms["away"].ask("back") for _ in range(given.returns)]
     for arm in arms.values():
         arm.close()
+    away, local = (np.concatenate([one[kind] for one in rounds]) for kind in ("away", "local"))
+    ratios = local / away
+    drawn = np.random.default_rng(0).choice(ratios, (DRAWN, len(ratios)))
     figures = {
-        "batch": given.batch, "fallback": given.fallback, "pool": given.pool, "rounds": given.rounds,
-        "layer_us": {name: round(statistics.median(one[f"{name}_us"] for one in rounds), 1)
-                     for name in ("hot", "local", "away")},
-        "local_over_away": round(statistics.median(one["local_us"] / one["away_us"] for one in rounds), 3),
-        "hot_over_away": round(statistics.median(one["hot_us"] / one["away_us"] for one in rounds), 3),
+        "batch": given.batch, "fallback": given.fallback, "pool": given.pool, "pairs_of_steps": len(ratios),
+        "layer_us": {
+            "every hot": round(statistics.median(hot), 1), "local": round(float(np.median(local)), 1),
+            "away": round(float(np.median(away)), 1),
+        },
+        "local_over_away": round(float(np.median(ratios)), 3),
+        "local_over_away_95": np.quantile(np.median(drawn, axis=1), (0.025, 0.975)).round(3).tolist(),
+        "local_over_away_by_round": [round(float(np.median(np.divide(r["local"], r["away"]))), 3) for r in rounds],
+        "local_over_away_of_medians": round(float(np.median(local) / np.median(away)), 3),
         "goal": GOAL,
-        "longest_step_of_a_return_in_usual_steps": [round(one["longest_s"] / one["usual_s"], 2) for one in returns],
+        "return_costs_steps": [
+            round(sum(one["active_s"]) / one["usual_s"] - len(one["active_s"]), 2) for one in returns
+        ],
+        "return_longest_step_in_usual_steps": [round(max(one["active_s"]) / one["usual_s"], 2) for one in returns],
+        "longest_of_as_many_others": [round(one["longest_of_others_s"] / one["usual_s"], 2) for one in returns],
+        "return_goal_steps": RETURN_GOAL_STEPS,
         "usual_step_ms": round(statistics.median(one["usual_s"] for one in returns) * 1e3, 2),
     }  # fmt: skip
     for name, value in figures.items():

@@ -1,11 +1,14 @@
 """Does anything grow over a long night? Memory, descriptors and threads of server, engine and device as they serve.
 
 `vllm serve` with the bundled model and its embedded device; clients ask all the time with prompts and lengths of every
-kind, hang up in the middle now and then, and the device is killed every `--kill-every` seconds. A sample a minute goes
-to `--json FILE` as it is taken, so that a run that is stopped is a run. Growth is a line through the last two thirds:
-what a server takes once is not what it takes every hour.
+kind, hang up in the middle now and then, and the device is killed every `--kill-every` seconds, for the first
+`--kill-hours`: what a device itself takes shows only in one that is left alone. With `--pause` a run is a small load
+beside other work. Everything so far goes to `--json FILE` at each sample, so that a run that is stopped is a run.
 
-    python benchmarks/soak.py --hours 72 --json soak.json [--clients 4] [--kill-every 300] [--sample SECONDS]
+Growth is a line through the last two thirds: what a server takes once is not what it takes every hour. Its interval
+(95 %) comes from the means of eight parts of that time, because neighbouring samples say the same thing twice.
+
+    python benchmarks/soak.py --hours 72 --json soak.json [--clients 4] [--pause 3] [--kill-every 300] [--kill-hours 36]
 """
 
 from __future__ import annotations
@@ -40,13 +43,17 @@ SERVE = [
     *("--quantization", "ndp", "--additional-config", json.dumps({"ndp": NDP})),
 ]  # fmt: skip
 READY_WITHIN_S = 900
+PARTS, T95 = 8, 2.447  # of a line through eight points, which leaves six degrees of freedom
+GOAL_MIB_PER_HOUR = 1.0
 WORDS = ("def", "parse", "(line):", "return", "the", "sea", "static", "void", "CREATE", "TABLE", "orders", "{", "}")
 
 
 class Clients:
     """Threads that ask as long as they are told, and count how it ended."""
 
-    def __init__(self, port: int, count: int, *, model: str = "tiny", key: str = "") -> None:
+    def __init__(self, port: int, count: int, *, model: str = "tiny", key: str = "", pause_s: float = 0.0) -> None:
+        """pause_s: between two requests of a client, on average."""
+        self._pause_s = pause_s
         self._port, self._model, self._key, self.ended = port, model, key, threading.Event()
         self.counted: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(count)]
@@ -65,7 +72,8 @@ class Clients:
                 self.counted[self._one(rng)] += 1
             except (OSError, http.client.HTTPException, ValueError) as error:
                 self.counted[f"failed: {type(error).__name__}"] += 1
-                time.sleep(1.0)
+                self.ended.wait(1.0)
+            self.ended.wait(2 * self._pause_s * rng.random())
 
     def _one(self, rng: random.Random) -> str:
         count, streams = rng.randrange(1, 64), rng.random() < 0.5
@@ -109,23 +117,35 @@ class Processes:
         taken = {}
         for name, process in self.now().items():
             with suppress(psutil.Error):
-                memory = process.memory_info()
+                memory, spent = process.memory_info(), process.cpu_times()
                 taken[name] = {
                     "pid": process.pid, "rss_mib": round(memory.rss / 2**20, 2),
+                    "own_mib": round((memory.rss - memory.shared) / 2**20, 2),  # without maps of files
                     "fds": process.num_fds(), "threads": process.num_threads(),
+                    "cpu_s": round(spent.user + spent.system, 1),
                 }  # fmt: skip
         return taken
 
 
-def growth_per_hour(series: list[dict[str, Any]], name: str, what: str) -> float | None:
-    """Slope of a line through the last two thirds of the samples of a process, of its present life."""
+def growth_per_hour(series: list[dict[str, Any]], name: str, what: str) -> dict[str, float] | None:
+    """Slope of a line through the last two thirds of the samples of a process, of its present life; and its interval.
+
+    None: there are too few samples.
+    """
     points = [(sample["at_s"], sample[name]) for sample in series if name in sample]
     points = [(at_s, seen[what]) for at_s, seen in points if seen["pid"] == points[-1][1]["pid"]]
     points = points[len(points) // 3 :]
-    if len(points) < 3:
+    if len(points) < PARTS:
         return None
-    at_s, values = np.array(points).T
-    return round(float(np.polyfit(at_s, values, 1)[0]) * 3600, 3)
+    parts = [np.mean(part, axis=0) for part in np.array_split(np.array(points), PARTS)]
+    hours, values = np.array(parts).T / [[3600], [1]]
+    slope, level = np.polyfit(hours, values, 1)
+    spread = float(np.sum((values - slope * hours - level) ** 2)) / (PARTS - 2)
+    half = T95 * (spread / float(np.sum((hours - hours.mean()) ** 2))) ** 0.5
+    return {
+        "per_hour": round(float(slope), 3), "low": round(float(slope) - half, 3),
+        "high": round(float(slope) + half, 3), "over_hours": round((points[-1][0] - points[0][0]) / 3600, 3),
+    }  # fmt: skip
 
 
 def watch(
@@ -135,24 +155,33 @@ def watch(
     seconds: float,
     sample_s: float,
     kill_every_s: float = 0.0,
-    seen: Callable[[list[dict[str, Any]]], object] = lambda series: None,
+    kill_for_s: float = float("inf"),
+    seen: Callable[[dict[str, Any]], object] = lambda figures: None,
 ) -> dict[str, Any]:
-    """Sample for so long, or until interrupted; `seen` gets all samples after each."""
+    """Sample for so long, or until interrupted; `seen` gets everything so far after each."""
     series: list[dict[str, Any]] = []
     kills, start, next_kill_s = 0, time.monotonic(), kill_every_s or float("inf")
+    figures: dict[str, Any] = {}
     with suppress(KeyboardInterrupt):
         while (at_s := time.monotonic() - start) < seconds:
             series.append({"at_s": round(at_s, 1), **processes.sample(), "requests": dict(clients.counted)})
-            seen(series)
-            if at_s > next_kill_s and "device" in (now := processes.now()):
+            seen(figures := found(series, kills))
+            if next_kill_s < at_s < kill_for_s and "device" in (now := processes.now()):
                 os.kill(now["device"].pid, signal.SIGKILL)
                 kills, next_kill_s = kills + 1, at_s + kill_every_s
             time.sleep(min(sample_s, max(seconds - at_s, 0.1)))
+    return figures
+
+
+def found(series: list[dict[str, Any]], kills: int) -> dict[str, Any]:
+    """What there is to say so far."""
+    last = series[-1]
     return {
-        "hours": round(series[-1]["at_s"] / 3600, 3), "kills": kills, "requests": dict(clients.counted),
-        "growth_per_hour": {
-            name: {what: growth_per_hour(series, name, what) for what in ("rss_mib", "fds", "threads")}
-            for name in ("server", "engine", "device") if name in series[-1]
+        "hours": round(last["at_s"] / 3600, 3), "kills": kills, "requests": last["requests"],
+        "goal_mib_per_hour": GOAL_MIB_PER_HOUR,
+        "growth": {
+            name: {what: growth_per_hour(series, name, what) for what in ("rss_mib", "own_mib", "fds", "threads")}
+            for name in ("server", "engine", "device") if name in last
         },
         "series": series,
     }  # fmt: skip
@@ -162,7 +191,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="of a client between two requests")
     parser.add_argument("--kill-every", type=float, default=0.0, metavar="SECONDS", help="0 = the device is left alone")
+    parser.add_argument("--kill-hours", type=float, default=float("inf"), metavar="HOURS", help="then it is left alone")
     parser.add_argument("--sample", type=float, default=60.0, metavar="SECONDS")
     add_json_option(parser)
     given = parser.parse_args()
@@ -171,19 +202,18 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
-    def keep(series: list[dict[str, Any]]) -> None:
-        print(json.dumps(series[-1]), flush=True)
-        if given.json is not None:
-            given.json.write_text(json.dumps({"series": series}))
+    def keep(figures: dict[str, Any]) -> None:
+        measurement.save(figures, given.json)
+        print(json.dumps(figures["series"][-1]), flush=True)
 
     server = subprocess.Popen([*SERVE, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     clients: Clients | None = None
     try:
         wait_until_ready(server, port)
-        clients = Clients(port, given.clients)
+        clients = Clients(port, given.clients, pause_s=given.pause)
         figures = watch(
             Processes(server.pid), clients, seconds=given.hours * 3600, sample_s=given.sample,
-            kill_every_s=given.kill_every, seen=keep,
+            kill_every_s=given.kill_every, kill_for_s=given.kill_hours * 3600, seen=keep,
         )  # fmt: skip
     finally:
         if clients is not None:
