@@ -133,15 +133,18 @@ class Connection:
     def is_late(self, now_ns: int) -> bool:
         """The handshake, or the message that has begun, takes too long."""
         slow_to_come = not self._reader.is_ready and now_ns - self.opened_ns > HANDSHAKE_NS
-        return slow_to_come or bool(self._began_ns and now_ns - self._began_ns > MESSAGE_NS)
+        is_due = bool(self._began_ns and now_ns - self._began_ns > MESSAGE_NS)
+        return slow_to_come or (is_due and self.may_wait)  # else it is we who do not read
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def take(self) -> Received:
         """The request that waited longest."""
-        received = self.waiting.popleft()
+        could_wait, received = self.may_wait, self.waiting.popleft()
         self._waiting_bytes -= _size(received.frames)
+        if self._began_ns and not could_wait:
+            self._began_ns = self._clock.monotonic_ns()
         return received
 
     def close(self) -> None:
@@ -230,6 +233,7 @@ class Connection:
             self._version = codec.peek_version(message[0])
         self.waiting.append(Received(self._client, message, damage, now_ns))
         self._waiting_bytes += _size(message)
+        self._began_ns = 0  # what follows it in the same bytes begins now
 
     # -- out -----------------------------------------------------------------------------------------------------
 

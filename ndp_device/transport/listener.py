@@ -18,6 +18,15 @@ from ndp_device.errors import ConfigError
 from ndp_device.transport.address import Address, make_private, require_private, take
 
 _CREDENTIALS = struct.Struct("3i")
+_NOTICE_THE_DEAD = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 90_000),
+)
+"""A machine that lost its power says no goodbye: without these its connection would keep its place for ever."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -108,6 +117,8 @@ class Listener:
         """Over a path, only the user that runs this device and root, whatever the path's mode says."""
         if self.path is None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for level, option, value in _NOTICE_THE_DEAD:
+                connection.setsockopt(level, option, value)
             return True
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)

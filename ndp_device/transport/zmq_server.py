@@ -41,6 +41,7 @@ MAX_PEERS = 64
 MAX_HELD_BYTES = 512 << 20
 """Of all peers, before the one that holds most is sent away."""
 
+_LITTLE_UNREAD_BYTES = 1 << 20
 STRANGERS_SHARE = 10
 """While a host computes, all peers that never did get one part in this many of the device's time."""
 
@@ -54,6 +55,7 @@ _ACCEPT_AT_ONCE = 4
 _CHECK_NS = 50_000_000
 _FULL_AGAIN_NS = 100_000_000  # after the system had no descriptor for a new connection
 _KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to compute for the first time before others may want its memory
+_ASLEEP_NS = 300_000_000_000
 _FLUSH_S = 0.5
 _LAST_ANSWER_S = 0.05
 _Result = TypeVar("_Result")
@@ -192,6 +194,8 @@ class ZmqServer:
             if peer is None or self._to_memory(peer, frames, writes_checksum=True):
                 return
             self._do(peer, peer.connection.send, frames)
+            if peer.connection.unread_bytes > _LITTLE_UNREAD_BYTES:
+                self._bound_memory()  # its requests may have come by memory, where nothing is counted
 
     def with_checksum(self, client: bytes, frames: Frames) -> Frames:
         """The frames as `send` would write them, for `send_as_is`."""
@@ -267,7 +271,7 @@ class ZmqServer:
         assert channel is not None
         try:
             taken = channel.take()
-        except RemoteProtocolError as error:
+        except (RemoteProtocolError, MemoryError) as error:
             _log.warning("a host damaged its shared memory and is sent away: %s", error)
             self._drop(peer)
             return None
@@ -387,8 +391,12 @@ class ZmqServer:
             if len(self._peers) >= MAX_PEERS and not self._send_one_away():
                 _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
                 connected.close()
-            else:
+                continue
+            try:
                 self._welcome(connected)
+            except MemoryError:
+                _log.warning("a new connection was refused: no memory")
+                connected.close()
 
     def _welcome(self, connected: Stream) -> None:
         self._last_name += 1
@@ -406,8 +414,15 @@ class ZmqServer:
         return CurveSession(keys.secret, keys.public, lambda key: allowed.name(key) is not None)
 
     def _send_one_away(self) -> bool:
-        """Make room by ending the connection of lowest rank that was silent longest; False: all of them compute."""
-        candidates = [peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES]
+        """Make room by ending the connection of lowest rank that was silent longest; False: all of them compute.
+
+        A host that computed once and was silent for minutes since gives way, too: it may be gone without a word, and
+        if not it comes back when it needs the device.
+        """
+        before = self._clock.monotonic_ns() - _ASLEEP_NS
+        candidates = [
+            peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES or peer.connection.heard_ns < before
+        ]
         if not candidates:
             return False
         self._drop(min(candidates, key=lambda peer: (peer.rank, peer.connection.heard_ns)))
@@ -460,6 +475,8 @@ class ZmqServer:
             result = act(*arguments)
         except ConnectionEnded as error:
             ended = error
+        except Exception as error:  # no memory, or a mistake of this program: one peer's loss, not the device's
+            ended = ConnectionEnded(f"a connection was ended: {error!r:.200}")
         self._num_waiting += len(connection.waiting) - before
         if ended is not None:
             if str(ended):

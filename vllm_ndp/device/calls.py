@@ -14,6 +14,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.timing.work import BOUNDS, Timing
 
 _LATEST_PS = 1 << 62  # 53 days
+_LONGEST_PS = 3600 * 10**12  # of one Execute: a lie moves the host's simulated clock, which no later answer turns back
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def lie_of(timing: Timing, submit_ps: int, config_hash: str) -> str | None:
         return (
             f"from {timing.submit_ps} over {timing.start_ps} to {timing.done_ps} ps for work handed over at {submit_ps}"
         )
-    if timing.total_ps != timing.done_ps - submit_ps:
+    if timing.total_ps != timing.done_ps - submit_ps or timing.total_ps > _LONGEST_PS:
         return f"of {timing.total_ps} ps in all between {submit_ps} and {timing.done_ps}"
     parts = (
         *(timing.launch_ps, timing.link_in_ps, timing.queue_ps, timing.dram_ps, timing.compute_ps, timing.dequant_ps),

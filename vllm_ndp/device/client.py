@@ -311,7 +311,7 @@ class DeviceClient:
         else:
             connection.stage = Stage.UP
             self.counters.connected += 1
-            _log.info("NDP device at %s is up (incarnation %.8s)", self.address, connection.incarnation)
+            _log.info("NDP device at %s is up (incarnation %.10r)", self.address, connection.incarnation)
 
     def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
         """What is still to be asked until the device has our plans; found anew each time, as plans change meanwhile."""

@@ -23,6 +23,7 @@ import pytest
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 from ndp_device.transport.zmq_client import ZmqTransport
@@ -262,6 +263,34 @@ def test_a_reader_that_returns_what_it_never_had_is_refused(pair: tuple[ShmChann
     device._mapping[mmap.PAGESIZE + 64 : mmap.PAGESIZE + 72] = (9).to_bytes(8, "little")
     with pytest.raises(RemoteProtocolError, match="returned slots"):
         host.put((b"h", b""))
+
+
+LEASE = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print(fd, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_file_that_the_device_holds_a_lease_on_does_not_keep_its_host_waiting(tmp_path: Path) -> None:
+    """Who opens such a file waits until its holder gives it up, 45 s at most, and then again at the next greeting."""
+    holder = subprocess.Popen([sys.executable, "-c", LEASE, str(tmp_path / "file")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        line = holder.stdout.readline()
+        if not line:
+            pytest.skip("no lease can be had on this file system")
+        offers = [SlotOffer(holder.pid, int(line), bytes(16), 4, 1 << 20)]
+        attached = threading.Thread(target=lambda: offers.append(ShmChannel.attach(offers[0])), daemon=True)  # type: ignore[arg-type]
+        attached.start()
+        attached.join(20)
+        assert offers[1:] == [None]
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 def test_only_the_very_segment_is_attached(pair: tuple[ShmChannel, ShmChannel], tmp_path: Path) -> None:

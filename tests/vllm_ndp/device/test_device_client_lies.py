@@ -101,6 +101,7 @@ LIES: dict[str, dict[str, Any]] = {
     "a total that is not the difference": {"timing": {"total_ps": 5}},
     "a time without end": {"timing": {"done_ps": FOREVER, "total_ps": FOREVER - 3 * 10**6}},
     "a time beyond 64 bits": {"timing": {"dram_ps": (1 << 64) - 1}},
+    "an hour and a bit": {"timing": {"done_ps": 3 * 10**6 + 3601 * 10**12, "total_ps": 3601 * 10**12}},
     "a negative energy": {"timing": {"energy_pj": -1}},
     "an infinite utilisation": {"timing": {"array_utilisation": float("inf")}},
     "a utilisation that is none": {"timing": {"dram_efficiency": float("nan")}},

@@ -1,0 +1,163 @@
+"""Peers that press on what a device shares among all: memory, descriptors, room, the time between two requests.
+
+As in test_device_attacks.py the attackers are plain sockets; there each message was bad, here each is allowed and all
+of them together are not.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_device_attacks import Device, assert_serves, connected, device, served_ids, server
+
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import connection as limits
+from ndp_device.transport import zmq_server, zmtp
+from ndp_device.transport.connection import Connection, HandshakeTime
+from ndp_device.transport.listener import Listener
+from ndp_device.transport.zmq_server import ZmqServer
+
+__all__ = ["device", "server"]
+
+READY = zmtp.HOST_READY
+PATIENCE_S = 60.0
+
+
+def test_peers_that_announce_more_than_there_is_memory_do_not_end_the_device(device: Device) -> None:
+    """50 frames of 60 MiB that have only begun, where the system gives half a gigabyte more."""
+    room = psutil.Process(device.process.pid).memory_info().vms + (512 << 20)
+    resource.prlimit(device.process.pid, resource.RLIMIT_AS, (room, room))
+    peers = []
+    for _ in range(50):
+        peer = device.raw()
+        peer.sendall(b"\x02" + (60 << 20).to_bytes(8, "big") + bytes(70_000))
+        peers.append(peer)
+    time.sleep(0.5)
+    assert device.process.poll() is None
+    for peer in peers:
+        peer.close()
+    assert_serves(device)
+
+
+class Hands:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.now_ns / 1e9
+
+    def sleep(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Hands, socket.socket]]:
+    """The device's end of a connection that has greeted, its clock, and the host's end."""
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    clock = Hands()
+    connection = Connection(b"1", ours, clock, None, HandshakeTime())
+    theirs.sendall(zmtp.GREETING + READY)
+    connection.read(clock.now_ns)
+    yield connection, clock, theirs
+    connection.close()
+    theirs.close()
+
+
+def test_a_host_whose_messages_follow_each_other_closely_is_not_late(
+    ends: tuple[Connection, Hands, socket.socket],
+) -> None:
+    """A message of 100 bytes each second, but never between two of them a moment without an unfinished one."""
+    connection, clock, host = ends
+    one = bytes((0, 100)) + bytes(100)
+    host.sendall(one[:50])
+    for _ in range(3 * limits.MESSAGE_NS // 10**9):
+        connection.read(clock.now_ns)
+        assert not connection.is_late(clock.now_ns)
+        clock.sleep(1)
+        host.sendall(one[50:] + one[:50])
+        connection.read(clock.now_ns)
+        assert not connection.is_late(clock.now_ns)
+        connection.take()
+    clock.sleep(limits.MESSAGE_NS / 1e9 + 1)  # and then the last one never ends
+    host.sendall(one[50:60])
+    connection.read(clock.now_ns)
+    assert connection.is_late(clock.now_ns)
+
+
+def test_a_host_whose_bytes_the_device_leaves_unread_is_not_late(
+    ends: tuple[Connection, Hands, socket.socket],
+) -> None:
+    """Its 16 requests wait for one that takes half a minute; the 17th has begun to arrive."""
+    connection, clock, host = ends
+    one = bytes((0, 100)) + bytes(100)
+    host.sendall(limits.MAX_WAITING * one + one[:50])
+    while connection.may_wait:
+        connection.read(clock.now_ns)
+    connection.read(clock.now_ns)
+    clock.sleep(30)
+    assert not connection.is_late(clock.now_ns)
+    connection.take()
+    assert not connection.is_late(clock.now_ns)
+    host.sendall(one[50:])
+    connection.parse(clock.now_ns)
+    connection.read(clock.now_ns)
+    assert len(connection.waiting) == limits.MAX_WAITING
+
+
+def test_hosts_that_computed_once_and_went_silent_do_not_keep_others_out(
+    server: ZmqServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tcp a machine that lost its power says nothing; after as many restarts as there are places nobody came in."""
+    monkeypatch.setattr(zmq_server, "MAX_PEERS", 2)
+    monkeypatch.setattr(zmq_server, "_ASLEEP_NS", 300_000_000)
+    gone, here = connected(server, 1), connected(server, 2)
+    assert len(served_ids(server, 2, 0, lambda id: True)) == 2
+    time.sleep(0.3)
+    here.send(codec.encode(msg.Ping(2)))
+    assert served_ids(server, 1, 0, lambda id: True) == [2]
+    late = connected(server, 3)
+    assert served_ids(server, 1, 0, lambda id: True) == [3]
+    here.send(codec.encode(msg.Ping(2)))
+    assert served_ids(server, 1, 0, lambda id: True) == [2]
+    for transport in (gone, here, late):
+        transport.close()
+
+
+def test_a_connection_by_tcp_ends_when_its_host_is_gone_without_a_word() -> None:
+    listener = Listener("tcp://127.0.0.1:0", has_keys=False, backlog=1)
+    host = socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
+    accepted = listener.accept()
+    assert isinstance(accepted, socket.socket)
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+    assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 90_000
+    for end in (host, accepted, listener):
+        end.close()
+
+
+def test_answers_to_requests_that_came_by_memory_are_bounded_too(
+    server: ZmqServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that asks through the ring and reads nothing: what the ring cannot take waits for the socket."""
+    monkeypatch.setattr(zmq_server, "MAX_HELD_BYTES", 8 << 20)
+    host = connected(server, 1)
+    assert served_ids(server, 1, 0, lambda id: True) == [1]
+    (peer,) = server._peers.values()
+    answer = codec.encode(msg.Ping(1))[0], bytearray(1 << 20)
+    for _ in range(20):
+        server.send(peer.name, answer)
+    assert sum(peer.connection.held_bytes for peer in server._peers.values()) <= 8 << 20
+    host.close()
