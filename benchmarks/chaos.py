@@ -4,7 +4,10 @@ One engine in this process, the bundled model in fp32 with experts in full preci
 is computed here with the same result. The same requests run twice, in the same batches: undisturbed, then with kill -9
 and SIGSTOP of the device at random instants. Every token must be the same, and every request must end.
 
-    python benchmarks/chaos.py --kills 50 [--stops 10] [--seed N] [--json FILE]
+Many disturbances are taken in rounds of `--round`, each compared with its own undisturbed run and added to FILE, so
+that a run that is stopped, or ends after `--seconds`, is a run.
+
+    python benchmarks/chaos.py --kills 50 [--stops 10] [--round 50] [--seconds S] [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -148,14 +151,26 @@ def measure(engine: Engine, seed: int, *, kills: int, stops: int) -> dict[str, A
     short = [number for number, tokens in disturbed.items() if len(tokens) != requests(number)[1]]
     return {
         "kills": disturbance.done.count("kill"), "stops": disturbance.done.count("stop"),
-        "requests": len(disturbed), "tokens": sum(map(len, disturbed.values())), "wrong": wrong[:9],
-        "unfinished": short[:9], "pairs_by_device": after["cold_pairs"] - before["cold_pairs"],
+        "requests": len(disturbed), "tokens": sum(map(len, disturbed.values())),
+        "wrong": [(seed, number) for number in wrong], "unfinished": [(seed, number) for number in short],
+        "pairs_by_device": after["cold_pairs"] - before["cold_pairs"],
         "pairs_computed_here": after["fallback_pairs"] - before["fallback_pairs"],
-        "step_ms": {
-            name: dict(zip(("p50", "p99", "max"), percentiles_ms(steps), strict=True))
-            for name, steps in (("undisturbed", undisturbed_s), ("disturbed", disturbed_s))
-        },
+        "steps_s": {"undisturbed": undisturbed_s, "disturbed": disturbed_s},
         "seconds": round(time.monotonic() - begun_s, 1),
+    }  # fmt: skip
+
+
+def together(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all rounds say."""
+    added: dict[str, Any] = {name: rounds[0][name] for name in rounds[0] if name != "steps_s"}
+    for later in rounds[1:]:
+        added = {name: value + later[name] for name, value in added.items()}
+    steps = {kind: [s for one in rounds for s in one["steps_s"][kind]] for kind in ("undisturbed", "disturbed")}
+    return added | {
+        "rounds": len(rounds), "deadline_ms": DEADLINE_MS,
+        "step_ms": {
+            kind: dict(zip(("p50", "p99", "max"), percentiles_ms(taken), strict=True)) for kind, taken in steps.items()
+        },
     }  # fmt: skip
 
 
@@ -163,16 +178,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--round", type=int, default=50, help="disturbances before they are compared")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no round begins after so long")
     parser.add_argument("--seed", type=int, default=0)
     add_json_option(parser)
     given = parser.parse_args()
-    measurement, llm = Measurement(__doc__), make_llm()
-    figures = measure(Engine(llm), given.seed, kills=given.kills, stops=given.stops) | {"deadline_ms": DEADLINE_MS}
+    measurement, llm, begun_s = Measurement(__doc__), make_llm(), time.monotonic()
+    engine, rounds, count = Engine(llm), list[dict[str, Any]](), -(-(given.kills + given.stops) // given.round)
+    for number in range(count):
+        kills, stops = (
+            given.kills * (number + 1) // count - given.kills * number // count,
+            given.stops * (number + 1) // count - given.stops * number // count,
+        )
+        rounds.append(measure(engine, given.seed + number, kills=kills, stops=stops))
+        measurement.save(together(rounds), given.json)
+        if time.monotonic() - begun_s > given.seconds:
+            break
+    figures = together(rounds)
     llm.llm_engine.engine_core.shutdown()
     print("\n".join(f"{name:20} {value}" for name, value in figures.items()))
     measurement.end(figures, given.json)
-    assert not figures["wrong"], f"requests {figures['wrong']} have other tokens"
-    assert not figures["unfinished"], f"requests {figures['unfinished']} did not end"
+    assert not figures["wrong"], f"requests {figures['wrong']} (seed, number) have other tokens"
+    assert not figures["unfinished"], f"requests {figures['unfinished']} (seed, number) did not end"
 
 
 if __name__ == "__main__":

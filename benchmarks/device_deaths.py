@@ -13,6 +13,8 @@ Lives are forked from a process that has every expert loaded, so that thousands 
 program itself each time, as the plugin does, and `again` has the experts of the plan in it. Not in the figures: what a
 host spends on computing a lost call itself.
 
+What there is so far goes to FILE every hundred kills, and `--seconds` ends a run: a run that is stopped is a run.
+
     python benchmarks/device_deaths.py --kills 1000 [--way memory|socket] [--fresh] [--pause MS] [--json FILE]
 """
 
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 import uuid
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from measured import ROOT, Measurement, add_json_option
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="the whole program each time, not a fork")
     parser.add_argument("--pause", type=float, default=2.0, metavar="MS", help="between calls while none is served")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     add_json_option(parser)
     parser.add_argument("--nursery", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -189,6 +192,17 @@ def main() -> None:
         return
     measurement, rng, begun_s = Measurement(__doc__), random.Random(given.seed), time.monotonic()
     ended, noticed, again, away = [], [], [], []
+
+    def so_far() -> dict[str, Any]:
+        return {
+            "way": given.way, "fresh": given.fresh, "kills": len(noticed), "served": host.served, "wrong": host.wrong,
+            "late": host.late, "ended": percentiles(ended), "noticed": percentiles(noticed),
+            "again": percentiles(again), "away": percentiles(away),
+            "noticed_within_5_ms": round(float(np.mean(np.array(noticed) < NOTICED_GOAL_MS / 1e3)), 4),
+            "again_within_100_ms": round(float(np.mean(np.array(again) < AGAIN_GOAL_MS / 1e3)), 4),
+            "seconds": round(time.monotonic() - begun_s, 1),
+        }  # fmt: skip
+
     with tempfile.TemporaryDirectory() as directory:
         address = f"ipc://{directory}/private/device"
         lives, host = Lives(address, given.fresh), Host(address, memory=given.way == "memory")
@@ -219,17 +233,14 @@ def main() -> None:
                 while not host.call():
                     time.sleep(given.pause / 1e3)
                 again.append(max(time.monotonic() - ready_s, 0.0))
+                if len(again) % 100 == 0:
+                    measurement.save(so_far(), given.json)
+                if time.monotonic() - begun_s > given.seconds:
+                    break
         finally:
             host.client.close()
             lives.close()
-    figures = {
-        "way": given.way, "fresh": given.fresh, "kills": given.kills, "served": host.served, "wrong": host.wrong,
-        "late": host.late, "ended": percentiles(ended), "noticed": percentiles(noticed), "again": percentiles(again),
-        "away": percentiles(away),
-        "noticed_within_5_ms": round(float(np.mean(np.array(noticed) < NOTICED_GOAL_MS / 1e3)), 4),
-        "again_within_100_ms": round(float(np.mean(np.array(again) < AGAIN_GOAL_MS / 1e3)), 4),
-        "seconds": round(time.monotonic() - begun_s, 1),
-    }  # fmt: skip
+    figures = so_far()
     for name in ("ended", "noticed", "again", "away"):
         print(f"{name:9} " + "  ".join(f"{key} {value}" for key, value in figures[name].items()))
     measurement.end(figures, given.json)
