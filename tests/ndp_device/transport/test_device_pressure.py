@@ -10,7 +10,6 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
