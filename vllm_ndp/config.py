@@ -65,7 +65,8 @@ class NdpSettings:
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
     avg_bits: float = 3.0
-    """Average bits of a request's cold experts, 1 to 4."""
+    """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
+    start-up."""
     bits_for: str = "auto"
     """Cold experts get bits by each `request`'s own prompt, or the same for the whole running `batch`; `auto` is the
     batch from 4 running requests on, with half a bit more on average: faster, and less loss."""

@@ -76,8 +76,12 @@ def measured(replicas: Path, settings: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[scoring.ScoringServer]:
-    log = tmp_path_factory.mktemp("server") / "log"
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="module")
+def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -135,6 +139,13 @@ def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
         assert scored.pairs["fallback_pairs"] == 0
         assert math.exp(mine) == pytest.approx(math.exp(nll), rel=1e-4)
         assert mine - full_nll > 0.05
+
+
+def test_a_server_says_at_its_start_that_so_few_bits_are_of_no_use(server: scoring.ScoringServer, log: Path) -> None:
+    assert server.model  # it has started
+    told = " ".join(log.read_text(errors="replace").replace("│", " ").split())
+    assert "TOO FEW BITS" in told
+    assert "1.5 bits on average are too few for useful answers" in told
 
 
 def test_what_is_scored_as_a_prompt_is_in_full_precision(measured: Any, server: scoring.ScoringServer) -> None:

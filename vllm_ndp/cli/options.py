@@ -21,7 +21,18 @@ PriorOption = Annotated[
     Path | None, typer.Option(help="Popularity of experts as .npy, layers x experts (see analyze --prior-out).")
 ]
 HotOption = Annotated[int | None, typer.Option("--hot-experts", help="Hot experts per layer; default: half of them.")]
-AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.")]
+
+
+def judge_bits(avg_bits: float) -> float:
+    """Say on stderr that so few bits are of no use, where they are not."""
+    from vllm_ndp.planning.bitwidths import verdict_on
+
+    if verdict := verdict_on(avg_bits):
+        typer.echo(f"vllm-ndp: {verdict}", err=True)
+    return avg_bits
+
+
+AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.", callback=judge_bits)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the last line only: one JSON object.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes with commas between them.")]
 

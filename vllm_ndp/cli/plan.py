@@ -126,6 +126,8 @@ def _print(proposal: Proposal) -> None:
             f"Measured now: {human(probed.read_bytes_per_s)}/s read; one expert at {probed.bits} bits "
             f"{1e3 * probed.expert_s:.3f} ms ({probed.isa})."
         )
+    if proposal.too_few_bits:
+        console.print(f"Too few bits: {proposal.too_few_bits}.")
     if sizing.advice:
         console.print(f"Consider: {sizing.advice}.")
     for line in (proposal.quantize_line(), proposal.serve_line()):

@@ -17,6 +17,7 @@ from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.warm_experts import WarmExperts
+from vllm_ndp.planning.bitwidths import verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
@@ -59,6 +60,7 @@ def status(
         "policy": settings.policy,
         "bit_rule": settings.bit_rule,
         "avg_bits": settings.avg_bits,
+        "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
@@ -174,6 +176,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}"),
+        *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
         ("slot kernel", status["slot_kernel"]),

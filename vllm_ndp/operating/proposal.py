@@ -15,6 +15,7 @@ from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.operating.sizing import KV_BLOCK, Option, Sizing
 from vllm_ndp.operating.sources import Source
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
+from vllm_ndp.planning.bitwidths import verdict_on
 from vllm_ndp.simulation.costs import Costs
 
 REPLICAS = "REPLICAS"
@@ -40,6 +41,11 @@ class Proposal:
     hardware: str
     ways: Sequence[Way]
     measured: Measured | None
+
+    @property
+    def too_few_bits(self) -> str:
+        """What is said against the recommended way where only its narrowest replicas fit; else empty."""
+        return verdict_on(self.ways[0].option.avg_bits)
 
     def quantize_line(self) -> str:
         """The replicas of the recommended way: nested, so that they serve every narrower width too."""
@@ -89,6 +95,7 @@ class Proposal:
             "host_memory_bytes": sizing.machine.host_bytes,
             "hardware": self.hardware,
             "advice": sizing.advice,
+            "too_few_bits": self.too_few_bits,
             "ways": [self._way(way) for way in self.ways],
             "quantize": self.quantize_line(),
             "serve": self.serve_line(),

@@ -33,6 +33,12 @@ Absolute ones let the few experts of largest outputs take all bits. Source: docs
 LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
 
+LEAST_USEFUL_BITS = 2.0
+"""Below this average, answers are of no use: declared, not refused. Single experts at 1 bit are part of good plans."""
+
+_NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
+"""Rise in negative log-likelihood with every expert cold. Source: docs/log/quality.md, tiny-mixtral."""
+
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
 
@@ -103,6 +109,16 @@ def select_bitwidths(
         ends = _best_ends(prefix, _feasible(cold, spend), spend)
         bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=0)
     return BitwidthPlan(bits)
+
+
+def verdict_on(avg_bits: float) -> str:
+    """One sentence where an average is too low to be of use, else empty."""
+    if avg_bits >= LEAST_USEFUL_BITS:
+        return ""
+    return (
+        f"{avg_bits:g} bits on average are too few for useful answers: with every expert cold the bundled model loses "
+        f"{_NATS_AT}; use {LEAST_USEFUL_BITS:g} or more, or more hot experts"
+    )
 
 
 def uniform_bitwidths(placement: Placement, budget: Budget) -> BitwidthPlan:

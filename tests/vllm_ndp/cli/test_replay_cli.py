@@ -86,6 +86,13 @@ def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tm
     assert "prefill of others" in done.stdout
 
 
+def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
+    few, enough = (run("compare", TRACE, "--systems", "monde", "--avg-bits", bits) for bits in ("1.5", "2"))
+    assert few.returncode == enough.returncode == 0
+    assert "1.5 bits on average are too few for useful answers" in few.stderr
+    assert "too few" not in enough.stderr
+
+
 def test_reproduce_paper_prints_rows_with_what_was_published():
     result = last_json(run("reproduce", "paper"))
     row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")

@@ -79,6 +79,13 @@ def test_narrower_replicas_are_proposed_where_the_host_has_no_room_for_wide_ones
     assert [one.widest for one in sizing_of("mixtral-8x7b", host=25 * GB).options()] == [3, 2, 1]
 
 
+def test_a_machine_that_holds_no_wider_replicas_than_1_bit_is_called_of_no_use() -> None:
+    tight, roomy = proposal("mixtral-8x7b", 80 * GB, 12 * GB), proposal("mixtral-8x7b", 80 * GB, 64 * GB)
+    assert tight.ways[0].option.widest == 1
+    assert "too few for useful answers" in tight.as_dict()["too_few_bits"]
+    assert roomy.as_dict()["too_few_bits"] == ""
+
+
 def test_a_window_is_cached_up_to_what_one_step_adds_to_it() -> None:
     """gpt-oss-20b: 12 layers keep all 16384 tokens, 12 keep 128 + 2048 of them; 2 x 8 heads x 64 values of 2 bytes."""
     sizing = sizing_of("gpt-oss-20b", context=16384)

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
+from vllm_ndp.planning.bitwidths import (
+    GAINS,
+    LossTable,
+    full_precision,
+    select_bitwidths,
+    uniform_bitwidths,
+    verdict_on,
+)
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
 from vllm_ndp.planning.plan import Budget, Placement, Plan
@@ -152,3 +159,8 @@ def test_scores_of_another_model_are_refused():
     score, loss = random_model(0, 2, 8)
     with pytest.raises(ConfigError, match="one model"):
         select_bitwidths(score, Placement(np.zeros((2, 7), bool)), loss, Budget(0, 2))
+
+
+def test_averages_below_2_bits_are_judged_and_others_are_not():
+    assert verdict_on(2.0) == verdict_on(4.0) == ""
+    assert verdict_on(1.5).startswith("1.5 bits on average are too few for useful answers")
