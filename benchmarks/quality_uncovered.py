@@ -1,6 +1,6 @@
 """What do low-bit experts lose on subjects that no calibration text covers: uniform auto-gptq, our default, and tuned?
 
-    python benchmarks/quality_uncovered.py [--sequences 2] [--harness-sequences 16] [--cache DIR] [--json FILE]
+    python benchmarks/quality_uncovered.py [--model DIR] [--sequences 2] [--harness-sequences 16] [--json FILE]
 
 The six held-out domains in two halves (uncovered_text.py). Each half is measured with replicas that were calibrated on
 the bundled text less everything of its three domains, the same text for every arm. Bytes are equal: every arm reads the
@@ -11,9 +11,13 @@ same average bits per weight, with scales of the same groups.
              precision
     harness  the same by quality.py's own forward, for more sequences
 
+An average of bits is one over experts, as memory counts them; `bits_read` is the average over decode's cold pairs, as
+device time does, and is higher where bits go to the experts that are used most.
+
 Each number is the mean over sequences of the nll above full precision with the standard error of the paired mean, and
 its part of what uniform auto-gptq loses on the same sequences, with a jackknife error. What is measured is kept in the
-cache directory, so that a run goes on where it was stopped. Last line of stdout: one JSON object.
+cache directory, so that a run goes on where it was stopped, and with --json the table as far as it is known after each
+cell of each half. Last line of stdout: one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +49,25 @@ from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.stats import RoutingStats
 
-CELLS = ((3.0, 0), (3.0, 4), (2.0, 0), (2.0, 4))
-"""Average bits, hot experts of 8."""
+CELLS = ((3.0, 0.0), (3.0, 0.5), (2.0, 0.0), (2.0, 0.5))
+"""Average bits, part of the experts that is hot."""
 _AT_ONCE = 16
 Losses = NDArray[np.float64]
+BitsRead = NDArray[np.float64]
+"""[sequences, 2], see _bits_read."""
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of some sequences at one point."""
+
+    losses: Losses
+    bits_read: BitsRead
 
 
 @dataclass(frozen=True)
@@ -80,40 +97,75 @@ ARMS = (
 class Study:
     """The replicas of every arm and fold, made once, and what was measured of them."""
 
-    def __init__(self, cache: Path, tune_steps: int) -> None:
-        self.cache, self.tune_steps = cache, tune_steps
+    def __init__(self, model_dir: Path, cache: Path, tune_steps: int) -> None:
+        self.model_dir, self.cache, self.tune_steps = model_dir, cache, tune_steps
         cache.mkdir(parents=True, exist_ok=True)
 
     def replicas(self, arm: Arm, fold: int) -> Path:
         text = self.cache / f"without-{'-'.join(FOLDS[fold])}.txt"
         text.write_text(text_without(MODEL, FOLDS[fold]))
         base = self.cache / f"{arm.solver}-{arm.shrink:g}-{fold}"
-        build_calibrated(MODEL, base, text, solver=arm.solver, shrink=arm.shrink)
+        build_calibrated(self.model_dir, base, text, solver=arm.solver, shrink=arm.shrink)
         if arm.solver == "auto-gptq":
             return with_one_bit(base)
         if not arm.tuned:
             return base
         tuned = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
-        build_tuned(MODEL, base, tuned, text, steps=self.tune_steps)
+        build_tuned(self.model_dir, base, tuned, text, steps=self.tune_steps)
         return tuned
 
-    def losses(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[tuple[float, int], Losses]:
-        """(average bits, hot experts) -> nll of each sequence above full precision."""
+    def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[Point, Measured]:
+        """(average bits, part hot) -> what the sequences lost there; each point is kept as soon as it is known."""
         digest = ReplicaFiles(replicas, check_contents=False).manifest.digest
         of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
         path = self.cache / f"{how}-{arm.selector}-{digest}-{of_sequences}.json"
-        nll: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
-        model = MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
-        for bits, hot in CELLS:
-            if f"{bits:g} {hot}" not in nll:
-                cell = Cell(bits, hot, arm.selector, "prefill")
-                measured_nll = (
-                    served(replicas, sequences, cell) if how == "served" else harness(model, replicas, sequences, cell)
-                )
-                nll[f"{bits:g} {hot}"] = measured_nll.tolist()
-                path.write_text(json.dumps(nll))
-        full = harness(model, replicas, sequences, None)
-        return {(bits, hot): np.array(nll[f"{bits:g} {hot}"]) - full for bits, hot in CELLS}
+        known: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
+        store = ExpertStore(self.model_dir, replicas, kernel=ReferenceKernel())
+        forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
+        cells = {
+            point: Cell(point[0], round(point[1] * store.shape.num_experts), arm.selector, "prefill") for point in CELLS
+        }
+        for point, cell in cells.items():
+            name = f"{point[0]:g} {point[1]:g}"
+            if how == "served" and name not in known:
+                known[name] = served(self.model_dir, replicas, sequences, cell).tolist()
+                path.write_text(json.dumps(known))
+        full, by_cell = forward.run(sequences, list(cells.values()))
+        found = {}
+        for point, cell in cells.items():
+            nll, bits_read = by_cell[cell]
+            if how == "served":
+                nll = np.array(known[f"{point[0]:g} {point[1]:g}"])
+            found[point] = Measured(nll - full, bits_read)
+        return found
+
+
+class Forward:
+    """quality.py's own forward, with plans by one loss table."""
+
+    def __init__(self, model: MixedModel, losses: dict[str, LossTable]) -> None:
+        self._model, self._losses = model, losses
+        experts = model.experts
+        self._nobody = ImportanceScore.from_weights(np.ones((len(experts), experts[0].num_experts)))
+
+    def run(self, sequences: Tensor, cells: Sequence[Cell]) -> tuple[Losses, dict[Cell, tuple[Losses, BitsRead]]]:
+        """nll of each sequence in full precision, and at each cell with the bits that its cold pairs read."""
+        full, nll, read = [], {cell: [] for cell in cells}, {cell: [] for cell in cells}
+        for batch in sequences.split(_AT_ONCE):
+            prompts = self._model.prefill(batch)
+            full.append(self._model.decode(None))
+            decodes = self._model.routing_stats()
+            for cell in cells:
+                plans = [plan_bits(cell, prompt, prompt, self._nobody, self._losses) for prompt in prompts]
+                nll[cell].append(self._model.decode(np.stack(plans)))
+                read[cell] += [_bits_read(plan, decode) for plan, decode in zip(plans, decodes, strict=True)]
+        return np.concatenate(full), {cell: (np.concatenate(nll[cell]), np.array(read[cell])) for cell in cells}
+
+
+def _bits_read(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, float]:
+    """Of the cold pairs of one sequence: the bits of the experts that they read, added up, and how many they are."""
+    cold = plan > 0
+    return float((decode.counts * plan)[cold].sum()), float(decode.counts[cold].sum())
 
 
 def with_one_bit(replicas: Path) -> Path:
@@ -145,7 +197,7 @@ def with_one_bit(replicas: Path) -> Path:
     return out
 
 
-def served(replicas: Path, sequences: Tensor, cell: Cell) -> Losses:
+def served(model_dir: Path, replicas: Path, sequences: Tensor, cell: Cell) -> Losses:
     settings = {
         "avg_bits": cell.avg_bits,
         "hot_experts": cell.hot_experts,
@@ -153,21 +205,10 @@ def served(replicas: Path, sequences: Tensor, cell: Cell) -> Losses:
         "execution": "paper",
         "replicas": str(replicas),
     }
-    nll, totals = served_nll(sequences, settings)
+    nll, totals = served_nll(sequences, settings, model_dir)
     if totals["fallback_pairs"] or not totals["cold_pairs"]:
         raise SystemExit(f"{totals['fallback_pairs']} of {totals['cold_pairs']} pairs were not computed by the device")
     return nll
-
-
-def harness(model: MixedModel, replicas: Path, sequences: Tensor, cell: Cell | None) -> Losses:
-    """cell: None for full precision."""
-    nobody = ImportanceScore.from_weights(np.ones((len(model.experts), model.experts[0].num_experts)))
-    nll = []
-    for batch in sequences.split(_AT_ONCE):
-        prompts = model.prefill(batch)
-        plans = None if cell is None else [plan_bits(cell, p, p, nobody, loss_tables(replicas)) for p in prompts]
-        nll.append(model.decode(None if plans is None else np.stack(plans)))
-    return np.concatenate(nll)
 
 
 def part_of(losses: Losses, yardstick: Losses) -> tuple[float, float]:
@@ -179,41 +220,56 @@ def part_of(losses: Losses, yardstick: Losses) -> tuple[float, float]:
     )
 
 
+def rows_of(found: dict[tuple[str, Point, str], list[Measured]]) -> list[dict[str, Any]]:
+    """The table: of one arm at one point in one way a row, over the halves that are measured."""
+    rows = []
+    for (how, point, arm), halves in found.items():
+        losses = np.concatenate([half.losses for half in halves])
+        bits, pairs = np.concatenate([half.bits_read for half in halves]).sum(axis=0)
+        loss, error = mean_and_error(losses)
+        row = {"how": how, "avg_bits": point[0], "part_hot": point[1], "arm": arm, "sequences": len(losses)}
+        row |= {"delta_nll": round(loss, 5), "standard_error": round(error, 5), "bits_read": round(bits / pairs, 3)}
+        if yardstick := found.get((how, point, ARMS[0].name)):
+            part, part_error = part_of(losses, np.concatenate([half.losses for half in yardstick])[: len(losses)])
+            row |= {"part_of_auto_gptq": round(part, 3), "part_error": round(part_error, 3)}
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL, help="one with the bundled model's tokenizer")
     parser.add_argument("--sequences", type=int, default=2, help="served, per domain")
     parser.add_argument("--harness-sequences", type=int, default=16, help="per domain")
     parser.add_argument("--tune-steps", type=int, default=300)
-    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS])
-    parser.add_argument("--cache", type=Path, default=measured.ROOT / ".cache" / "quality")
+    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], choices=[arm.name for arm in ARMS])
+    parser.add_argument("--cache", type=Path, help="default: .cache/quality/ and the model's name")
     measured.add_json_option(parser)
     arguments = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
     measurement = measured.Measurement(str(__doc__))
-    study = Study(arguments.cache.resolve(), arguments.tune_steps)
-    found: dict[tuple[str, float, int, str], Losses] = {}
+    model_dir = arguments.model.resolve()
+    cache = arguments.cache or measured.ROOT / ".cache" / "quality" / model_dir.name
+    study = Study(model_dir, cache.resolve(), arguments.tune_steps)
+    found: dict[tuple[str, Point, str], list[Measured]] = {}
+
+    def figures() -> dict[str, Any]:
+        told = {"model": model_dir.name, "tune_steps": arguments.tune_steps, "folds": FOLDS}
+        return told | {"rows": rows_of(found)}
+
     for fold, domains in enumerate(FOLDS):
         for arm in (arm for arm in ARMS if arm.name in arguments.arms):
             replicas = study.replicas(arm, fold)
             for how, count in (("served", arguments.sequences), ("harness", arguments.harness_sequences)):
                 if count:
-                    sequences = torch.cat([held_out_sequences(MODEL, count)[domain] for domain in domains])
-                    for (bits, hot), losses in study.losses(how, arm, replicas, sequences).items():
-                        key = how, bits, hot, arm.name
-                        found[key] = np.concatenate([found.get(key, np.empty(0)), losses])
-    rows = []
-    for (how, bits, hot, arm), losses in found.items():
-        loss, error = mean_and_error(losses)
-        row: dict[str, Any] = {"how": how, "avg_bits": bits, "hot_experts": hot, "arm": arm, "sequences": len(losses)}
-        row |= {"delta_nll": round(loss, 5), "standard_error": round(error, 5)}
-        if (how, bits, hot, ARMS[0].name) in found:
-            part, part_error = part_of(losses, found[how, bits, hot, ARMS[0].name])
-            row |= {"part_of_auto_gptq": round(part, 3), "part_error": round(part_error, 3)}
-        rows.append(row)
-    print_table(rows)
-    measurement.end({"tune_steps": arguments.tune_steps, "folds": FOLDS, "rows": rows}, arguments.json)
+                    sequences = torch.cat([held_out_sequences(model_dir, count)[domain] for domain in domains])
+                    for point, half in study.measured(how, arm, replicas, sequences).items():
+                        found.setdefault((how, point, arm.name), []).append(half)
+                    measurement.save(figures(), arguments.json)
+    print_table(rows_of(found))
+    measurement.end(figures(), arguments.json)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -222,7 +278,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     by_place: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        place = row["how"], f"{row['avg_bits']:g}", str(row["hot_experts"])
+        place = row["how"], f"{row['avg_bits']:g}", f"{row['part_hot']:g}"
         text = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
         if "part_of_auto_gptq" in row:
             text += f" {row['part_of_auto_gptq']:.2f} ({row['part_error']:.2f})"

@@ -7,6 +7,7 @@
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
+    docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
 In a hand-written page, the text from `<!-- generated: NAME -->` to `<!-- end -->` is replaced; the rest is prose.
@@ -358,6 +359,36 @@ def ranks_matrix(root: Path = ROOT) -> str:
     return "\n".join(lines)
 
 
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+def quality_uncovered(root: Path = ROOT) -> str:
+    """What each way to make replicas loses on subjects that no calibration text covers, a table per model."""
+    parts = []
+    for name, found in load_measured(root / "docs" / "measured").items():
+        if not name.startswith("quality_uncovered"):
+            continue
+        rows = found.figures["rows"]
+        arms = list(dict.fromkeys(row["arm"] for row in rows))
+        places = list(dict.fromkeys((row["how"], row["avg_bits"], row["part_hot"]) for row in rows))
+        lines = [f"**{found.figures['model']}**", "", f"| path | average bits | hot | {' | '.join(arms)} |"]
+        lines.append("|---" * (3 + len(arms)) + "|")
+        for how, bits, hot in places:
+            of = {row["arm"]: row for row in rows if (row["how"], row["avg_bits"], row["part_hot"]) == (how, bits, hot)}
+            cells = [loss_cell(of[arm]) if arm in of else "-" for arm in arms]
+            path = f"{how}, {next(iter(of.values()))['sequences']} sequences"
+            lines.append(f"| {path} | {bits:g} | {f'{hot:.0%}' if hot else 'none'} | {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, "", about(found)]))
+    return "\n\n".join(parts)
+
+
+def loss_cell(row: dict[str, Any]) -> str:
+    text = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
+    if row["delta_nll"] and row.get("part_of_auto_gptq", 1) != 1:
+        text += f" **{row['part_of_auto_gptq']:.2f}** ({row['part_error']:.2f})"
+    return f"{text}; {row['bits_read']:.2f}"
+
+
 # -- options of vLLM ---------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +430,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "measured on a GPU": lambda: gpu_results(root),
         "dry run without a GPU": lambda: gpu_dry_run(root),
         "options of vLLM": option_answers,
+        "quality on uncovered subjects": lambda: quality_uncovered(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
 
@@ -424,6 +456,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/compatibility.md",
         "docs/distributed.md",
         "docs/gpu.md",
+        "docs/replica-format.md",
         "docs/timing.md",
         "README.md",
     ):
