@@ -99,7 +99,7 @@ def run_arm(given: argparse.Namespace) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         return statistics.median(watch.layers[len(watch.layers) // 8 :]) * 1e6
 
-    member = None if given.arm == "hot" else controller.device._members[0]
+    member = None if given.arm == "hot" else controller.device.members.each[0]
     if member is not None:
         respawn, member.process.respawn = member.process.respawn, lambda: False
 

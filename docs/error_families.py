@@ -136,7 +136,7 @@ FAMILIES = (
         "answer with wrong numbers.",
         "Start the device with the same model and replicas, or leave out what differs; several devices are started "
         "alike and named once each.",
-        files="vllm_ndp/device/agreement.py vllm_ndp/integration/device_link.py",
+        files="vllm_ndp/device/agreement.py vllm_ndp/integration/device_members.py",
     ),
     # -- addresses and keys -------------------------------------------------------------------------------------------
     Family(

@@ -56,7 +56,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/replicas/", ("ndp_device.protocol", "ndp_device.timing"), ()),
     # offline work: serving and replay read what it left behind
     ("ndp_device/", ("ndp_device.calibration",), ("ndp_device/calibration/",)),
-    ("vllm_ndp/", ("ndp_device.calibration",), ("vllm_ndp/cli/quantize.py", "vllm_ndp/integration/device_link.py")),
+    ("vllm_ndp/", ("ndp_device.calibration",), ("vllm_ndp/cli/quantize.py", "vllm_ndp/integration/host_replicas.py")),
     ("ndp_device/widths.py", ("numpy", "ndp_device"), ()),
     ("", ("pickle", "cloudpickle", "dill"), ()),
 ]

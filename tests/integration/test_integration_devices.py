@@ -27,7 +27,7 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.device.agreement import Agreement
 from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.copies import assign_copies
 from vllm_ndp.replay.exact.live import replay_live
@@ -298,7 +298,7 @@ def refusal(*addresses: str, keys: Path | None = None) -> str:
     settings = NdpSettings(device=addresses, cold_precision="full", device_keys=given)
     agreement = Agreement(open_checkpoint(MODEL).shape, hardware_of(settings), full_precision=True)
     with pytest.raises(NdpError) as caught:
-        DeviceLink(settings, agreement, MODEL, model_digest(MODEL), None, 0, set(), range(4), wants_prompts=False)
+        DeviceMembers(settings, agreement, MODEL, model_digest(MODEL), None, set())
     return str(caught.value)
 
 

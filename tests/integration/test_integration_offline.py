@@ -64,7 +64,7 @@ def test_the_first_start_builds_replicas_loudly_and_the_second_one_uses_them(
 def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(empty_cache: Path):
     """Stopped in the last of 4 layers: its file is cut short and the manifest does not know it yet."""
     from vllm_ndp.config import NdpSettings
-    from vllm_ndp.integration.device_link import find_replicas
+    from vllm_ndp.integration.host_replicas import find_replicas
 
     digest = model_digest(MODEL)
     directory = empty_cache / "replicas" / digest

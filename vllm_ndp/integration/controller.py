@@ -14,39 +14,25 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
 
-from ndp_device.cache import default_cache_dir
-from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError
-from ndp_device.kernels.kernel import Kernel
-from ndp_device.model_config import whole_model
-from ndp_device.model_shape import WholeModel
-from vllm_ndp.device.agreement import Agreement, PlannedReplicas
-from vllm_ndp.integration import compat, device_link, startup_table
+from vllm_ndp.integration import compat, startup_table
+from vllm_ndp.integration.assembly import Assembly
 from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedRequest
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.exchange import Exchange
-from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
-from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.engine_kernel import load_engine_kernel
-from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.few_rows import FewRows
-from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device, LeadersDevice
+from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
-from vllm_ndp.integration.quantized_slots import ReplicaFill
-from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import PAIR_KINDS, StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -54,12 +40,9 @@ from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
 from vllm_ndp.integration.warm_experts import WarmExperts
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
-from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
+from vllm_ndp.simulation.devices import DeviceRules, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 from vllm_ndp.simulation.joint_rule import JointRule
 from vllm_ndp.simulation.prefill_split import PrefillSplit
@@ -89,29 +72,14 @@ class NdpController:
     def __init__(self, settings: NdpSettings, model_dir: Path, vllm_config: VllmConfig) -> None:
         self.settings, self.model_dir = settings, model_dir
         self.number = next(_numbers)
-        parallel = vllm_config.parallel_config
-        self.ranks = Ranks.of_this_worker(holds_whole_experts=parallel.enable_expert_parallel)
-        self.pool = ExpertsPool(model_dir, self.ranks.share)
-        decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, self.ranks.stage)
-        self.pool.restrict(self.layers)
-        shape = self.pool.shape
+        self._make = make = Assembly(settings, model_dir, vllm_config)
+        self.ranks, self.pool, self.layers, self.hot = make.ranks, make.pool, make.layers, make.hot
+        self.hardware, self.shape = make.hardware, make.shape
+        shape, stage = self.pool.shape, self.ranks.stage
         self.sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)
-        self.hardware = compat.hardware_of(settings)
-        self.shape = _model_of_stage(vllm_config, self.pool, decoder)
-        stage = self.ranks.stage
         self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size, stage.index, stage.count))
         self.requests = RequestTracker()
         self.running = RunningStep()
-        owners = None
-        if self.ranks.holds_whole_experts:
-            owners = Owners(self.ranks.size, shape.num_layers, shape.num_experts)
-        num_quantized = settings.resolve_hot_experts(shape.num_experts) if settings.has_quantized_slots else 0
-        if settings.plan == "joint":
-            num_quantized = shape.num_experts
-        cores = compat.engine_cores()
-        self.hot = HotExperts(
-            self.pool, cores, owners, self.ranks.rank, num_quantized=num_quantized, slot_bits=settings.slot_bits
-        )
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
         self.device: Device
@@ -128,7 +96,6 @@ class NdpController:
         self._warm: WarmExperts | None = None
         self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
-        self._digest = ""
         self._weighs_input = False
         self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
@@ -168,36 +135,14 @@ class NdpController:
                 f"quantization 'ndp' was asked for but only {len(self.hot.layers)} of {shape.num_layers} "
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
-        self._digest = model_digest(self.model_dir)
-        replicas = None
-        if self._is_quantized():  # the first rank may have to build them
-            find = partial(device_link.find_replicas, self.settings, self.model_dir, self._digest)
-            replicas = self.ranks.after_the_first(find)
-        planned = None if replicas is None else PlannedReplicas.of(replicas)
-        self.ranks.require_equal(
-            {
-                "settings": str(settings),
-                "a checkpoint with digest": self._digest,
-                "replicas with digest": "none"
-                if planned is None
-                else f"{planned.digest}, losses {planned.loss_digest}",
-            }
-        )
-        self.device = self._open_device(replicas, planned)
+        make = self._make
+        replicas, planned = make.agree_on_replicas()
+        self.device = make.open_device(replicas, planned)
         offload_bits = self.device.offload_bits
-        self.hot.open_pool(settings.pool, self._packed_dir(), self._make_replica_fill(replicas))
+        make.open_pool(replicas)
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
-        self.locator = RowLocator(runner, self._make_late_check())
-        losses = LossTable.nominal(shape.num_layers, shape.num_experts)
-        if replicas is not None:
-            losses = device_link.load_losses(replicas, self.layers, settings.losses)
-        costs = Costs(
-            self.hardware,
-            self.shape,
-            group_size=self.device.group_size,
-            num_gpus=self.ranks.size,
-            slot_bits=settings.slot_bits,
-        )
+        self.locator = RowLocator(runner, make.make_late_check())
+        losses, costs = make.load_losses(replicas), make.make_costs(self.device)
         self.clock.model = replace(self.clock.model, slot_bytes=costs.slot_bytes)
         rules = settings.planner_rules(shape.num_experts, losses)
         if settings.joint_tiers:
@@ -206,14 +151,14 @@ class NdpController:
         replanner = Replanner(rules, shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
-        self._device_rules = self._share_among_devices(costs)
+        self._device_rules = make.share_among_devices(self.device, costs)
         self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
         prefill_split = PrefillSplit(costs) if self.device.computes_prompts else None
         shared = compat.shared_experts(runner.model)
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
-        self._warm = self._make_warm(costs)
-        self._exchange = self._make_exchange(offload_bits)
+        self._warm = make.make_warm(costs)
+        self._exchange = make.make_exchange(offload_bits)
         held = self.hot.layers[0].held
         for index, name in self._operators.items():
             layer = MoELayer(
@@ -236,130 +181,11 @@ class NdpController:
             self._layers.append(layer)
             LAYERS[name] = layer
 
-    def _open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
-        """The leader finds or starts the device; the others hear from it what they need to plan alike."""
-        settings, shape = self.settings, self.pool.model
-        offload_bits = settings.resolve_offload_bits(shape.num_experts)
-        cores = self.ranks.merge(compat.bound_cores())
-        if not self.ranks.leads:
-            group_size, expert_bytes, computes_prompts = self.ranks.from_leader()
-            alive = (True,) * settings.num_devices
-            return LeadersDevice(offload_bits, group_size, expert_bytes, computes_prompts, alive)
-        agreement = Agreement(
-            shape,
-            self.hardware,
-            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
-            quantized=self._is_quantized(),
-            replicas=planned,
-        )
-        device = DeviceLink(
-            settings,
-            agreement,
-            self.model_dir,
-            self._digest,
-            replicas,
-            offload_bits,
-            cores,
-            self.layers,
-            wants_prompts=self._splits_prefill(),
-        )
-        self.ranks.from_leader((device.group_size, device.expert_bytes, device.computes_prompts))
-        return device
-
-    def _share_among_devices(self, costs: Costs) -> DeviceRules | None:
-        """Where there are several devices: who holds what, the same on every rank."""
-        settings, device = self.settings, self.device
-        if not settings.shares_experts:
-            return None
-        rules = DeviceRules.that_fit(
-            costs,
-            settings.num_devices,
-            settings.device_copies,
-            max_moves=settings.device_moves,
-            full_precision=settings.cold_precision == "full",
-        )
-        device.share_among(Devices(costs, rules, device.expert_bytes, device.offload_bits))
-        return rules
-
     def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer | None:
         """None where hot experts never leave the GPU."""
         if self._balancer is None or self.device.devices is None:
             return self._balancer
         return self.device.devices.balancer(self._balancer, layer, self.device.counted_on)
-
-    def _make_late_check(self) -> LateCheck | None:
-        device = self.hot.layers[0].held.w13.device
-        if device.type == "cpu":
-            return None
-        return LateCheck(make_lane(device), pinned_for(device), device, self._scheduler_config.max_num_batched_tokens)
-
-    def _make_exchange(self, offload_bits: int) -> Exchange | None:
-        """Where decode layers do not wait for the GPU: their way to the device and back."""
-        weights, whole = self.hot.layers[0].held.w13, self.ranks.holds_whole_experts
-        if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda, whole_experts=whole):
-            return None
-        device, shape = weights.device, self.pool.shape
-        return Exchange(
-            make_lane(device),
-            pinned_for(device),
-            device,
-            top_k=shape.top_k,
-            hidden=shape.hidden_size,
-            dtype=weights.dtype,
-            start_thread=thread_of(device, compat.engine_cores()),
-        )
-
-    def _make_warm(self, costs: Costs) -> WarmExperts | None:
-        """None where the host's CPU computes no experts. Raises ConfigError where it would keep copies of them."""
-        settings = self.settings
-        if not settings.has_warm_experts:
-            return None
-        if not self.pool.lies_in_place:
-            raise ConfigError(
-                "ndp setting 'warm_experts' needs experts that the CPU can compute where they lie, but in this "
-                "checkpoint they do not lie row by row, so that it would keep copies of them: use 'warm_experts': 0"
-            )
-        return WarmExperts(self.model_dir, self._kernel, self.layers, costs)
-
-    def _make_replica_fill(self, replicas: Path | None) -> ReplicaFill | None:
-        """What fills hot slots with replicas; None where they are filled from the checkpoint."""
-        if not (self.settings.has_quantized_slots and compat.on_cpu()):
-            return None
-        if replicas is None:
-            raise ConfigError(
-                f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
-                "name their directory in 'replicas'"
-            )
-        slots = self.hot.layers
-        return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self._kernel, self.layers, slots)
-
-    @cached_property
-    def _kernel(self) -> Kernel:
-        """The device's, in this process."""
-        return load_engine_kernel(self.settings.kernel, compat.engine_cores())
-
-    def _splits_prefill(self) -> bool:
-        """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
-        settings, num_experts, reason = self.settings, self.pool.shape.num_experts, ""
-        if settings.resolve_hot_experts(num_experts) == num_experts:
-            reason = "every expert is hot"
-        elif settings.shares_experts:
-            reason = "several devices do not share the experts of prompts"
-        elif not self.pool.lies_in_place:
-            reason = "experts do not lie row by row in this checkpoint, so the device would keep copies of them"
-        if settings.prefill == "split" and reason:
-            raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
-        return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
-
-    def _is_quantized(self) -> bool:
-        """Whether some experts are hot or cold as 1-4 bit replicas."""
-        return self.settings.needs_replicas(self.pool.shape.num_experts, in_slots=compat.on_cpu())
-
-    def _packed_dir(self) -> Path:
-        """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
-        dtype = str(self.hot.layers[0].held.w13.dtype).removeprefix("torch.")
-        name = f"{self._digest}-packed-{self.hot.slot_kernel}-{dtype}-{vllm.__version__}"
-        return default_cache_dir(self._digest).with_name(name)
 
     def allocate(self, kv_cache_config: Any) -> None:
         """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""
@@ -525,12 +351,12 @@ class NdpController:
             )
         elif isinstance(self.device, DeviceLink):
             try:
-                self.device.reach_another(address, keys)
+                self.device.members.reach_another(address, keys)
             except (NdpError, OSError) as error:
                 refusal = str(error)
         if self.ranks.any_says(bool(refusal)):
             if isinstance(self.device, DeviceLink):
-                self.device.leave_newcomer()
+                self.device.members.leave_newcomer()
             return {"address": address, "refused": refusal or f"another rank refused the device at {address}"}
         devices = self.device.devices
         assert devices is not None
@@ -590,7 +416,7 @@ class NdpController:
         return {
             "effective": self.status(),
             "totals": self.totals_dict(),
-            "device": self.device.look(),
+            "device": self.device.members.look(self.device.state),
             "plan": live.plan_in_force(self.planner.replanner, self._last_planned),
             "running": live.running(self.requests),
         }
@@ -614,7 +440,7 @@ class NdpController:
             self.settings,
             self.pool.shape,
             self.model_dir,
-            self._digest,
+            self._make.digest,
             hardware=self.hardware,
             model=self.shape,
             device=self.device,
@@ -625,16 +451,3 @@ class NdpController:
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,
         )
-
-
-def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) -> WholeModel:
-    """Sizes as vLLM has them, with the defaults of its configuration classes and what the user overrode.
-
-    decoder: the layers that this worker runs; experts of others are none of its model's.
-    """
-    model = vllm_config.model_config
-    dtype = str(model.dtype).removeprefix("torch.")
-    whole = whole_model(pool.model, model.hf_text_config.to_dict(), pool.layout.moe_index, dtype=dtype)
-    if pool.shape == pool.model:
-        return whole
-    return replace(whole, num_layers=pool.shape.num_layers, decoder=whole.decoder[decoder.start : decoder.stop])

@@ -74,17 +74,19 @@ def status(
 
 
 def _device(device: DeviceLink, *, may_join: bool) -> dict[str, Any]:
-    description = device.description
+    description = device.members.description
     return {
-        "device_pid": device.pids[0],
-        "device_pids": device.pids,
-        "device_cores": device.cores,
-        "device_address": device.address,
-        "device_bytes": sum(one.resident_bytes for one in device.descriptions),
+        "device_pid": device.members.pids[0],
+        "device_pids": device.members.pids,
+        "device_cores": device.members.cores,
+        "device_address": device.members.address,
+        "device_bytes": sum(one.resident_bytes for one in device.members.descriptions),
         "device_may_join": may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "replicas": f"{description.replicas} in {device.replicas}" if device.replicas else "none needed",
+        "replicas": f"{description.replicas} in {device.members.replicas}"
+        if device.members.replicas
+        else "none needed",
         "hardware": description.hardware,
         "pe_mode": description.pe_mode,
     }

@@ -1,0 +1,228 @@
+"""The devices that one worker speaks to: started or found, each of another process, all serving the same.
+
+Knows how a device is started, asked what it is and watched. Does not know plans, layers, nor who holds which expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.probe import Probe
+from ndp_device.protocol import messages as msg
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.device.agreement import Agreement
+from vllm_ndp.device.client import DeviceClient, DeviceProcess
+from vllm_ndp.integration import compat
+
+_LOOK_EVERY_S = 0.02
+_LOOK_PATIENCE_S = 0.2
+
+
+@dataclass
+class Member:
+    """One of the devices; `process` is set where this worker started it."""
+
+    address: str
+    keys: Path | None
+    process: DeviceProcess | None
+    client: DeviceClient
+    description: msg.Description | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.process is None else self.process.pid
+
+    def describe(self, timeout_s: float = 5.0) -> None:
+        """Ask it what it is and holds."""
+        with Probe(self.address, timeout_s=timeout_s, keys=self.keys) as probe:
+            self.description = probe.describe()
+
+    def look(self) -> dict[str, Any]:
+        now: dict[str, Any] = {
+            "state": self.client.state,
+            "reason": "" if self.client.state == "up" else self.client.reason,
+            "address": self.address,
+            "pid": self.pid,
+            "calls": asdict(self.client.counters),
+        }
+        if self.client.state == "up":
+            with contextlib.suppress(DeviceUnavailable, DeviceError):
+                self.describe(_LOOK_PATIENCE_S)
+        assert self.description is not None
+        return now | {"resident_bytes": self.description.resident_bytes, "sessions": self.description.num_sessions}
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process is not None:
+            self.process.terminate()
+
+
+class DeviceMembers:
+    """In the order of the settings, those that joined later behind them. `served` is what every one of them serves."""
+
+    def __init__(
+        self,
+        settings: NdpSettings,
+        agreement: Agreement,
+        model_dir: Path,
+        digest: str,
+        replicas: Path | None,
+        engine_cores: set[int],
+    ) -> None:
+        """engine_cores: of all ranks. Raises ConfigError, or what starting and connecting raise, in one sentence."""
+        self._settings, self._agreement, self._model_dir, self._digest = settings, agreement, model_dir, digest
+        self.replicas = replicas
+        self.cores: list[int] = []
+        self.each: list[Member] = []
+        self._newcomer: Member | None = None  # reached, and without a part so far
+        self._look_at_s = 0.0  # whether the embedded devices live
+        try:
+            if not settings.addresses:
+                self.cores = compat.device_cores(engine_cores)
+            for number in range(settings.num_devices):
+                self.each.append(self._open(number))
+            self.served = self._agree()
+        except BaseException:
+            self.close()  # nothing else knows the processes that were started
+            raise
+
+    @property
+    def clients(self) -> list[DeviceClient]:
+        return [member.client for member in self.each]
+
+    def _open(self, number: int) -> Member:
+        settings = self._settings
+        if settings.addresses:
+            return self._reach(settings.addresses[number], settings.keys_of(number))
+        process = DeviceProcess.spawn(
+            self._model_dir,
+            self.replicas,
+            hardware=settings.hardware,
+            hardware_overrides=settings.hardware_overrides,
+            pe_mode=settings.pe_mode,
+            kernel=settings.kernel,
+            cores=self.cores,
+            extra_arguments=("--prepare", settings.prepare),
+        )
+        return self._reach(process.address, None, process)
+
+    def _reach(self, address: str, keys: Path | None, process: DeviceProcess | None = None) -> Member:
+        accept, deadline_ms = partial(self._agreement.check, address), self._settings.deadline_ms
+        client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys)
+        return Member(address, keys, process, client)
+
+    def _agree(self) -> msg.Served:
+        """What all devices serve. Raises ConfigError or what connecting raises, in one sentence with the address."""
+        served = [self._meet(member, self.each[:number]) for number, member in enumerate(self.each)]
+        return served[0]
+
+    def _meet(self, member: Member, others: Sequence[Member]) -> msg.Served:
+        try:
+            welcome = member.client.connect()
+        except DeviceError as error:  # what a device says does not name it
+            said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
+            raise DeviceError(error.code, said, retryable=error.retryable) from None
+        served = self._agreement.check(member.address, welcome)
+        member.describe()
+        for other in others:
+            assert other.client.welcome is not None
+            if other.client.welcome.incarnation == welcome.incarnation:
+                raise ConfigError(
+                    f"{other.address} and {member.address} are one device: name each device once in ndp setting "
+                    "'device'"
+                )
+        first = others[0].client.welcome if others else welcome
+        assert first is not None
+        assert first.served is not None
+        if served.widths != first.served.widths:
+            raise ConfigError(
+                f"the device at {member.address} serves the widths {sorted(served.expert_bytes)}, the one at "
+                f"{others[0].address} serves {sorted(first.served.expert_bytes)}: start them alike"
+            )
+        return served
+
+    def reach_another(self, address: str, keys: str | None) -> None:
+        """Between steps: connect to one device more, which `join` then gives its part. Raises ConfigError, DeviceError
+        or DeviceUnavailable, in one sentence with the address, and everything is as before."""
+        if keys is None and isinstance(self._settings.device_keys, str) and address.startswith("tcp://"):
+            keys = self._settings.device_keys
+        if not address.startswith(("ipc://", "tcp://")):
+            raise ConfigError(f"a device is added by its ipc:// or tcp:// address, got {address!r}")
+        newcomer = self._reach(address, None if keys is None else Path(keys))
+        try:
+            self._meet(newcomer, self.each)
+        except BaseException:
+            newcomer.close()
+            raise
+        self._newcomer = newcomer
+
+    def leave_newcomer(self) -> None:
+        """Another rank cannot use the device that was reached."""
+        if self._newcomer is not None:
+            self._newcomer.close()
+            self._newcomer = None
+
+    def admit(self) -> DeviceClient:
+        """The device that was reached is one of them from now on."""
+        assert self._newcomer is not None
+        newcomer, self._newcomer = self._newcomer, None
+        self.each.append(newcomer)
+        return newcomer.client
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Of each device that we started."""
+        return [member.pid for member in self.each]
+
+    @property
+    def address(self) -> str:
+        return ", ".join(member.address for member in self.each)
+
+    @property
+    def description(self) -> msg.Description:
+        """Of the first device; the others serve the same."""
+        return self.descriptions[0]
+
+    @property
+    def descriptions(self) -> list[msg.Description]:
+        return [member.description for member in self.each if member.description is not None]
+
+    @property
+    def up(self) -> tuple[bool, ...]:
+        """[D], which devices are up now."""
+        return tuple(member.client.state == "up" for member in self.each)
+
+    def revive(self) -> None:
+        """Between steps: start embedded devices that died again; their clients find them when they are ready.
+
+        To ask the system costs 10 us, so devices that answer are asked after now and then only.
+        """
+        if self._settings.addresses or (time.monotonic() < self._look_at_s and all(self.up)):
+            return
+        self._look_at_s = time.monotonic() + _LOOK_EVERY_S
+        for member in self.each:
+            if member.process is not None and member.process.poll() is not None:
+                member.process.respawn()
+
+    def look(self, state: str) -> dict[str, Any]:
+        """The device's state, calls and memory now, between steps; of several the sums, and `devices` with each. A
+        device that does not answer at once tells less."""
+        each = [member.look() for member in self.each]
+        if len(each) == 1:
+            return each[0]
+        calls = {name: sum(one["calls"][name] for one in each) for name in each[0]["calls"]}
+        sums = {name: sum(one[name] for one in each) for name in ("resident_bytes", "sessions")}
+        reasons = "; ".join(f"{one['address']}: {one['reason']}" for one in each if one["reason"])
+        whole = {"state": state, "reason": reasons, "address": self.address, "pid": each[0]["pid"]}
+        return whole | {"calls": calls} | sums | {"devices": each}
+
+    def close(self) -> None:
+        for member in self.each:
+            member.close()

@@ -1,0 +1,85 @@
+"""Replicas on this side: found or built, their losses, and the device's arithmetic in this process.
+
+Knows replica directories and kernels. Does not know devices, nor which pairs are to be computed here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, ReplicaError
+from ndp_device.kernels import load_kernel
+from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import WIDTHS
+from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.integration.compat import say
+from vllm_ndp.planning.bitwidths import LossTable
+
+
+def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path | None:
+    """The replica directory to plan and serve from.
+
+    Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
+    an embedded device; a running device has its own, which replicas made here could only differ from: None.
+    """
+    from ndp_device.cache import default_cache_dir
+    from ndp_device.calibration.build import build_data_free
+
+    if settings.replicas is not None:
+        return Path(settings.replicas)
+    cached: Path = default_cache_dir(digest)
+    try:
+        ReplicaFiles(cached, model_digest=digest, check_contents=False)
+    except ReplicaError:  # none yet, or an earlier build was stopped: the builder keeps what is whole
+        if settings.device != EMBEDDED:
+            return None
+        say(
+            f"no replicas given for {model_dir.name}: building data-free ones once in {cached} "
+            "(`vllm-ndp quantize` makes better ones from calibration text)"
+        )
+        build_data_free(model_dir, cached)
+    return cached
+
+
+def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
+    """Of the MoE layers that this worker runs; kind: one of planning.bitwidths.LOSSES."""
+    from ndp_device.replicas.format import read_manifest
+    from ndp_device.replicas.loss_table import load_loss_table
+
+    missing = set(WIDTHS) - set(read_manifest(replicas).bits)
+    if missing:
+        raise ConfigError(
+            f"the replicas in {replicas} lack {sorted(missing)} bits; the selector needs all of {list(WIDTHS)}: "
+            "run `vllm-ndp quantize` with --bits 1,2,3,4"
+        )
+    absolute, relative = load_loss_table(replicas)
+    losses = relative if kind == "relative" else absolute
+    return LossTable.from_measured(losses[layers.start : layers.stop])
+
+
+class LocalReplicas:
+    """The device's arithmetic in this process: the same replicas, the same kernel (`fallback="same"`)."""
+
+    def __init__(self, model_dir: Path, replicas: Path | None, kernel: str) -> None:
+        self._kernel = load_kernel(kernel)
+        self._store = ExpertStore(model_dir, replicas, kernel=self._kernel)
+
+    def execute(
+        self,
+        layer: int,
+        x: NDArray[np.float32],
+        rows: NDArray[np.int32],
+        experts: NDArray[np.int64],
+        bits: NDArray[np.uint8],
+        topk_weights: NDArray[np.float32],
+    ) -> NDArray[np.float32]:
+        """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
+        keys, index = np.unique(np.stack([experts, bits.astype(np.int64)]), axis=1, return_inverse=True)
+        prepared = [self._store.get(layer, int(expert), int(width)) for expert, width in keys.T]
+        y = self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), topk_weights)
+        self._store.check_used(layer, keys[1].tolist())
+        return y
