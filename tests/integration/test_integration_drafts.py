@@ -1,8 +1,9 @@
-"""Speculative decoding without a draft model: tokens of stock vLLM, and drafts in reports, traces and clocks."""
+"""Speculative decoding: tokens of stock vLLM, and drafts in reports, traces and clocks."""
 
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from vllm_ndp.traces.trace import Trace
 pytestmark = pytest.mark.vllm
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
 REPEATING = [prompt * 4 for prompt in PROMPTS]
 TOKENS = 24
 LAYERS, TOP_K = 4, 2
@@ -87,11 +89,26 @@ def test_a_drafted_run_replays_to_the_picosecond(drafted: dict[str, Any]):
     assert replay.identical
 
 
-def test_a_draft_model_is_refused_by_name():
-    draft = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+def test_a_draft_model_changes_no_token_and_its_reports_hold_no_simulated_time_of_a_token(
+    stock_tokens: list[list[int]],
+):
+    """The draft is the model itself, unquantized, so that nearly every guess is right."""
+    said = one_engine.run({"hot_experts": 3, "cold_precision": "full"}, REPEATING, TOKENS, speculative_config=DRAFT)
+    assert said["tokens"] == [stock_tokens]
+    (totals,) = said["totals"]
+    assert totals["sidecar_mismatches"] == totals["fallback_pairs"] == 0
+    assert totals["simulated_ps"] is None
+    for report in chain(*said["reports"]):
+        assert report["accepted_drafts"] > 0
+        assert report["unsimulated"] == "the draft model's time"
+        assert len(report["measured_token_ms"]) == TOKENS - 1
+        assert not {"simulated_ttft_us", "simulated_tpot_us", "simulated_token_us"} & set(report)
+
+
+def test_a_recording_beside_a_draft_model_is_refused(tmp_path: Path):
+    settings = {"record": str(tmp_path / "trace")}
     with (
-        pytest.raises(ConfigError, match="drafts of a model, whose time and experts are in no plan") as error,
-        engine(settings={}, speculative_config=draft),
+        pytest.raises(ConfigError, match="'record' beside a draft model, whose time is in no simulated clock"),
+        engine(settings=settings, speculative_config=DRAFT),
     ):
         pass
-    assert "use a proposer without one (ngram, suffix)" in str(error.value)

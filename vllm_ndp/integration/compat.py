@@ -47,6 +47,7 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 """Those that read `*.safetensors` of the model's directory. Others would take all but the experts from other files."""
 
 MODEL_FREE_PROPOSERS = ("ngram", "suffix")
+DRAFT_MODEL = "draft_model"
 """Ways of speculative decoding that take next to no time and route nothing."""
 
 BROKEN_ON_CPU = {
@@ -117,8 +118,12 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "context parallelism: drop --prefill-context-parallel-size and --decode-context-parallel-size"),
         (_adapts_experts(vllm_config), "LoRA adapters of experts, which are no layers of vLLM's here: name other "
          "layers in --lora-target-modules (q_proj, v_proj, ...), or drop --enable-lora"),
-        (_drafts_with_a_model(vllm_config), f"drafts of a model, whose time and experts are in no plan, clock or "
-         f"report: use a proposer without one ({', '.join(MODEL_FREE_PROPOSERS)}) in --speculative-config"),
+        (_proposer(vllm_config) not in ("", *MODEL_FREE_PROPOSERS, DRAFT_MODEL),
+         f"drafts by {_proposer(vllm_config)!r}, whose layers share the model's own: use "
+         f"{', '.join(MODEL_FREE_PROPOSERS)} or {DRAFT_MODEL} in --speculative-config"),
+        (settings.record is not None and drafts_with_a_model(vllm_config),
+         "'record' beside a draft model, whose time is in no simulated clock, so that a replay could not be compared: "
+         f"drop 'record', or use a proposer without a model ({', '.join(MODEL_FREE_PROPOSERS)})"),
         (load_format not in LOAD_FORMATS, f"weights that are no safetensors in the model's directory, from where "
          f"experts are read here and on the device: drop --load-format {load_format}"),
         (bool(asked("model_config.model_weights")), "weights from somewhere else than the model's directory, where "
@@ -322,9 +327,19 @@ def _is_ours(worker_class: str) -> bool:
     return issubclass(resolve_obj_by_qualname(worker_class), resolve_obj_by_qualname(WORKER_CLASS))
 
 
-def _drafts_with_a_model(vllm_config: VllmConfig) -> bool:
+def _proposer(vllm_config: VllmConfig) -> str:
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method not in MODEL_FREE_PROPOSERS
+    return "" if speculative is None else str(speculative.method)
+
+
+def drafts_with_a_model(vllm_config: VllmConfig) -> bool:
+    """Whether another model runs between steps, whose time is in no simulated clock."""
+    return _proposer(vllm_config) == DRAFT_MODEL
+
+
+def unsimulated(vllm_config: VllmConfig) -> str:
+    """What runs in an engine and is in no simulated clock, in words for its reports; empty where that is nothing."""
+    return "the draft model's time" if drafts_with_a_model(vllm_config) else ""
 
 
 def on_cpu() -> bool:

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.request import RequestStatus
 
+from vllm_ndp.integration import compat
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving import spans
@@ -67,6 +68,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         ] = {}  # answers to complete with the last step's report
         self._untold: dict[str, dict[str, Any]] = {}  # complete reports that the worker has not got yet
         self._stats = NdpStats()
+        self._unsimulated = compat.unsimulated(vllm_config)
 
     # -- worker side ----------------------------------------------------------------------------------------------
 
@@ -107,7 +109,10 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         return FinishedReports(told)
 
     def on_new_request(self, request: Request) -> None:
-        self._requests[request.request_id] = request, RequestReport(request.arrival_time, request.num_prompt_tokens)
+        self._requests[request.request_id] = (
+            request,
+            RequestReport(request.arrival_time, request.num_prompt_tokens, self._unsimulated),
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Runs once per step, after sampling and after `request_finished` of the requests that ended in it."""
@@ -115,7 +120,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
             step = of_all_stages(meta.reports, self._pipeline)
-            self._stats.add_step(step)
+            self._stats.add_step(step, is_whole=not self._unsimulated)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]

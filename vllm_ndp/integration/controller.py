@@ -96,6 +96,7 @@ class NdpController:
         self._warm: WarmExperts | None = None
         self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
+        self._unsimulated = compat.unsimulated(vllm_config)
         self._weighs_input = False
         self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
@@ -383,6 +384,7 @@ class NdpController:
             warm=self._warm,
             decode_layers=self._describe_layers(),
             has_report=self._has_report,
+            unsimulated=self._unsimulated,
         )
 
     def _describe_layers(self) -> str:
@@ -403,7 +405,7 @@ class NdpController:
             "sidecar_mismatches": self.locator.mismatches,
             **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
             "device_state": self.device.state,
-            "simulated_ps": self.clock.now_ps,
+            "simulated_ps": None if self._unsimulated else self.clock.now_ps,
             "simulated_device": dict(self.device_sums),
             "simulated_device_bound": dict(self.device_bounds),
         }

@@ -107,7 +107,8 @@ WORKS = (
     ),
     Answer(
         "speculative_config spec_method spec_model spec_tokens",
-        "`ngram`; `suffix` is accepted and was not run, drafts of a model are refused",
+        "`ngram`; `draft_model`, whose reports hold no simulated time of a token; `suffix` is accepted and was not "
+        "run; EAGLE, MTP and Medusa are refused",
         "test_integration_drafts::test_drafts_change_no_token",
     ),
     Answer(

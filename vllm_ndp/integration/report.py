@@ -163,6 +163,7 @@ def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, fl
 class RequestReport:
     arrival_s: float
     prompt_tokens: int = 0
+    unsimulated: str = ""  # what no simulated clock holds, where a request's time would lack it
     first_scheduled_ps: int | None = None
     token_ps: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -212,6 +213,8 @@ class RequestReport:
             report |= {"drafted_tokens": self.drafted, "accepted_drafts": self.drafted - self.rejected}
             report["rejected_pairs"] = self.rejected * self.pairs_per_row
         report |= self.plan
+        if self.unsimulated:
+            report["unsimulated"] = self.unsimulated
         if self.token_s and self.first_scheduled_ps is not None:
             measured = [(b - a) * 1e3 for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
             simulated = [(b - a) / PS_PER_US for a, b in zip(self.token_ps, self.token_ps[1:], strict=False)]
@@ -219,10 +222,13 @@ class RequestReport:
                 "measured_ttft_ms": round((self.token_s[0] - self.arrival_s) * 1e3, 3),
                 "measured_tpot_ms": round(sum(measured) / len(measured), 3) if measured else None,
                 "measured_token_ms": [round(value, 3) for value in measured],
-                "simulated_ttft_us": round((self.token_ps[0] - self.first_scheduled_ps) / PS_PER_US, 6),
-                "simulated_tpot_us": round(sum(simulated) / len(simulated), 6) if simulated else None,
-                "simulated_token_us": [round(value, 6) for value in simulated],
             }
+            if not self.unsimulated:
+                report |= {
+                    "simulated_ttft_us": round((self.token_ps[0] - self.first_scheduled_ps) / PS_PER_US, 6),
+                    "simulated_tpot_us": round(sum(simulated) / len(simulated), 6) if simulated else None,
+                    "simulated_token_us": [round(value, 6) for value in simulated],
+                }
             report |= {f"simulated_{part}_uj": round(self.device_pj[part] / 1e6, 6) for part in DEVICE_PARTS}
         if self.device:
             stages = (*DEVICE_STAGES, "overlap_saved", "total")

@@ -32,8 +32,9 @@ def status(
     warm: WarmExperts | None,
     decode_layers: str,
     has_report: bool,
+    unsimulated: str,
 ) -> dict[str, Any]:
-    """What is effective, as data."""
+    """What is effective, as data. unsimulated: what runs here and is in no simulated clock."""
     shape = hot.pool.shape
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
@@ -68,9 +69,15 @@ def status(
         "slot_kernel": hot.slot_kernel,
         "decode_layers": decode_layers,
         "record": settings.record or "off",
-        "report": "in kv_transfer_params['ndp']" if has_report else "off (a KV connector of yours, or report=false)",
+        "report": _report(unsimulated) if has_report else "off (a KV connector of yours, or report=false)",
         **({} if isinstance(device, LeadersDevice) else _device(device, may_join=settings.may_join)),
     }
+
+
+def _report(unsimulated: str) -> str:
+    return "in kv_transfer_params['ndp']" + (
+        f", without simulated times of tokens: {unsimulated} is in no clock" if unsimulated else ""
+    )
 
 
 def _device(device: DeviceLink, *, may_join: bool) -> dict[str, Any]:

@@ -85,10 +85,12 @@ class NdpStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         return {key: value for key, value in self.data.items() if not isinstance(value, list)}
 
-    def add_step(self, step: StepReport) -> None:
+    def add_step(self, step: StepReport, *, is_whole: bool = True) -> None:
+        """is_whole: whether its simulated time holds all that runs in a step."""
         costs, device = step.costs, step.device
         self._count("steps", 1)
-        self._count("simulated_s", (step.end_ps - step.start_ps) / 1e12)
+        if is_whole:
+            self._count("simulated_s", (step.end_ps - step.start_ps) / 1e12)
         for kinds in step.pairs.values():
             for kind, count in kinds.items():
                 self._count(f"pairs:{kind}", count)
