@@ -105,6 +105,63 @@ def wants_memory(path: str, stop: Event) -> None:
     send_for_ever(path, stop, request(hello), 32)
 
 
+def commands_of_zeromq(path: str, stop: Event) -> None:
+    """PING of ZMTP itself, which is no request."""
+    send_for_ever(path, stop, zmtp.PING * 2000, 60)
+
+
+def bodies_that_nobody_wants(path: str, stop: Event) -> None:
+    """Every message has 60 MiB, and a header that is none."""
+    piece = bytes(1 << 20)
+    peers: list[tuple[socket.socket, int]] = []
+    while not stop.is_set():
+        with suppress(OSError):
+            while len(peers) < 60:
+                peers.append((connected(path), 0))
+        for number, (peer, sent) in enumerate(peers):
+            try:
+                if not sent:
+                    peer.send(b"\x01\x01x\x02" + (60 << 20).to_bytes(8, "big"))
+                sent += peer.send(piece[: min(1 << 20, (60 << 20) - sent)])
+                peers[number] = peer, sent % (60 << 20)
+            except BlockingIOError:
+                continue
+            except OSError:
+                peer.close()
+        peers = [one for one in peers if one[0].fileno() >= 0]
+
+
+def plans_without_an_end(path: str, stop: Event) -> None:
+    """Every expert at every width, then none, again and again, of 20 that never compute."""
+
+    def asked(number: int, epoch: int, flags: int) -> bytes:
+        plan = msg.InstallPlan(number, epoch=epoch, expected_epoch=0)
+        header, body = codec.encode(plan, {"replicas": np.full((LAYERS, EXPERTS), flags, np.uint8)})
+        return b"".join(bytes(part) for part in zmtp.encoded((checksum.write(header, body), bytes(body))))
+
+    hello = request(msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="planner"))
+    send_for_ever(path, stop, hello + asked(2, 5, 31) + asked(3, 6, 0), 20)
+
+
+def pings_by_memory(path: str, stop: Event) -> None:
+    """Hosts that say Hello and then ask through shared memory, as fast as they are answered."""
+    clients = [DeviceClient(f"ipc://{path}", deadline_ms=1000) for _ in range(12)]
+    number = 1 << 40
+    while not stop.is_set():
+        for client in clients:
+            client.poll()
+            connection = client._connection
+            channel = getattr(connection and connection._transport, "_channel", None)
+            if connection is None or channel is None or not connection.is_up:
+                continue
+            number += 1
+            header, body = codec.encode(msg.Ping(number))
+            with suppress(Exception):
+                channel.put((header, body), writes_checksum=True)
+                while channel.take() is not None:
+                    channel.release()
+
+
 def comes_and_goes(path: str, stop: Event) -> None:
     while not stop.is_set():
         with suppress(OSError):
@@ -121,6 +178,10 @@ ATTACKS: dict[str, Attack] = {
         endless_message,
         answers_not_read,
         wants_memory,
+        commands_of_zeromq,
+        bodies_that_nobody_wants,
+        plans_without_an_end,
+        pings_by_memory,
         comes_and_goes,
     )
 }

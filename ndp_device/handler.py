@@ -41,6 +41,9 @@ _MAX_REFUSAL_BYTES = 2048
 _TRIM_ABOVE = 1.02
 """Of the packed replicas, while a plan is prepared: often enough to stay small, too seldom to take long."""
 
+_PREPARED_BESIDE_OTHERS = 4
+"""Experts, by a plan, while another host computes and waits meanwhile. The others are prepared when first asked for."""
+
 _FOREIGN_MODULES = ("torch", "transformers", "vllm")
 _log = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Handler:
         self._prefetch_order = PrefetchOrder(store) if prepares_ahead else None
         self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
+        self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
         self.incarnation = uuid.uuid4().hex
         self.stopping = False
@@ -195,7 +199,7 @@ class Handler:
             case msg.InstallPlan():
                 session = self._client(name).session
                 session.check_install(request, tensors["replicas"])
-                missing = self._prepare(tensors["replicas"])
+                missing = self._prepare(tensors["replicas"], others_wait=self.others_compute(name))
                 session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
                 installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
                 return installed, {"missing": missing}
@@ -226,10 +230,10 @@ class Handler:
             self._clients.popitem(last=False)
         self._clients[name] = _Client(session, DeviceModel(self._hardware))
 
-    def _prepare(self, replicas: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _prepare(self, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
 
-        What no client's plan uses may be forgotten.
+        What no client's plan uses may be forgotten. others_wait: load little, since somebody else's Execute waits.
         """
         in_use = replicas.copy()
         for client in self._clients.values():
@@ -244,7 +248,8 @@ class Handler:
         reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
         for bits in self._store.widths:
             self._store.ask_again(bits, (replicas & prepared & FLAG_OF_BITS[bits]) != 0)
-        for layer, expert, bits in listed(replicas & ~prepared & ~missing):
+        unprepared = listed(replicas & ~prepared & ~missing)
+        for layer, expert, bits in unprepared[: _PREPARED_BESIDE_OTHERS if others_wait else None]:
             try:
                 self._store.get(layer, expert, bits)
             except ReplicaError as error:

@@ -50,7 +50,7 @@ class Server:
         self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
-        handler.offer_memory = transport.offer_memory
+        handler.offer_memory, handler.others_compute = transport.offer_memory, transport.others_compute
         transport.on_gone = handler.forget
         self._stopping = False
 

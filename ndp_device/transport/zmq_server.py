@@ -45,8 +45,9 @@ _LITTLE_UNREAD_BYTES = 1 << 20
 STRANGERS_SHARE = 10
 """While a host computes, all peers that never did get one part in this many of the device's time."""
 
-_STRANGERS_WAIT_NS = 20_000_000  # at most, after one of them was served
-_ACCEPT_WAIT_NS = 5_000_000  # at most, after connections of strangers took their part of the time
+_STRANGERS_WAIT_NS = 250_000_000  # at most, after one of them was served
+_STRANGERS_LOOK_NS = 500_000  # for their connections, before they rest
+_STRANGERS_REST_NS = 250_000_000  # at most; the half of a millisecond above earns 4.5
 _COMPUTED_LATELY_NS = 1_000_000_000
 _NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connections gain nothing
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
@@ -106,7 +107,9 @@ class ZmqServer:
         self._spent_ns = 0.0  # the start tag of the request that is or was being served
         self._strangers_from_ns = 0
         self._computed_ns = 0
-        self._accepts_from_ns = 0  # 0 = at once
+        self._rest_until_ns = 0  # connections of strangers, the listener among them; 0 = they are looked after
+        self._last_turns: dict[int, int] = {}  # of the same
+        self._resting: dict[int, int] = {}  # those that something has happened to meanwhile, and until when
         self._checked_ns = self._polled_ns = 0
         self._unparsed: dict[_Peer, None] = {}  # with bytes that were read but not looked at
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
@@ -170,6 +173,12 @@ class ZmqServer:
             peer.rank = max(peer.rank, Rank.GREETED)
         if peer.rank < Rank.COMPUTES:
             self._strangers_from_ns = now + min(cost_ns * (STRANGERS_SHARE - 1), _STRANGERS_WAIT_NS)
+
+    def others_compute(self, client: bytes) -> bool:
+        """Whether another host than this one has computed lately, and so is likely to wait for what is done now."""
+        before = self._clock.monotonic_ns() - _COMPUTED_LATELY_NS
+        others = (peer for peer in self._peers.values() if peer.name != client)
+        return any(peer.rank is Rank.COMPUTES and peer.computed_ns > before for peer in others)
 
     def offer_memory(self, client: bytes) -> SlotOffer | None:
         """A segment for this client, used in both directions as soon as the client has used it once."""
@@ -286,7 +295,12 @@ class ZmqServer:
 
     def _spin(self) -> Received | None:
         """A client that was served within the last milliseconds is likely to ask again before it could ring."""
-        channels = [p.channel for p in self._peers.values() if p.channel is not None and p.channel.has_spoken]
+        may_strangers = self._may_strangers(self._clock.monotonic_ns())
+        channels = [
+            peer.channel
+            for peer in self._peers.values()
+            if peer.channel is not None and peer.channel.has_spoken and (may_strangers or peer.rank is Rank.COMPUTES)
+        ]
         while (
             channels
             and self._clock.monotonic_ns() - self._active_ns < self._spinner.spin_ns
@@ -294,7 +308,8 @@ class ZmqServer:
         ):
             seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
             with self._turn:
-                if not seen:
+                # what was seen may be a stranger's, whose turn has not come: others must not wait for that
+                if not seen or self._clock.monotonic_ns() - self._polled_ns > _SPIN_SLICE_NS:
                     self._look()
                 if received := self._next():
                     return received
@@ -303,14 +318,23 @@ class ZmqServer:
 
     def _sleep(self, timeout_s: float) -> Received | None:
         with self._turn:
-            channels = [peer.channel for peer in self._peers.values() if peer.channel is not None]
-            ready = all(channel.prepare_sleep() for channel in channels)
-            if any(peer.connection.may_wait for peer in self._unparsed):
+            may_strangers, ready = self._may_strangers(self._clock.monotonic_ns()), True
+            channels = []
+            for peer in self._peers.values():
+                if peer.channel is not None:
+                    channels.append(peer.channel)
+                    is_empty = peer.channel.prepare_sleep()
+                    ready = ready and (is_empty or (peer.rank < Rank.COMPUTES and not may_strangers))
+            if any(self._may_parse(peer) for peer in self._unparsed):
                 ready = False
             if any(peer.is_waiting for peer in self._peers.values()):  # strangers whose turn has not come
                 timeout_s = min(timeout_s, max(self._strangers_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
-            if self._accepts_from_ns:
-                timeout_s = min(timeout_s, max(self._accepts_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
+            rests = [
+                *self._resting.values(),
+                *([self._rest_until_ns] if self._unparsed and self._rest_until_ns else ()),
+            ]
+            if rests:
+                timeout_s = min(timeout_s, max(min(rests) - self._clock.monotonic_ns(), 0) / 1e9)
         self._look(timeout_s if ready else 0.0)
         with self._turn:
             for channel in channels:
@@ -321,30 +345,77 @@ class ZmqServer:
 
     def _look(self, timeout_s: float = 0.0) -> None:
         """Accept, read and write what can be without waiting longer; everything one peer can cause here is bounded."""
+        if self._rest_until_ns or self._resting:
+            with self._turn:
+                self._end_rest(self._clock.monotonic_ns())
         events = self._poll.poll(timeout_s)
         with self._turn:
             now = self._polled_ns = self._clock.monotonic_ns()
-            strangers_ns = 0  # that peers which never computed take of this look
+            strangers: list[tuple[int, int]] = []
             for fd, event in events:
                 peer = self._by_fd.get(fd)
-                if peer is not None and peer.rank is Rank.COMPUTES:
+                if peer is not None and (peer.rank is Rank.COMPUTES or event & ENDED):
                     self._attend(peer, event, now)
                 elif peer is not None or fd == self._listener.fileno():  # else a doorbell, or a peer that has just gone
-                    begun_ns = self._clock.monotonic_ns()
-                    if peer is None:
-                        self._accept(now)
-                    else:
-                        self._attend(peer, event, now)
-                    strangers_ns += self._clock.monotonic_ns() - begun_ns
-            if self._accepts_from_ns and now >= self._accepts_from_ns:
-                self._accepts_from_ns = 0
-                self._poll.modify(self._listener.fileno(), READABLE)
-            elif not self._accepts_from_ns and strangers_ns and now < self._computed_ns + _COMPUTED_LATELY_NS:
-                self._accept_after(now + min(strangers_ns * (STRANGERS_SHARE - 1), _ACCEPT_WAIT_NS))
-            for peer in [peer for peer in self._unparsed if peer.connection.may_wait]:
-                self._do(peer, peer.connection.parse, now)
+                    strangers.append((fd, event))
+            unparsed = [peer for peer in self._unparsed if self._may_parse(peer)]
+            for peer in unparsed:
+                if peer.rank is Rank.COMPUTES:
+                    self._do(peer, peer.connection.parse, now)
+            parts = [(peer.connection.fileno(), 0) for peer in unparsed if peer.rank < Rank.COMPUTES]
+            if strangers or parts:
+                self._look_after_strangers(strangers + parts, now)
             if now > self._checked_ns + _CHECK_NS:
                 self._check(now)
+
+    def _look_after_strangers(self, happened: list[tuple[int, int]], now_ns: int) -> None:
+        """Accept, read and write for peers that never computed. An event 0: what was read is to be looked at.
+
+        While a host computes this takes half a millisecond and is then left alone for nine times as long, so that
+        whatever these peers send, a tenth of the device's time goes into it.
+        """
+        begun_ns = at_ns = self._clock.monotonic_ns()
+        end_ns = begun_ns + (_STRANGERS_LOOK_NS if now_ns < self._computed_ns + _COMPUTED_LATELY_NS else 1 << 62)
+        late: list[int] = []
+        for fd, event in sorted(happened, key=lambda one: self._last_turns.get(one[0], 0)):
+            peer = self._by_fd.get(fd)
+            if at_ns >= end_ns or self._rest_until_ns:
+                if event:
+                    late.append(fd)
+                continue
+            if peer is None and fd != self._listener.fileno():
+                continue  # sent away for one before it
+            self._last_turns[fd] = at_ns
+            if peer is None:
+                self._accept(now_ns)
+            elif event:
+                self._attend(peer, event, now_ns)
+            else:
+                self._do(peer, peer.connection.parse, now_ns)
+            at_ns = self._clock.monotonic_ns()
+        if end_ns < 1 << 62 and not self._rest_until_ns:
+            self._rest_until_ns = at_ns + min((at_ns - begun_ns) * (STRANGERS_SHARE - 1), _STRANGERS_REST_NS)
+        for fd in late:
+            self._let_rest(fd, self._rest_until_ns)
+
+    def _may_parse(self, peer: _Peer) -> bool:
+        return peer.connection.may_wait and (peer.rank is Rank.COMPUTES or not self._rest_until_ns)
+
+    def _let_rest(self, fd: int, until_ns: int) -> None:
+        """Be told nothing more of it until then."""
+        if fd not in self._resting:
+            self._poll.modify(fd, 0)
+        self._resting[fd] = max(until_ns, self._resting.get(fd, 0))
+
+    def _end_rest(self, now_ns: int) -> None:
+        if now_ns >= self._rest_until_ns:
+            self._rest_until_ns = 0
+        for fd in [fd for fd, until_ns in self._resting.items() if now_ns >= until_ns]:
+            del self._resting[fd]
+            peer = self._by_fd.get(fd)
+            if peer is not None:
+                peer.events = peer.connection.wanted_events
+            self._poll.modify(fd, READABLE if peer is None else peer.events)
 
     def _attend(self, peer: _Peer, event: int, now_ns: int) -> None:
         if event & ENDED:
@@ -356,12 +427,6 @@ class ZmqServer:
             num_read = self._do(peer, peer.connection.read, now_ns)
             if num_read is not None and num_read > READ_AT_ONCE // 16:
                 self._bound_memory()
-
-    def _accept_after(self, at_ns: int) -> None:
-        """New connections wait in the listener's queue until then."""
-        if not self._accepts_from_ns:
-            self._poll.modify(self._listener.fileno(), 0)
-        self._accepts_from_ns = max(self._accepts_from_ns, at_ns)
 
     def _check(self, now_ns: int) -> None:
         """End what takes too long."""
@@ -383,7 +448,7 @@ class ZmqServer:
                 return
             except OSError as error:  # no descriptor, no memory: whoever connects waits in the listener's queue
                 _log.warning("no new connection can be accepted: %s", error.strerror)
-                self._accept_after(now_ns + _FULL_AGAIN_NS)
+                self._let_rest(self._listener.fileno(), now_ns + _FULL_AGAIN_NS)
                 self._send_one_away()
                 return
             if connected is None:
@@ -487,7 +552,7 @@ class ZmqServer:
                 self._unparsed[peer] = None
             else:
                 self._unparsed.pop(peer, None)
-            if (wanted := connection.wanted_events) != peer.events:
+            if (wanted := connection.wanted_events) != peer.events and connection.fileno() not in self._resting:
                 peer.events = wanted
                 self._poll.modify(connection.fileno(), wanted)
         return result
@@ -496,6 +561,8 @@ class ZmqServer:
         if self._peers.pop(peer.name, None) is None:
             return
         del self._by_fd[peer.connection.fileno()]
+        self._resting.pop(peer.connection.fileno(), None)
+        self._last_turns.pop(peer.connection.fileno(), None)
         self._close_channel(peer)
         with contextlib.suppress(OSError):
             self._poll.unregister(peer.connection.fileno())

@@ -70,6 +70,18 @@ def test_every_width_of_every_expert_is_summed_with_its_gate(
         assert not y[4].any()  # no pair
 
 
+def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_asked_for(
+    handler: Handler, model_dir: Path, replicas_dir: Path
+) -> None:
+    """A plan with everything in it kept every other host waiting until all of it was prepared."""
+    handler.others_compute = lambda client: True
+    caller = Caller(handler).ready()
+    assert sum(int(handler._store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
+    tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)
+    store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
+    np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)
+
+
 def test_bfloat16_rows_are_computed_as_the_numbers_they_are(handler: Handler) -> None:
     caller = Caller(handler).ready()
     tensors = pairs([0, 1], [0, 2], [4, 16])

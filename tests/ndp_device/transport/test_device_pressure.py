@@ -6,14 +6,17 @@ of them together are not.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-from test_device_attacks import Device, assert_serves, connected, device, served_ids, server
+from test_device_attacks import Device, Ticking, assert_serves, connected, device, served_ids, server
 
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
@@ -160,3 +163,45 @@ def test_answers_to_requests_that_came_by_memory_are_bounded_too(
         server.send(peer.name, answer)
     assert sum(peer.connection.held_bytes for peer in server._peers.values()) <= 8 << 20
     host.close()
+
+
+def test_strangers_that_send_without_an_end_take_a_part_of_the_time_while_a_host_computes(tmp_path: Path) -> None:
+    """Commands of ZeroMQ itself, which no request is charged for. To read one costs a millisecond here, so that in a
+    turn one of 20 is looked after; the next turn comes after 5, and each of the 20 has had one after 20 turns."""
+    system = Ticking()
+    server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
+    host = connected(server, 1)
+    received = server.receive(0) or server.receive(0)
+    assert received is not None
+    strangers = []
+    for _ in range(20):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(server.address.removeprefix("ipc://"))
+        stranger.setblocking(False)
+        stranger.sendall(zmtp.GREETING + READY)
+        strangers.append(stranger)
+    while len(server._peers) < 21 or not all(peer.connection._reader.is_ready for peer in server._peers.values()):
+        server._look()
+    for stranger in strangers:
+        stranger.recv(1 << 16)
+    turns = 0
+    served = Counter[int]()
+    while len(served) < 20:
+        for number, stranger in enumerate(strangers):
+            with contextlib.suppress(BlockingIOError):
+                stranger.send(zmtp.PING * 100)
+            with contextlib.suppress(BlockingIOError):
+                served[number] += len(stranger.recv(1 << 16))
+        server.served(received.client, 0, computed=True, greeted=True)
+        before = {peer.name: peer.connection.heard_ns for peer in server._peers.values()}
+        server._look()
+        assert len(server._peers) == 21
+        assert sum(peer.connection.heard_ns != before[peer.name] for peer in server._peers.values()) <= 1
+        turns += 1
+        assert turns < 1000, served
+    host.send(codec.encode(msg.Ping(7)))
+    server._look()
+    assert [codec.peek_id(waits.frames[0]) for waits in server._peers[received.client].connection.waiting] == [7]
+    for peer in (*strangers, host):
+        peer.close()
+    server.close()
