@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from pretend_gpu import GPU, LazyLane, LazyMark, PretendGpu, peek
 
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
+from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
 from vllm_ndp.integration.migration import Migrator
 
 
@@ -88,6 +91,39 @@ def test_a_layer_has_the_main_stream_wait_for_its_moves_and_the_host_for_no_copy
     migrator.close()
 
 
+def test_moves_share_one_stream_which_is_none_of_those_that_vllm_computes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 streams of each priority and hands them out in turn. With one for each layer of each placement, the
+    moves of some layer would be on vLLM's own stream, in front of its kernels."""
+    made: list[int] = []
+    device = torch.device("cuda", 1)
+
+    class Stream:
+        def __init__(self, device: torch.device, priority: int = 0) -> None:
+            made.append(priority)
+            self.device = device
+
+        def wait_event(self, event: object) -> None: ...
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: Stream.__new__(Stream) if of == device else None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda of: nullcontext())
+    migrator, moved = Migrator(os.sched_getaffinity(0)), list[int]()
+    for _ in range(2):
+        for layer in range(40):
+            migrator.begin(layer, [lambda layer=layer: moved.append(layer)])
+        migrator.wait_for_all()
+    migrator.close()
+    assert moved == [*range(40), *range(40)]
+    assert made == [-1]
+
+
 def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     class Failing:
         def carry_out(self, moves: object) -> LazyMark:
@@ -98,3 +134,19 @@ def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     with pytest.raises(OSError, match="the pool is gone"):
         migrator.wait(0)
     migrator.close()
+
+
+def test_a_thread_that_cannot_start_is_said_at_once_and_not_waited_for() -> None:
+    """As where the cores that it is bound to are not those of the container."""
+    cpu = torch.device("cpu")
+
+    def start() -> None:
+        raise OSError("no such cores")
+
+    with pytest.raises(OSError, match="no such cores"):
+        Exchange(HostLane(), pinned_for(cpu), cpu, top_k=2, hidden=8, dtype=torch.float32, start_thread=start)
+
+
+def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert pinned_for(torch.device("cpu"))(4, dtype=torch.float32).device.type == "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration import compat
 from vllm_ndp.integration.cuda import limits
 
 
@@ -127,3 +129,10 @@ def test_kv_bytes_are_those_of_layers_that_keep_every_position() -> None:
 def test_slots_have_the_widths_of_vllm_s_kernels(bits: int, is_refused: bool) -> None:
     found = refused(configuration(), NdpSettings(slot_bits=bits))
     assert [f"'slot_bits' {bits} on a GPU" in what for what in found] == [True] * is_refused
+
+
+def test_threads_of_a_gpu_engine_are_bound_to_no_cores_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OMP_PLACES={0:64}` means cores 0 to 63, and a container may have others: a thread bound to them could not start."""
+    monkeypatch.setenv("OMP_PLACES", "{0:64}")
+    monkeypatch.setattr(compat, "on_cpu", lambda: False)
+    assert compat.engine_cores() == os.sched_getaffinity(0)

@@ -410,6 +410,8 @@ def engine_cores() -> set[int]:
 
 def bound_cores() -> set[int]:
     """Cores that vLLM's executor gave to this worker; empty where it gave it all."""
+    if not on_cpu():
+        return set()  # it binds none there: such a variable is the user's, and about other threads than ours
     for variable in ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES"):  # what vLLM's CPU executor sets, one of them
         if bound := {int(core) for core in re.findall(r"\d+", os.environ.get(variable, ""))}:
             return bound

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_ndp.integration.cuda.lanes import CudaMark, Mark
+from vllm_ndp.integration.cuda.lanes import CudaMark, Mark, own_stream
 
 Move = Callable[[], None]
 
@@ -30,7 +30,7 @@ class Migrator:
         """cores: where the thread may run; the one that makes it may be bound to a single core. beside: asked for each
         layer as it is begun; None where moves are done when they return."""
         self._cores = frozenset(cores)
-        self._beside = beside or _Stream.of_the_step
+        self._beside = beside or _OneStream()
         self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)
         self._pending: dict[int, Future[Mark | None]] = {}  # layer -> its moves: at most one entry per layer
 
@@ -60,26 +60,35 @@ class Migrator:
         os.sched_setaffinity(0, self._cores)  # 0: this thread
 
 
-class _Stream:
-    """On a GPU: a stream of its own, behind what the step before may still be reading."""
+class _OneStream:
+    """On a GPU: the stream on which all moves are, whatever their layer; it is made when the first of them begins."""
 
     def __init__(self) -> None:
-        self._device = torch.cuda.current_device()  # of the worker's thread; each thread has its own
-        self._ready = torch.cuda.Event()
-        self._ready.record()
+        self._stream: torch.cuda.Stream | None = None
 
-    @classmethod
-    def of_the_step(cls) -> _Stream | None:
-        return cls() if torch.cuda.is_initialized() else None
+    def __call__(self) -> _Behind | None:
+        if not torch.cuda.is_initialized():
+            return None
+        if self._stream is None:
+            self._stream = own_stream(torch.device("cuda", torch.cuda.current_device()))  # of the worker's thread
+        return _Behind(self._stream)
+
+
+class _Behind:
+    """The moves of one layer, behind what the step before may still be reading."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._ready = stream, torch.cuda.Event()
+        self._ready.record(torch.cuda.current_stream(stream.device))
 
     def carry_out(self, moves: Sequence[Move]) -> Mark:
-        side, done = torch.cuda.Stream(self._device), torch.cuda.Event()
-        with torch.cuda.device(self._device), torch.cuda.stream(side):
-            side.wait_event(self._ready)
+        done = torch.cuda.Event()
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._ready)
             for move in moves:
                 move()
-            done.record()
-        return CudaMark(done)
+            done.record(self._stream)
+        return CudaMark(done, self._stream.device)
 
 
 @torch.inference_mode()

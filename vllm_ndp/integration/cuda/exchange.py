@@ -67,7 +67,7 @@ class Exchange:
         most_rows: int = MOST_ROWS,
         start_thread: Callable[[], object] = object,
     ) -> None:
-        """start_thread: called once in the thread, before anything else."""
+        """start_thread: called once in the thread, before anything else. Raises what it raises."""
         self.most_rows = most_rows
         self._lane, self._shape = lane, (top_k, hidden, dtype)
         size = packet_bytes(most_rows, *self._shape)
@@ -79,8 +79,11 @@ class Exchange:
         self._asked: SimpleQueue[tuple[Buffers, Mark, Ask] | None] = SimpleQueue()  # at most one, by the turns
         self._taken: SimpleQueue[Taken | BaseException] = SimpleQueue()
         self._under_way = False
-        self._thread = Thread(target=self._serve, args=(start_thread,), name="ndp-exchange", daemon=True)
+        started: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread = Thread(target=self._serve, args=(start_thread, started), name="ndp-exchange", daemon=True)
         self._thread.start()
+        if (failed := started.get()) is not None:  # a thread that is not there would be waited for in every layer
+            raise failed
 
     @property
     def num_bytes(self) -> int:
@@ -132,8 +135,13 @@ class Exchange:
 
     # -- in the thread --------------------------------------------------------------------------------------------
 
-    def _serve(self, start_thread: Callable[[], object]) -> None:
-        start_thread()
+    def _serve(self, start_thread: Callable[[], object], started: SimpleQueue[BaseException | None]) -> None:
+        try:
+            start_thread()
+        except BaseException as error:
+            started.put(error)
+            return
+        started.put(None)
         while (asked := self._asked.get()) is not None:
             try:
                 self._taken.put(self._answer(*asked))

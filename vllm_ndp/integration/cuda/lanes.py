@@ -43,11 +43,17 @@ class Lane(Protocol):
     def mark(self) -> Mark: ...
 
 
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no one else is given. torch hands out 32 of each priority in turn, vLLM's main stream among those
+    of the lower one: what would lie beside it would then lie behind it. So make few, and keep them."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class CudaLane:
     """A stream of its own. `follow_main` and `hold_main` are for the thread that computes: streams are per thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
 
     def follow_main(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -55,7 +61,7 @@ class CudaLane:
     def mark_main(self) -> Mark:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._stream.device))
-        return CudaMark(event)
+        return CudaMark(event, self._stream.device)
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
@@ -68,18 +74,18 @@ class CudaLane:
     def mark(self) -> Mark:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return CudaMark(event)
+        return CudaMark(event, self._stream.device)
 
 
 class CudaMark:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def wait_on_host(self) -> None:
         self.event.synchronize()
 
     def hold_main(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
 class HostLane:
@@ -116,7 +122,8 @@ def pinned_for(device: torch.device) -> Pinned:
     """Memory that a lane of this device copies from and to by itself."""
 
     def allocate(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        # named, because a default device would be asked for pinned memory, which it has none of
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
     return allocate
 
