@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 
@@ -21,12 +22,16 @@ else:
 
 class NdpWorker(FixedWeights, _Base):
     _warms_up = False
+    _bytes_beside_weights = 0
+    """On the GPU, allocated once the model is loaded: vLLM counts neither as weights nor as what a step takes."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         try:
             self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
             super().load_model(*args, **kwargs)
+            before = _allocated_bytes()
             self.ndp.start(self.model_runner)
+            self._bytes_beside_weights = _allocated_bytes() - before
             _make_room_for_the_stage_before(self.model_runner)
         except NdpError as error:
             if self.parallel_config.world_size > 1:  # what vLLM then says in the process above does not name the cause
@@ -38,12 +43,13 @@ class NdpWorker(FixedWeights, _Base):
         self.ndp.allocate(kv_cache_config)
 
     def determine_available_memory(self) -> int:
-        """Leave room for the routing sidecar, which lies beside the KV cache. A size that was asked for is kept."""
+        """Leave room for what the plugin has on the GPU, and for the routing sidecar, which lies beside the KV cache. A
+        size that was asked for is kept."""
         available: int = super().determine_available_memory()
         if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
             return available
         kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
-        return limits.leave_room(available, self.ndp.sidecar.bytes_per_entry, kv_bytes)
+        return limits.leave_room(available - self._bytes_beside_weights, self.ndp.sidecar.bytes_per_entry, kv_bytes)
 
     def compile_or_warm_up_model(self) -> Any:
         self._warms_up = True
@@ -98,6 +104,10 @@ class NdpWorker(FixedWeights, _Base):
     def ndp_requests(self, client_id: str) -> dict[str, Any]:
         """What the engine made of one request of a client, by vLLM's ids: reports, and which of it still run here."""
         return self.ndp.requests_of(client_id)
+
+
+def _allocated_bytes() -> int:
+    return 0 if current_platform.is_cpu() else int(torch.cuda.memory_allocated())
 
 
 def _make_room_for_the_stage_before(runner: Any) -> None:
