@@ -67,6 +67,7 @@ def fused(
     assert int(ids.min()) >= 0
     assert int(ids.max()) < global_num_experts
     assert topk_ids.is_contiguous()
+    assert all(peek(part).data_ptr() % 16 == 0 for part in (x, topk_weights, topk_ids))  # else Triton compiles anew
     slots = topk_ids if expert_map is None else expert_map[topk_ids]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in range(len(w13)):
@@ -141,6 +142,7 @@ class Outcome:
     out: torch.Tensor
     waits: list[str]
     waits_by_layer: list[int]
+    waits_at_end: int
     launches: int
     messages: list[dict[str, Any]]
     pairs: dict[str, dict[str, int]]
@@ -220,12 +222,13 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         x = layer.forward(x, weights, ids)
         by_layer.append(len(gpu.waits) - before)
     waits, launches = list(gpu.waits), gpu.launches
+    gpu.waits.clear()
     report = step.report({})
     assert report is not None
     if exchange is not None:
         exchange.close()
     return Outcome(
-        peek(x).clone(), waits, by_layer, launches, link.client.messages, step.pairs_by_request(), clock.now_ps,
+        peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(), clock.now_ps,
         (peek(sidecar._ids)[:, peek(entries)], peek(sidecar._weights)[:, peek(entries)]),
     )  # fmt: skip
 

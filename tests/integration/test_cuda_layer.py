@@ -89,6 +89,11 @@ def test_host_waits_per_layer_before_and_after(num_slots: int, eager: int, async
     assert run(mixtral(num_slots), asynchronous=True).waits_by_layer == [asynchronous] * LAYERS
 
 
+def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_step_ends() -> None:
+    assert run(mixtral(8), asynchronous=True).waits_at_end == 1
+    assert run(mixtral(4), asynchronous=True).waits_at_end == 0
+
+
 def test_a_row_that_is_not_sent_costs_the_eager_layer_two_waits_more() -> None:
     """Of three rows one has no cold pair: rows are picked on the way there and on the way back."""
     setup = mixtral(4, num_rows=3)

@@ -1,13 +1,15 @@
 """One forward pass as data: whose rows run, where each pair ran, its simulated time, its report.
 
 Lives from the worker's `execute_model` to its end; all layers of a step run under one plan epoch. Acts on nothing:
-layers tell it what they did. Knows no tensors but the step's KV entries, no device, no slots.
+layers tell it what they did. Knows no tensors but the step's KV entries and those that a layer leaves to be read later;
+no device, no slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +54,7 @@ class Step:
     _tally: dict[str, NDArray[np.int64]] = field(default_factory=dict, init=False)
     """Kind -> [T], pairs of each row that did not run where rows of its phase usually do: in hot slots, or streamed."""
     _reported: bool = field(default=False, init=False)
-    _later: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _later: list[tuple[torch.Tensor, Callable[[NDArray[Any]], None]]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.streamed = np.zeros((self.sizes.num_layers, self.sizes.num_experts), dtype=np.bool_)
@@ -76,14 +78,20 @@ class Step:
         self._catch_up()
         self.clock.begin_layer()
 
-    def end_later(self, end: Callable[[], None]) -> None:
-        """A layer has run whose counts are not on the host yet: `end` begins and ends it, when somebody asks."""
-        self._later.append(end)
+    def end_later(self, found: torch.Tensor, end: Callable[[NDArray[Any]], None]) -> None:
+        """A layer has run, and what it found is not on the host yet: `end` begins and ends it, when somebody asks.
+
+        found: of one shape in all layers of a step, because they arrive in one copy.
+        """
+        self._later.append((found, end))
 
     def _catch_up(self) -> None:
+        if not self._later:
+            return
         later, self._later = self._later, []
-        for end in later:
-            end()
+        arrived = torch.stack([found for found, _ in later]).cpu().numpy()
+        for (_, end), found in zip(later, arrived, strict=True):
+            end(found)
 
     @property
     def bits(self) -> NDArray[np.uint8]:

@@ -107,13 +107,12 @@ class AsideLayer:
         slots = self._slots.expert_map.index_select(0, topk_ids.reshape(-1).long()).view(topk_ids.shape)
         out = self._run_hot(x, topk_weights, slots, are_named=isinstance(self._kernel, CudaSlotKernel))
 
-        def end() -> None:
-            found = slots.cpu().numpy()  # the first layer waits for the step; those after it for nothing
+        def end(found: NDArray[np.int32]) -> None:
             hot = SlotPairs(slots, topk_weights, _counts(found, self._num_slots))
             step.begin_layer()
             step.end_layer(self.index, Split(hot, NO_PAIRS, NO_PAIRS), 0)
 
-        step.end_later(end)
+        step.end_later(slots, end)
         return out
 
     def _run_hot(
