@@ -37,7 +37,9 @@ def fused(
     global_num_experts: int,
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
-    """vLLM's fused_experts: it reads the slots that are named and no others."""
+    """vLLM's fused_experts: it reads the slots that are named and no others. Triton compiles its kernel, for seconds,
+    once for addresses that are multiples of 16 and again for others."""
+    assert all(peek(part).data_ptr() % 16 == 0 for part in (x, w13, w2, topk_weights, topk_ids))
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in sorted(set(peek(topk_ids).flatten().tolist()) & set(range(len(w13)))):
         weight = torch.where(topk_ids == slot, topk_weights, 0.0).sum(dim=1, keepdim=True)

@@ -102,7 +102,8 @@ class StagingStreamer:
         begin = self._mark(x.device)
         experts, starts = np.unique(pairs.experts, return_index=True)
         for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(pairs.rows)], strict=True):
-            rows, weights = all_rows[start:end], all_weights[start:end].unsqueeze(1)
+            rows = all_rows[start:end]
+            weights = all_weights[start:end].unsqueeze(1).clone()  # Triton compiles anew for addresses that are uneven
             slot = keep.get(expert)
             for share in shares:
                 if slot is not None:

@@ -184,6 +184,11 @@ def form_of_vllm(bits: int, hidden: int, intermediate: int, dtype: torch.dtype) 
         if torch.cuda.get_device_capability() < (8, 9):
             raise ConfigError("hot slots of 8 bits are FP8, which this GPU cannot multiply: use 4 or 16 bits")
         return Fp8Rows(partial(scaled_fp8_quant, use_per_token_if_dynamic=True), fp8_w8a8_moe_quant_config)
+    if dtype == torch.float32:
+        raise ConfigError(
+            "hot slots of 4 bits are run by a kernel of vLLM's for bfloat16 and float16 where rows are few, and the "
+            "model is served in float32: drop --dtype float32, or use 'slot_bits' 16"
+        )
     return Int4Groups(group_of(hidden, intermediate), dtype, int4_w4a16_moe_quant_config)
 
 
