@@ -5,14 +5,16 @@
     python benchmarks/gpu_check.py --dry-run               what needs no GPU, small, on this machine
 
 A piece is a process of its own that ends within ten minutes; what it found becomes `gpu_<piece>.json` in --out
-(docs/measured, in a dry run a folder that is printed), with the machine and its GPU named. A piece whose file is there
-is not run again (--again). One that fails leaves its last words there and stops no other. docs/gpu.md: how to make the
-most of an hour. No line of this has run on a GPU yet.
+(docs/measured, in a dry run a folder that is printed), with the machine and its GPU named. What is there, or in
+docs/measured, is not run again (--again); of a table of several ways each is kept as soon as it is found, and the next
+call goes on with those that are missing. A piece that fails or hangs leaves its last words in `gpu_<piece>.log` and
+stops no other. docs/gpu.md: how to make the most of half an hour. No line of this has run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import signal
@@ -22,13 +24,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import gpu_preset
-from measured import ROOT, Measurement, machine, readable
+import gpu_timeline
+from measured import ROOT, Measurement, machine
+from pieces import LeftOutError, Piece, Pieces, Row, Run
 
 KEPT = ROOT / "docs" / "measured"
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
@@ -37,7 +40,6 @@ WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
 WIDE_REPLICAS = Path(tempfile.gettempdir()) / "ndp-wide-replicas"
 WIDE_LAYERS = 8
 """Random weights at the width of Mixtral-8x7B: 2.8 GB a layer."""
-PIECE_LIMIT_S = 600
 PATIENT_MS = 20_000.0  # Triton compiles for seconds in first calls; a cold expert on a CPU takes its time too
 PROMPTS = (
     "def parse(line):\n    parts = line.split(',')\n",
@@ -46,17 +48,6 @@ PROMPTS = (
     "CREATE TABLE orders (id integer PRIMARY KEY",
 )
 HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "deadline_ms": PATIENT_MS}
-
-
-class NeedsGpuError(Exception):
-    """Raised by a piece that means nothing without one, or without a file that is not here."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    question: str
-    minutes: float  # expected on a GPU, transfers and compilation included
-    run: Callable[[bool], dict[str, Any]]  # called with whether this is a dry run
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -74,7 +65,7 @@ def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **option
     from vllm.platforms import current_platform
 
     if not on_gpu() and not current_platform.is_cpu():
-        raise NeedsGpuError("this vLLM is built for a GPU, and none is here")
+        raise LeftOutError("this vLLM is built for a GPU, and none is here")
     base: dict[str, Any] = {
         "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0, "disable_log_stats": True,
         "dtype": "bfloat16", "enable_prefix_caching": False,  # a prompt that was seen costs no prefill
@@ -114,7 +105,7 @@ def equal_tokens(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, in
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 
-def versions(dry: bool) -> dict[str, Any]:
+def versions(run: Run) -> dict[str, Any]:
     import torch
     import vllm
 
@@ -133,7 +124,7 @@ def versions(dry: bool) -> dict[str, Any]:
     return found
 
 
-def routing(dry: bool) -> dict[str, Any]:
+def routing(run: Run) -> dict[str, Any]:
     """The Triton kernels against the torch operators; without a GPU in Triton's interpreter."""
     if not on_gpu():
         done = subprocess.run(
@@ -190,7 +181,7 @@ def microseconds(call: Callable[[], object], count: int = 200) -> float:
     return round(start.elapsed_time(stop) * 1000 / count, 2)
 
 
-def serves(dry: bool) -> dict[str, Any]:
+def serves(run: Run) -> dict[str, Any]:
     """Whether it serves at all: rows checked and none wrong, cold pairs computed by the device, none left out."""
     llm = engine(HALF)
     outputs, totals = greedy(llm, PROMPTS, 32), llm.collective_rpc("ndp_totals")[0]
@@ -203,30 +194,27 @@ def serves(dry: bool) -> dict[str, Any]:
             "text": outputs[0].outputs[0].text}  # fmt: skip
 
 
-def identity(dry: bool) -> dict[str, Any]:
+def identity(run: Run, way: str) -> list[Row]:
     """fp32, device in full precision: stock's tokens, with IEEE products and the same tiles for every K."""
-    os.environ |= {"TRITON_F32_DEFAULT": "ieee"} | ({"VLLM_BATCH_INVARIANT": "1"} if on_gpu() else {})
-    tokens = 8 if dry else 128
-    llm = engine(dtype="float32")
-    wanted = token_ids(greedy(llm, PROMPTS, tokens))
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    if on_gpu():
+        os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # 0: other tiles for each K, so that near ties may differ
+    tokens = 8 if run.dry else 128
+    if (wanted := next((row["_stock"] for row in run.before if "_stock" in row), None)) is None:
+        llm = engine(dtype="float32")
+        wanted = token_ids(greedy(llm, PROMPTS, tokens))
+        end(llm)
+    hot, layers = way.split(" hot, ")
+    settings = {"hot_experts": int(hot), "cold_precision": "full", "layers": layers, "deadline_ms": PATIENT_MS}
+    llm = engine(settings, dtype="float32")
+    found = token_ids(greedy(llm, PROMPTS, tokens))
     end(llm)
-    found = []
-    for layers in ("asynchronous", "eager"):
-        for hot in (4, 8):
-            settings = {"hot_experts": hot, "cold_precision": "full", "layers": layers, "deadline_ms": PATIENT_MS}
-            llm = engine(settings, dtype="float32")
-            found.append(
-                {"layers": layers, "hot": hot, **equal_tokens(token_ids(greedy(llm, PROMPTS, tokens)), wanted)}
-            )
-            end(llm)
-            if dry:
-                break
-    return {"results": found}
+    return [{**equal_tokens(found, wanted), "_stock": wanted}]
 
 
-def closeness(dry: bool) -> dict[str, Any]:
+def closeness(run: Run) -> dict[str, Any]:
     """bf16: log-probabilities of stock's own tokens, decoded one by one, beside the plugin's."""
-    tokens = 8 if dry else 64
+    tokens = 8 if run.dry else 64
     llm = engine()
     outputs = greedy(llm, PROMPTS, tokens, logprobs=1)
     end(llm)
@@ -247,27 +235,28 @@ def closeness(dry: bool) -> dict[str, Any]:
             "p99": differences[int(0.99 * (len(differences) - 1))]}  # fmt: skip
 
 
-def narrow_slots(dry: bool) -> dict[str, Any]:
+def narrow_slots(run: Run, way: str) -> list[Row]:
     """bf16, every expert hot at 16, 8 and 4 bits: log-probabilities of stock's own tokens, and bytes of the slots."""
     if not on_gpu():
-        raise NeedsGpuError(
+        raise LeftOutError(
             "slots of 8 and 4 bits are run by vLLM's kernels for a GPU; test_cuda_low_bits.py interprets them"
         )
-    llm = engine()
-    outputs = greedy(llm, PROMPTS, 64, logprobs=1)
-    end(llm)
-    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-    rows = []
-    for bits in (16, 8, 4):
-        llm = engine({"hot_experts": 8, "slot_bits": bits, "deadline_ms": PATIENT_MS})
-        scored = greedy(llm, [{"prompt_token_ids": text} for text in texts], 1, prompt_logprobs=0)
-        status = llm.collective_rpc("ndp_status")[0]
+    if (texts := next((row["_texts"] for row in run.before if "_texts" in row), None)) is None:
+        llm = engine()
+        outputs = greedy(llm, PROMPTS, 64)
         end(llm)
-        given = [step[token].logprob for output, text in zip(scored, texts, strict=True)
-                 for step, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]  # fmt: skip
-        rows.append({"bits": bits, "kernel": status["slot_kernel"], "hot_bytes": status["hot_bytes"],
-                     "mean_logprob": sum(given) / len(given)})  # fmt: skip
-    return {"results": rows}
+        texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    llm = engine({"hot_experts": 8, "slot_bits": int(way.removesuffix(" bits")), "deadline_ms": PATIENT_MS})
+    scored = greedy(llm, [{"prompt_token_ids": text} for text in texts], 1, prompt_logprobs=0)
+    decoded = token_ids(
+        greedy(llm, [{"prompt_token_ids": text[:-63]} for text in texts], 63)
+    )  # few rows: other kernels
+    status = llm.collective_rpc("ndp_status")[0]
+    end(llm)
+    given = [step[token].logprob for output, text in zip(scored, texts, strict=True)
+             for step, token in zip(output.prompt_logprobs[1:], text[1:], strict=True)]  # fmt: skip
+    return [{"kernel": status["slot_kernel"], "hot_bytes": status["hot_bytes"], "mean_logprob": sum(given) / len(given),
+             **equal_tokens(decoded, [text[-63:] for text in texts]), "_texts": texts}]  # fmt: skip
 
 
 def chosen_logprobs(outputs: list[Any]) -> list[list[float]]:
@@ -277,10 +266,10 @@ def chosen_logprobs(outputs: list[Any]) -> list[list[float]]:
     ]
 
 
-def device_killed(dry: bool) -> dict[str, Any]:
+def device_killed(run: Run) -> dict[str, Any]:
     """An embedded device that is killed in mid-generation costs time only; another one is started."""
     llm = engine({**HALF, "cold_precision": "full", "replicas": None, "deadline_ms": 1000.0})
-    tokens = 24 if dry else 256
+    tokens = 24 if run.dry else 256
     wanted = token_ids(greedy(llm, PROMPTS, tokens))
     pid = llm.collective_rpc("ndp_status")[0]["device_pid"]
     timer = threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL))
@@ -297,33 +286,36 @@ def device_killed(dry: bool) -> dict[str, Any]:
     return {**equal_tokens(found, wanted), "fallback_pairs": totals["fallback_pairs"], "device": totals["device_state"]}
 
 
-def waits(dry: bool) -> dict[str, Any]:
+WAITS: dict[str, dict[str, Any] | None] = {
+    "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"}, "stock": None,
+    "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
+}  # fmt: skip
+
+
+def waits(run: Run, way: str) -> list[Row]:
     """Host waits, copies and launches per layer and decode step, from the profiler."""
     if not on_gpu():
-        raise NeedsGpuError("what waits for a GPU is counted by the profiler of one; without: test_cuda_layer.py")
+        raise LeftOutError("what waits for a GPU is counted by the profiler of one; without: test_cuda_layer.py")
     from torch.profiler import ProfilerActivity, profile
 
-    found = {}
-    ways: dict[str, dict[str, Any] | None] = {
-        "stock": None, "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"},
-        "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
-    }  # fmt: skip
-    for name, settings in ways.items():
-        llm = engine(settings)
-        greedy(llm, PROMPTS[:1], 8)
+    llm = engine(WAITS[way])
+    greedy(llm, PROMPTS[:1], 8)
+    counts: dict[str, int] = {}
+    for sign, tokens in ((-1, 2), (1, 34)):  # the difference is 32 decode steps, without prompt, start and end
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            greedy(llm, PROMPTS[:1], 65)
-        end(llm)
+            greedy(llm, PROMPTS[:1], tokens)
         kinds = ("cudaStreamSync", "cudaEventSync", "cudaDeviceSync", "cudaMemcpy", "cudaLaunch", "cuLaunch")
-        counts = {e.key: e.count for e in profiled.key_averages() if e.key.startswith(kinds)}
-        found[name] = {key: round(count / 64 / 4, 2) for key, count in counts.items()}  # decode steps, layers
-    return found
+        for event in profiled.key_averages():
+            if event.key.startswith(kinds):
+                counts[event.key] = counts.get(event.key, 0) + sign * event.count
+    end(llm)
+    return [{key: round(count / 32 / 4, 2) for key, count in sorted(counts.items())}]  # steps, layers
 
 
-def timeline(dry: bool) -> dict[str, Any]:
+def timeline(run: Run) -> dict[str, Any]:
     """How much of the packet's and the sums' copies, and of the device's time, lies beside the hot experts."""
     if not on_gpu():
-        raise NeedsGpuError("a timeline of copies beside kernels needs a GPU that runs both")
+        raise LeftOutError("a timeline of copies beside kernels needs a GPU that runs both")
     from torch.profiler import ProfilerActivity, profile
 
     llm = engine({**HALF, "layers": "asynchronous"})
@@ -331,13 +323,10 @@ def timeline(dry: bool) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         greedy(llm, PROMPTS, 9)
     end(llm)
-    path = Path(tempfile.gettempdir()) / "gpu_timeline.json"
+    path = run.folder / "gpu_timeline.trace.json.gz"  # ui.perfetto.dev opens it
     profiled.export_chrome_trace(str(path))
-    by_kind: dict[str, float] = {}
-    for event in profiled.key_averages():
-        by_kind[event.key] = by_kind.get(event.key, 0.0) + getattr(event, "device_time_total", 0.0)
-    longest = sorted(by_kind.items(), key=lambda item: -item[1])[:20]
-    return {"perfetto": path.name, "gpu_us": {name[:80]: round(us, 1) for name, us in longest if us}}
+    with gzip.open(path, "rt") as file:
+        return {"perfetto": path.name, **gpu_timeline.beside(json.load(file)["traceEvents"])}
 
 
 SLOW = {"deadline_ms": PATIENT_MS, "execution": "paper"}
@@ -355,10 +344,10 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 """What is timed: settings of the plugin, None = stock; options of the engine."""
 
 
-def wide(dry: bool) -> dict[str, Any]:
+def wide(run: Run) -> dict[str, Any]:
     """The model that speed is measured on, and its replicas."""
-    if dry:
-        raise NeedsGpuError("8 layers at full width, 23 GB, are written where a GPU serves them")
+    if run.dry:
+        raise LeftOutError("8 layers at full width, 23 GB, are written where a GPU serves them")
     start = time.perf_counter()
     sizes = ["--hidden", "4096", "--intermediate", "14336", "--layers", str(WIDE_LAYERS), "--experts", "8"]
     subprocess.run([sys.executable, str(ROOT / "benchmarks/make_random_mixtral.py"), str(WIDE), *sizes], check=True)
@@ -369,30 +358,24 @@ def wide(dry: bool) -> dict[str, Any]:
     return {"write_s": round(written - start, 1), "quantize_s": round(time.perf_counter() - written, 1)}
 
 
-def speed(names: tuple[str, ...], dry: bool) -> dict[str, Any]:
+def way_at_width(run: Run, way: str, **options: Any) -> Any:
+    """An engine of the model for speed; in a dry run of the small one."""
+    settings, of_way = WAYS[way]
+    if settings is not None:
+        settings = {**settings, "replicas": str(REPLICAS if run.dry else WIDE_REPLICAS)}
+    if run.dry:
+        return engine(settings)
+    if not WIDE_REPLICAS.exists():
+        raise LeftOutError("the wide model is not on this machine: run --pieces wide --again first")
+    return engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **of_way, **options)
+
+
+def speed(run: Run, way: str) -> list[Row]:
     """Tokens per second at real width: decode and prefill, by how many of the 8 experts are hot, beside stock."""
-    if not dry and not WIDE_REPLICAS.exists():
-        raise RuntimeError("the wide model is not on this machine: run --pieces wide --again first")
-    batches = (1,) if dry else (1, 8, 32)
-    rows: list[dict[str, Any]] = []
-    for name in names[:2] if dry else names:
-        settings, options = WAYS[name]
-        if settings is not None:
-            settings = {**settings, "replicas": str(REPLICAS if dry else WIDE_REPLICAS)}
-        try:
-            if dry:
-                llm = engine(settings, **options)
-            else:
-                llm = engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **options)
-        except NeedsGpuError:
-            raise
-        except Exception as error:  # one way that does not start must not cost the others
-            rows.append({"way": name, "failed": str(error)[-300:]})
-            continue
-        rows += [{"way": name, "batch": batch, **tokens_per_second(llm, batch, dry)} for batch in batches]
-        end(llm)
-        print(json.dumps(rows[-len(batches) :]), flush=True)
-    return {"layers": 4 if dry else WIDE_LAYERS, "results": rows}
+    llm = way_at_width(run, way)
+    rows = [{"batch": batch, **tokens_per_second(llm, batch, run.dry)} for batch in ((1,) if run.dry else (1, 8, 32))]
+    end(llm)
+    return rows
 
 
 def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float]:
@@ -411,36 +394,29 @@ def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float]:
 
 
 PROMPT_LENGTHS = (64, 512, 1536)
+PREFILLED = ("stock", "4 of 8 hot", "stock, half the experts offloaded")
 
 
-def prefill(dry: bool) -> dict[str, Any]:
+def prefill(run: Run, way: str) -> list[Row]:
     """First token of one prompt at real width, by its length; where experts are cold they stream to the GPU.
 
     What streams is counted from the plugin's sizes: every cold expert of every layer, once per prompt.
     """
-    if not dry and not WIDE.exists():
-        raise RuntimeError("the wide model is not on this machine: run --pieces wide --again first")
-    names = ("stock", "4 of 8 hot", "stock, half the experts offloaded")
-    rows: list[dict[str, Any]] = []
-    for name in names[:2] if dry else names:
-        settings, options = WAYS[name]
-        if settings is not None:
-            settings = {**settings, "replicas": str(REPLICAS if dry else WIDE_REPLICAS)}
-        size = {"max_model_len": 2048, "max_num_batched_tokens": 2048, **options}
-        llm = engine(settings, **({} if dry else {"model": WIDE, "gpu_memory_utilization": 0.85, **size}))
-        for length in PROMPT_LENGTHS[:1] if dry else PROMPT_LENGTHS:
-            took = []
-            for number in range(2 if dry else 5):
-                prompt = {"prompt_token_ids": [(7 * i + 31 * number) % 4000 + 10 for i in range(length)]}
-                start = time.perf_counter()
-                greedy(llm, [prompt], 1)
-                took.append(time.perf_counter() - start)
-            rows.append({"way": name, "tokens": length, "first_token_ms": round(1000 * min(took[1:]), 1)})
-        end(llm)
-    return {"layers": 4 if dry else WIDE_LAYERS, "results": rows}
+    llm = way_at_width(run, way, max_model_len=2048, max_num_batched_tokens=2048)
+    rows = []
+    for length in PROMPT_LENGTHS[:1] if run.dry else PROMPT_LENGTHS:
+        took = []
+        for number in range(2 if run.dry else 5):
+            prompt = {"prompt_token_ids": [(7 * i + 31 * number) % 4000 + 10 for i in range(length)]}
+            start = time.perf_counter()
+            greedy(llm, [prompt], 1)
+            took.append(time.perf_counter() - start)
+        rows.append({"tokens": length, "first_token_ms": round(1000 * min(took[1:]), 1)})
+    end(llm)
+    return rows
 
 
-def quantizing(dry: bool) -> dict[str, Any]:
+def quantizing(run: Run) -> dict[str, Any]:
     """`quantize` with text, on the GPU and on the host: how long, and whether both lose the same."""
     program = "import sys; from vllm_ndp.cli import main; sys.exit(main())"
     rows = []
@@ -452,10 +428,10 @@ def quantizing(dry: bool) -> dict[str, Any]:
                 "--device",
                 device,
                 "--samples",
-                "8" if dry else "64",
+                "8" if run.dry else "64",
             ]
             command = [sys.executable, "-c", program, "quantize", str(MODEL), "--out", f"{folder}/replicas", *options]
-            if dry:
+            if run.dry:
                 command += ["--bits", "2"]
             done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)  # its words go to the log
         if done.returncode:
@@ -465,99 +441,106 @@ def quantizing(dry: bool) -> dict[str, Any]:
     return {"results": rows}
 
 
-def training(dry: bool) -> dict[str, Any]:
+def training(run: Run) -> dict[str, Any]:
     """The larger fixture: 109 M parameters on the bundled model's corpus, as far as nine minutes go."""
     if not on_gpu():
-        raise NeedsGpuError("109 M parameters are not trained on a CPU in nine minutes")
+        raise LeftOutError("109 M parameters are not trained on a CPU in nine minutes")
     corpus = ROOT / ".cache/tiny_mixtral/corpus"
     if not list(corpus.glob("*.train.npy")):
-        raise NeedsGpuError(f"no corpus in {corpus.relative_to(ROOT)}: make it with build_corpus.py and bring it along")
+        raise LeftOutError(f"no corpus in {corpus.relative_to(ROOT)}: make it with build_corpus.py and bring it along")
     script, out = ROOT / "benchmarks/tiny_mixtral/train.py", Path(tempfile.gettempdir()) / "ndp-larger"
     options = ["--size", "larger", "--device", "cuda", "--windows", "32", "--minutes", "8.5", "--out", str(out)]
     done = subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True, text=True)
     return {**json.loads(done.stdout.splitlines()[-1]), "checkpoint": str(out / "checkpoint")}
 
 
-def graphs(dry: bool) -> dict[str, Any]:
+def graphs(run: Run, way: str) -> list[Row]:
     """PIECEWISE graphs that end before each MoE layer: the tokens without graphs, and what they gain."""
     if not on_gpu():
-        raise NeedsGpuError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
-    found: dict[str, Any] = {}
-    for mode in ("NONE", "PIECEWISE"):
-        llm = engine(HALF, enforce_eager=False, compilation_config={"cudagraph_mode": mode})
-        found[mode] = {"tokens": token_ids(greedy(llm, PROMPTS, 64)), **tokens_per_second(llm, 1, dry)}
-        end(llm)
-    agree = equal_tokens(found["PIECEWISE"].pop("tokens"), found["NONE"].pop("tokens"))
-    return {**found, **agree}
+        raise LeftOutError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
+    llm = engine(HALF, enforce_eager=False, compilation_config={"cudagraph_mode": way})
+    tokens = token_ids(greedy(llm, PROMPTS, 64))
+    row = {**tokens_per_second(llm, 1, run.dry), "_tokens": tokens}
+    end(llm)
+    wanted = next((other["_tokens"] for other in run.before if "_tokens" in other), None)
+    return [row if wanted is None else row | equal_tokens(tokens, wanted)]
 
 
-def link(dry: bool) -> dict[str, Any]:
+def link(run: Run) -> dict[str, Any]:
     """Rates and latencies of link, GPU memory and host, which become a preset beside the simulated ones."""
     if not on_gpu():
-        raise NeedsGpuError("the link that is measured is the one to a GPU")
+        raise LeftOutError("the link that is measured is the one to a GPU")
     kit = ROOT / "benchmarks/gpu_kit/probe_gpu.py"
     done = subprocess.run([sys.executable, str(kit)], capture_output=True, text=True, timeout=500, check=True)
     probed = json.loads(done.stdout.splitlines()[-1])
     return {"probed": probed}
 
 
+OF_SPEED = tuple(WAYS)
 PIECES = {
-    "versions": Piece("Does everything import, and what is it?", 1, versions),
-    "routing": Piece("Do the routing kernels give what the operators give?", 1, routing),
-    "serves": Piece("Does it serve?", 2, serves),
-    "identity": Piece("Is it stock vLLM in fp32 when nothing is quantized?", 5, identity),
-    "closeness": Piece("How close is it in bf16?", 2, closeness),
-    "narrow_slots": Piece("What do slots of 8 and 4 bits lose?", 3, narrow_slots),
-    "device_killed": Piece("Does a killed device cost a token?", 2, device_killed),
-    "waits": Piece("How often does a layer wait for the GPU?", 4, waits),
-    "timeline": Piece("What lies beside what?", 2, timeline),
-    "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 4, wide),
-    "speed": Piece("How fast is it beside stock and beside offloading?", 9, partial(speed, tuple(WAYS)[:4])),
-    "prefill": Piece("How soon is the first token, with experts that stream and without?", 6, prefill),
-    "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, graphs),
-    "link": Piece("What does a crossing cost?", 4, link),
-    "speed_more": Piece(
-        "How fast is it with more and fewer hot experts, and at fewer bits?", 9.5, partial(speed, tuple(WAYS)[4:])
+    "versions": Piece("Does everything import, and what is it?", 0.7, versions),
+    "routing": Piece("Do the routing kernels give what the operators give?", 0.7, routing),
+    "serves": Piece("Does it serve?", 1.2, serves),
+    "identity": Piece(
+        "Is it stock vLLM in fp32 when nothing is quantized?", 2.5, identity,
+        ("4 hot, asynchronous", "4 hot, eager", "8 hot, asynchronous", "8 hot, eager"), dry_ways=2,
     ),
-    "quantizing": Piece("How long does quantizing take on the GPU, and is it as good as on the host?", 4, quantizing),
+    "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 2.5, wide),
+    "speed": Piece("How fast is it beside stock and beside offloading?", 6, speed, OF_SPEED[:4], 2, apart=True),
+    "waits": Piece("How often does a layer wait for the GPU?", 2, waits, tuple(WAITS)),
+    "timeline": Piece("What lies beside what?", 1, timeline),
+    "closeness": Piece("How close is it in bf16?", 1.2, closeness),
+    "prefill": Piece(
+        "How soon is the first token, with experts that stream and without?", 4, prefill, PREFILLED, 2, apart=True
+    ),
+    "link": Piece("What does a crossing cost?", 3, link),
+    "device_killed": Piece("Does a killed device cost a token?", 1.2, device_killed),
+    "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, graphs, ("NONE", "PIECEWISE")),
+    "narrow_slots": Piece(
+        "What do slots of 8 and 4 bits lose?", 2, narrow_slots, ("16 bits", "8 bits", "4 bits")
+    ),
+    "speed_more": Piece(
+        "How fast is it with more and fewer hot experts, and at fewer bits?", 7, speed, OF_SPEED[4:], 2, apart=True
+    ),
+    "quantizing": Piece("How long does quantizing take on the GPU, and is it as good as on the host?", 3, quantizing),
     "training": Piece("How well does a larger fixture do that is trained here?", 9.5, training),
-}
-"""Most valuable first."""
+}  # fmt: skip
+"""Most valuable first: what fits into half an hour stands before what does not."""
 
 
 # -- running them ------------------------------------------------------------------------------------------------------
 
 
+@cache
 def gpu_name() -> str:
-    """Asked of the driver's own program, so that this process holds nothing of the GPU."""
-    try:
-        ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        done = subprocess.run(ask, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
+    """Asked in another process, so that this one holds nothing of the GPU: the driver's own program, else torch."""
+    driver = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    torch = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
+    for ask in (driver, torch):
+        try:
+            done = subprocess.run(ask, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[0]
+    return ""
 
 
-def run_piece(name: str, file: Path, *, dry: bool) -> None:
+def run_piece(name: str, arguments: argparse.Namespace) -> None:
     """In a process of its own: measure and write."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    measurement = Measurement(f"{PIECES[name].question}\n")
-    try:
-        figures = PIECES[name].run(dry)
-    except NeedsGpuError as error:
-        raise SystemExit(f"{name}: left out, {error}") from None
-    measurement.end({"gpu": gpu_name() or "none: a dry run", **figures}, file)
-    content = json.loads(file.read_text())
-    content["machine"]["gpu"] = gpu_name() or "none"
-    content["command"] = f"python benchmarks/gpu_check.py --pieces {name}{' --dry-run' if dry else ''}"
-    file.write_text(readable(content) + "\n")
+    pieces, file, dry = Pieces(Path(__file__), PIECES, gpu_name), arguments.out, arguments.dry_run
+    if arguments.way is not None:
+        pieces.run_way(name, arguments.way, file, dry=dry)
+        return
+    figures = pieces.run_here(name, file, dry=dry, seconds=arguments.seconds, earlier=arguments.earlier)
     if "probed" in figures:
         print(gpu_preset.write_preset(file, gpu_preset.FOLDER if file.parent == KEPT else file.parent))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60, help="begin no piece that is expected to end later")
+    parser.add_argument("--minutes", type=float, default=60, help="begin nothing that is expected to end later")
     parser.add_argument("--pieces", default=",".join(PIECES), help=f"of {', '.join(PIECES)}")
     parser.add_argument("--out", type=Path, help="folder for the results; docs/measured, in a dry run a new one")
     parser.add_argument("--again", action="store_true", help="also what has a result")
@@ -566,24 +549,30 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="what became of each piece, and of the kit in --kit")
     parser.add_argument("--kit", type=Path, help="folder that gpu_kit/make_bundle.sh has written, for --json")
-    parser.add_argument("--piece", help=argparse.SUPPRESS)
+    for hidden, kind in (("--piece", str), ("--way", str), ("--earlier", Path), ("--seconds", float)):
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.piece:
-        run_piece(arguments.piece, arguments.out, dry=arguments.dry_run)
+        run_piece(arguments.piece, arguments)
         return 0
     if unknown := sorted(set(arguments.pieces.split(",")) - set(PIECES)):
         parser.error(f"no piece is called {unknown[0]}: there are {', '.join(PIECES)}")
-    if not arguments.dry_run and not gpu_name():
+    dry = arguments.dry_run
+    if not dry and not gpu_name():
         print("no NVIDIA GPU answers here: run this where one does, or with --dry-run what needs none")
         return 2
-    out = arguments.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if arguments.dry_run else KEPT)
+    out = arguments.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if dry else KEPT)
     out.mkdir(parents=True, exist_ok=True)
-    measurement, became = Measurement(__doc__), dict[str, str]()
-    status = run_pieces(arguments.pieces.split(","), out, arguments, became)
+    measurement = Measurement(__doc__)
+    print(f"{machine()['processor']}, {gpu_name() or 'no GPU'}; results go to {out}", flush=True)
+    names, kept = arguments.pieces.split(","), None if dry else KEPT
+    became = Pieces(Path(__file__), PIECES, gpu_name).run_all(
+        names, out.resolve(), kept, minutes=arguments.minutes, again=arguments.again, dry=dry
+    )
     if arguments.json is not None:
         pieces = [{"piece": name, "question": PIECES[name].question, "became": what} for name, what in became.items()]
         measurement.end({"gpu": gpu_name() or "none", "pieces": pieces, "kit": kit_in(arguments.kit)}, arguments.json)
-    return status
+    return 1 if any("FAILED" in what for what in became.values()) else 0
 
 
 def kit_in(folder: Path | None) -> list[dict[str, Any]]:
@@ -594,54 +583,6 @@ def kit_in(folder: Path | None) -> list[dict[str, Any]]:
          "holds": {file.name.removesuffix(".tar.xz"): file.stat().st_size for file in sorted(part.glob("*.tar.xz"))}}
         for part in parts
     ]  # fmt: skip
-
-
-def run_pieces(names: list[str], out: Path, arguments: argparse.Namespace, became: dict[str, str]) -> int:
-    """became: filled with one sentence on each piece."""
-    print(f"{machine()['processor']}, {gpu_name() or 'no GPU'}; results go to {out}", flush=True)
-    end_s, failed, left = time.monotonic() + 60 * arguments.minutes, 0, []
-    for name in names:
-        file, piece = out / f"gpu_{name}.json", PIECES[name]
-        if file.exists() and not arguments.again:
-            became[name] = "there already"
-            print(f"{name}: there already")
-            continue
-        if time.monotonic() + 60 * piece.minutes > end_s:
-            left.append(name)
-            became[name] = "no time left"
-            continue
-        command = [sys.executable, __file__, "--piece", name, "--out", str(file)]
-        started = time.monotonic()
-        limit = min(PIECE_LIMIT_S, max(end_s - started, 60 * piece.minutes))
-        words, status = run_within(
-            [*command, "--dry-run"] if arguments.dry_run else command, limit, out / f"{name}.log"
-        )
-        took = f"{time.monotonic() - started:.0f} s"
-        if status == 0:
-            became[name] = f"ran in {took}"
-        elif words.startswith(f"{name}: left out"):
-            became[name] = words.removeprefix(f"{name}: ")
-        else:
-            failed += 1
-            became[name] = f"FAILED after {took}: {words}"
-        print(f"{name}: {became[name]}", flush=True)
-    if left:
-        print(f"no time for {', '.join(left)}: run this again")
-    return 1 if failed else 0
-
-
-def run_within(command: list[str], limit_s: float, log: Path) -> tuple[str, int]:
-    """The last line that it wrote, and its status; its whole process group is ended at the limit."""
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return f"it took longer than {limit_s:.0f} s", 124
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
-    return (lines[-1][:500] if lines else ""), status
 
 
 if __name__ == "__main__":

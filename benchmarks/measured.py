@@ -71,10 +71,13 @@ def command_line(argv: list[str]) -> str:
 
 
 def commit() -> str:
-    """With `-dirty` where the tree was changed since."""
+    """With `-dirty` where the tree was changed since; where there is no git, that of the kit (gpu_kit/)."""
     described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(described, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    try:
+        done = subprocess.run(described, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return os.environ.get("NDP_COMMIT", "")
+    return done.stdout.strip() if done.returncode == 0 else os.environ.get("NDP_COMMIT", "")
 
 
 def machine() -> dict[str, Any]:

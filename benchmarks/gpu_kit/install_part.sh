@@ -51,6 +51,7 @@ export PATH=$site/bin:\$PATH
 export NDP_ROOT=$source
 export VLLM_USE_FLASHINFER_SAMPLER=0  # required: vLLM would import flashinfer, which is not here
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export NDP_COMMIT=$(cat COMMIT 2>/dev/null || true)
 EOF
 mkdir -p "$site/bin"
 for entry in vllm=vllm.entrypoints.cli.main vllm-ndp=vllm_ndp.cli ndp-device=ndp_device.__main__; do

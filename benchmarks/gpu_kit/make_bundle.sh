@@ -57,10 +57,11 @@ target=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp)
 for n in 34 31 28 27 26 24 17 12 5; do target+=(--platform "manylinux_2_${n}_x86_64"); done
 target+=(--platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64)
 
-names="deps vllm core moe fa3"
+# In this order into parts. The first one has no vLLM, but all that works without: host, link, device, model for speed.
+names="deps moe vllm core fa3"
 if [ "$PLUGIN" != none ]; then
     echo "== plugin"
-    names="$names ndp"
+    names="ndp $names"
     mkdir -p "$work/ndp" "$work/src"
     "$py" -m pip install -q --disable-pip-version-check --no-compile "${target[@]}" --target "$work/ndp" isal pynacl cffi pycparser
     # The committed source goes along too: where this wheel does not load, install_part.sh builds it there.
@@ -154,6 +155,7 @@ echo "vllm $version" >"$work/VERSION"
 parts=$(find "$out" -name install_part.sh | xargs -n1 dirname | sort)
 for p in $parts; do
     cp "$work/MANIFEST" "$work/VERSION" "$p/"
+    [ "$PLUGIN" = none ] || git -C "$PLUGIN" rev-parse --short HEAD >"$p/COMMIT"
     (cd "$p" && sha256sum -- * >"$work/sums" && mv "$work/sums" SHA256SUMS)
 done
 (cd "$out" && find . -type f ! -name SHA256SUMS -printf '%P\n' | sort | xargs sha256sum >SHA256SUMS)

@@ -228,7 +228,8 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     if exchange is not None:
         exchange.close()
     return Outcome(
-        peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(), clock.now_ps,
+        peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(),
+        clock.now_ps,
         (peek(sidecar._ids)[:, peek(entries)], peek(sidecar._weights)[:, peek(entries)]),
     )  # fmt: skip
 

@@ -132,7 +132,7 @@ def test_slots_have_the_widths_of_vllm_s_kernels(bits: int, is_refused: bool) ->
 
 
 def test_threads_of_a_gpu_engine_are_bound_to_no_cores_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`OMP_PLACES={0:64}` means cores 0 to 63, and a container may have others: a thread bound to them could not start."""
+    """`OMP_PLACES={0:64}` means cores 0 to 63, and a container may have others: no thread could start on them."""
     monkeypatch.setenv("OMP_PLACES", "{0:64}")
     monkeypatch.setattr(compat, "on_cpu", lambda: False)
     assert compat.engine_cores() == os.sched_getaffinity(0)

@@ -1,0 +1,278 @@
+"""Pieces of a long measurement: what hangs is ended, what was found is kept, what is kept is not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu_check  # noqa: E402
+import gpu_timeline  # noqa: E402
+import pieces as runner  # noqa: E402
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {benchmarks!r})
+import pieces
+from pieces import LeftOutError, Piece, Pieces, Run
+
+pieces.LEAST_S, pieces.GRACE_S = 4.0, 1.0
+log = open(Path(__file__).with_name("calls"), "a")
+
+def called(name):
+    log.write(name + "\\n")
+    log.flush()
+
+def quick(run):
+    called("quick")
+    return {{"found": 7}}
+
+def hangs(run):
+    called("hangs")
+    time.sleep(60)
+
+def left_out(run, way):
+    raise LeftOutError("there is no such machine")
+
+def table(run, way):
+    called(way)
+    if way == "hangs":
+        time.sleep(60)
+    if way == "fails":
+        raise ValueError("no kernel")
+    return [{{"value": len(way), "_hidden": sorted(row["way"] for row in run.before)}}]
+
+def dies(run, way):
+    called(way)
+    if way == "dies":
+        os._exit(3)
+    return [{{"value": len(way)}}]
+
+PIECES = {{
+    "hangs": Piece("Does it hang?", 0.001, hangs),
+    "quick": Piece("Is it quick?", 0.001, quick),
+    "absent": Piece("Is it here?", 0.001, left_out, ("a", "b")),
+    "here": Piece("How do ways of one process do?", 0.004, table, ("one", "fails", "three", "hangs", "five")),
+    "apart": Piece("How do ways of several processes do?", 0.1, table, ("one", "hangs", "fails", "four"), apart=True),
+    "dies": Piece("Does it go on behind a crash?", 0.003, dies, ("one", "dies", "three")),
+    "long": Piece("Is there time?", 9.0, quick),
+}}
+made = Pieces(Path(__file__), PIECES, lambda: "")
+arguments = sys.argv[1:]
+if "--piece" in arguments:
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    name, out = options["--piece"], Path(options["--out"])
+    if "--way" in options:
+        made.run_way(name, options["--way"], out, dry=False)
+    else:
+        earlier = options.get("--earlier")
+        made.run_here(name, out, dry=False, seconds=float(options["--seconds"]), earlier=earlier and Path(earlier))
+else:
+    made.run_all(arguments[1].split(","), Path(arguments[0]), None, minutes=1.0)
+"""
+
+
+class Toy:
+    """A program with pieces that do as their names say, and what came of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "toy.py"
+        self.script.write_text(SCRIPT.format(benchmarks=str(ROOT / "benchmarks")))
+
+    def run(self, names: str) -> dict[str, str]:
+        done = subprocess.run(
+            [sys.executable, str(self.script), str(self.folder), names], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.file(name)["figures"]["results"]
+        return found
+
+    def file(self, name: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / f"gpu_{name}.json").read_text())
+        return content
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().split()
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    return Toy(tmp_path)
+
+
+def test_a_piece_that_hangs_is_ended_and_the_next_one_runs(toy: Toy) -> None:
+    became = toy.run("hangs,quick,long,absent")
+    assert became["hangs"].startswith("FAILED after ")
+    assert "it took longer than" in became["hangs"]
+    assert became["quick"].startswith("ran in")
+    assert became["long"] == "no time left: run this again"
+    assert became["absent"] == "left out, there is no such machine"
+    assert sorted(path.name for path in toy.folder.glob("gpu_*.json")) == ["gpu_quick.json"]
+    assert toy.file("quick")["figures"] == {"gpu": "none: a dry run", "found": 7}
+    assert toy.run("quick")["quick"] == "there already"
+    assert toy.calls.count("quick") == 1
+
+
+def test_of_ways_in_one_process_one_that_hangs_or_fails_costs_no_other(toy: Toy) -> None:
+    """Those after it run in a new process, as after a kernel that has read memory which is not there."""
+    became = toy.run("here,quick")
+    assert became["here"].startswith("3 of 5 ways, FAILED: fails, hangs in ")
+    assert became["quick"].startswith("ran in")
+    assert [row.get("value", row.get("failed")) for row in toy.rows("here")] == [
+        3, "ValueError: no kernel", 5, runner.NOT_ENDED, 4,
+    ]  # fmt: skip
+    assert runner.UNFINISHED not in toy.file("here")["figures"]
+    assert not any("_hidden" in row for row in toy.rows("here"))
+    assert toy.run("here")["here"] == "there already"
+    assert toy.calls == ["one", "fails", "three", "hangs", "five", "quick"]
+
+
+def test_of_ways_in_processes_of_their_own_one_that_hangs_costs_no_other(toy: Toy) -> None:
+    assert toy.run("apart")["apart"].startswith("2 of 4 ways, FAILED: fails, hangs in ")
+    assert [row.get("value") for row in toy.rows("apart")] == [3, None, None, 4]
+    assert "took longer" in toy.rows("apart")[1]["failed"]
+    assert "no kernel" in toy.rows("apart")[2]["failed"]
+
+
+def test_a_process_that_dies_in_a_way_leaves_the_ways_before_and_after_it(toy: Toy) -> None:
+    assert toy.run("dies")["dies"].startswith("2 of 3 ways, FAILED: dies in ")
+    assert [row.get("value") for row in toy.rows("dies")] == [3, None, 5]
+
+
+def test_what_a_call_has_found_is_there_when_it_is_killed_itself(toy: Toy) -> None:
+    """The machine is taken back in the middle: every file is whole, and the next call goes on."""
+    call = subprocess.Popen([sys.executable, str(toy.script), str(toy.folder), "quick,here"], start_new_session=True)
+    until = time.monotonic() + 60
+    while not ((toy.folder / "calls").exists() and "hangs" in toy.calls):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.killpg(call.pid, signal.SIGKILL)
+    call.wait()
+    assert [row["way"] for row in toy.rows("here")] == ["one", "fails", "three", "hangs"]
+    toy.run("quick,here")
+    assert [row["way"] for row in toy.rows("here")] == ["one", "fails", "three", "hangs", "five"]
+    assert toy.calls.count("quick") == 1
+
+
+# -- the GPU's pieces --------------------------------------------------------------------------------------------------
+
+
+def three_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, slower: float = 1.0, hanging: str = ""
+) -> list[list[str]]:
+    """Which pieces end in each of three calls, if each takes `slower` times what is expected of it; one never ends."""
+    now = [0.0]
+
+    def run_within(command: list[str], limit_s: float, log: Path) -> tuple[str, int]:
+        name, file = command[command.index("--piece") + 1], Path(command[command.index("--out") + 1])
+        piece = gpu_check.PIECES[name]
+        earlier = json.loads(file.read_text())["figures"] if "--earlier" in command else {"results": []}
+        rows, left = earlier["results"], earlier.get(runner.UNFINISHED, list(piece.ways))
+        took = 0.0
+        for way in list(left) or [""]:
+            way_s = slower * 60 * piece.minutes / max(len(piece.ways), 1)
+            if hangs := name == hanging and (not way or way == piece.ways[0]):
+                way_s = piece.limit_s(1 / max(len(piece.ways), 1))
+            if took + way_s > limit_s:
+                now[0] += limit_s
+                return "it took longer", 124
+            took, left = took + way_s, left[1:]
+            if way:
+                rows.append({"way": way})
+                file.write_text(json.dumps({"figures": {"results": rows, runner.UNFINISHED: left}}))
+            if hangs:
+                now[0] += took
+                return "it took longer", 124
+        now[0] += took
+        file.write_text(json.dumps({"figures": {"results": rows}}))
+        return "", 0
+
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(runner, "run_within", run_within)
+    calls, done = [], set[str]()
+    for _ in range(3):
+        began = now[0]
+        runner.Pieces(Path("gpu_check.py"), gpu_check.PIECES, lambda: "").run_all(
+            list(gpu_check.PIECES), tmp_path, None, minutes=minutes
+        )
+        assert now[0] - began <= 60 * minutes + 6
+        ended = {
+            name
+            for name in gpu_check.PIECES
+            if (file := tmp_path / f"gpu_{name}.json").exists()
+            and runner.UNFINISHED not in json.loads(file.read_text())["figures"]
+        }
+        calls.append([name for name in gpu_check.PIECES if name in ended - done])
+        done |= ended
+    return calls
+
+
+MOST_VALUABLE = ["versions", "routing", "serves", "identity", "wide", "speed", "waits", "timeline", "closeness"]
+
+
+def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = three_calls(tmp_path, monkeypatch, 10)
+    ran = [name for call in calls for name in call]
+    assert len(ran) == len(set(ran))
+    assert set(ran) >= {*MOST_VALUABLE, "prefill", "link", "device_killed", "graphs"}
+    assert calls[0][:5] == MOST_VALUABLE[:5]
+    assert "speed" in calls[1]
+
+
+@pytest.mark.parametrize(("slower", "hanging"), [(1.4, ""), (1.0, "identity"), (1.0, "timeline")])
+def test_half_an_hour_has_the_speed_even_where_pieces_are_slow_or_hang(
+    slower: float, hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = three_calls(tmp_path, monkeypatch, 10, slower, hanging)
+    assert {"serves", "wide", "speed", "waits"} <= {name for call in calls for name in call}
+
+
+def test_every_piece_ends_within_ten_minutes() -> None:
+    assert max(piece.minutes for piece in gpu_check.PIECES.values()) < 10
+    assert all(piece.limit_s() <= runner.LIMIT_S for piece in gpu_check.PIECES.values())
+    assert sum(gpu_check.PIECES[name].minutes for name in MOST_VALUABLE) < 20
+
+
+# -- its timeline ------------------------------------------------------------------------------------------------------
+
+
+def event(kind: str, stream: int, start: float, end: float, name: str = "") -> dict[str, Any]:
+    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
+
+
+def test_what_lies_beside_kernels_is_counted_as_hidden() -> None:
+    """Kernels 0-100 and 150-200. The packet 10-20, the device 20-160 (80 + 10 of it hidden), the sums 160-170."""
+    events = [
+        event("kernel", 7, 0, 100),
+        event("kernel", 7, 150, 200),
+        event("gpu_memcpy", 7, 100, 101, "Memcpy DtoD"),
+        event("gpu_memcpy", 20, 10, 20, "Memcpy DtoH (Device -> Pinned)"),
+        event("gpu_memcpy", 20, 160, 170, "Memcpy HtoD (Pinned -> Device)"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = gpu_timeline.beside(events)
+    assert (found["gpu_busy_share"], found["lane_copies"], found["lane_copies_hidden"]) == (0.75, 2, 1.0)
+    assert (found["device_answers"], found["device_us"], found["device_hidden"]) == (1, 140, round(90 / 140, 3))
+
+
+def test_a_profile_without_a_lane_hides_nothing() -> None:
+    assert gpu_timeline.beside([])["device_hidden"] is None
+    assert gpu_timeline.overlap([(0, 2), (3, 9)], [(1, 4), (5, 6), (8, 10)]) == [(1, 2), (3, 4), (5, 6), (8, 9)]
