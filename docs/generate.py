@@ -200,17 +200,23 @@ TESTED = "0.32.0"
 
 
 def vllm_hooks(root: Path = ROOT) -> str:
-    """What each version of vLLM has for the hooks, beside what the tested one has."""
+    """What each version of vLLM has for the hooks, beside what the tested one has, and which test looks at it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from vllm_hooks import SHOWN_BY
+
     versions = load_measured(root / "docs" / "measured")["vllm_hooks"].figures["versions"]
     others = [version for version in versions if version != TESTED]
-    lines = [f"| hook | {TESTED} | {' | '.join(others)} |", f"|{'---|' * (len(others) + 2)}"]
+    tests = {hook: test.partition("::") for test, hooks in SHOWN_BY.items() for hook in hooks}
+    lines = [f"| hook | {TESTED} | {' | '.join(others)} | shown by |", f"|{'---|' * (len(others) + 3)}"]
     for hook, found in versions[TESTED]["hooks"].items():
         cells = ["same" if (text := versions[other]["hooks"][hook]) == found else f"**{text}**" for other in others]
-        lines.append(f"| {hook} | `{found}` | {' | '.join(cells)} |")
+        file, _, claim = tests[hook]
+        shown = f"`{file}`: {claim.removeprefix('test_').replace('_', ' ')}"
+        lines.append(f"| {hook} | `{found}` | {' | '.join(cells)} | {shown} |")
     imports = [
         f"{v['imports'] - len(v['lacking'])} of {v['imports']}" for v in (versions[v] for v in (TESTED, *others))
     ]
-    return "\n".join([*lines, f"| names that we import | {' | '.join(imports)} |"])
+    return "\n".join([*lines, f"| names that we import | {' | '.join(imports)} | `test_cuda_hooks` |"])
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------

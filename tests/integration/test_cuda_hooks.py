@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engines import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -73,6 +74,38 @@ def test_a_hook_that_vanishes_is_seen(hook: vllm_hooks.Hook) -> None:
     """Of an empty file nothing is found, whatever is looked for."""
     assert vllm_hooks.look_up(lambda file: "", hook) == vllm_hooks.ABSENT
     assert vllm_hooks.look_up(lambda file: None, hook) == vllm_hooks.ABSENT
+
+
+def test_each_hook_names_a_test_that_is_there() -> None:
+    named = [hook for hooks in vllm_hooks.SHOWN_BY.values() for hook in hooks]
+    assert sorted(named) == sorted(hook.what for hook in vllm_hooks.HOOKS)
+    for test in vllm_hooks.SHOWN_BY:
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / "tests/integration" / f"{file}.py").read_text(), test
+
+
+def test_slots_are_run_with_the_tiles_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks tiles up by the number of experts in the tensor: those of 3 slots of 8 experts are not stock's."""
+    from vllm.model_executor.layers.fused_moe import fused_moe, get_config
+
+    from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
+
+    asked: list[tuple[int, int]] = []
+
+    def tuned(E: int, N: int, dtype: str | None, *blocks: int) -> dict[int, dict[str, int]]:
+        asked.append((E, N))
+        return {1: {"BLOCK_SIZE_M": E}}
+
+    monkeypatch.setattr(fused_moe, "get_moe_configs", tuned)
+    kernel = CudaSlotKernel.of_vllm("silu", 8)
+    used: list[Any] = []
+    kernel.fused = lambda x, *args, **options: used.append(get_config())  # type: ignore[assignment,return-value]
+    held = SlotWeights(torch.zeros(3, 64, 32), torch.zeros(3, 32, 32))
+    for _ in range(2):
+        kernel.run_named(torch.zeros(1, 32), held, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32))
+    assert used == [{"BLOCK_SIZE_M": 8}] * 2
+    assert asked == [(8, 32)]  # once
+    assert get_config() is None
 
 
 # -- messages of the scheduler -----------------------------------------------------------------------------------------
