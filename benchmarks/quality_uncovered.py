@@ -201,7 +201,7 @@ def served(model_dir: Path, replicas: Path, sequences: Tensor, cell: Cell) -> Lo
     settings = {
         "avg_bits": cell.avg_bits,
         "hot_experts": cell.hot_experts,
-        "bit_rule": SELECTORS[cell.selector][0],
+        "policy_options": {"bit_rule": SELECTORS[cell.selector][0]},  # uniform is an option of policies only
         "execution": "paper",
         "replicas": str(replicas),
     }
