@@ -7,7 +7,8 @@ as prefill does; every later row runs its hot experts in full precision and its 
 replicas, at the widths the policy gave this sequence. Two things vary:
 
     bits        uniform | mse (the selector as published) | importance (its gains weighted by importance) |
-                relative (weighted too, and each expert's loss relative to the mean square of its own output)
+                relative (weighted too, and each expert's loss relative to the mean square of its own output) |
+                layers (as relative, but all bits wherever they help most, not each layer its share)
     importance  prefill (this prompt's routing) | static (routing of the calibration text) | random | oracle (this
                 sequence's own decode routing in full precision: not available to any real system)
 
@@ -42,7 +43,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
@@ -60,10 +61,10 @@ SELECTORS = {
     "mse": ("mse", "mse"),
     "importance": ("importance", "mse"),
     "relative": ("importance", "relative"),
+    "layers": ("layers", "relative"),
 }
 """name: (the planning package's rule for bits, the losses it is given)"""
 SOURCES = ("prefill", "static", "random", "oracle")
-LOSSES = ("mse", "relative")
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,11 @@ def replicas_of(model_dir: Path) -> Path:
 
 def loss_tables(replicas: Path) -> dict[str, LossTable]:
     """Expert-output errors on held-out calibration tokens: mean squares, and relative to the output's mean square."""
-    return dict(zip(LOSSES, map(LossTable.from_measured, load_loss_table(replicas)), strict=True))
+    absolute, relative = load_loss_table(replicas)
+    return {
+        "mse": LossTable.from_measured(absolute),
+        "relative": LossTable.from_measured(relative, load_layer_weights(replicas)),
+    }
 
 
 def plan_bits(

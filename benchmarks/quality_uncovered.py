@@ -44,10 +44,11 @@ from rich.table import Table
 from torch import Tensor
 from uncovered_text import FOLDS, text_without
 
-from ndp_device.calibration.build import build_calibrated, build_tuned, run_job
+from ndp_device.calibration.build import build_calibrated, build_tuned, run_job, weigh_layers
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
+from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -84,11 +85,14 @@ class Arm:
 ARMS = (
     Arm("auto-gptq, uniform", "auto-gptq", tuned=False, selector="uniform"),
     Arm("nested", "nested", tuned=False, selector="relative"),
+    Arm("nested, over layers", "nested", tuned=False, selector="layers"),
     Arm("nested, tuned", "nested", tuned=True, selector="relative"),
     Arm("independent", "independent", tuned=False, selector="relative"),
     Arm("independent, tuned", "independent", tuned=True, selector="relative"),
     Arm("nested, shrunk", "nested", tuned=False, selector="relative", shrink=0.3),
     Arm("nested, shrunk, tuned", "nested", tuned=True, selector="relative", shrink=0.3),
+    Arm("nested, shrunk, over layers", "nested", tuned=False, selector="layers", shrink=0.3),
+    Arm("nested, shrunk, tuned, over layers", "nested", tuned=True, selector="layers", shrink=0.3),
     Arm("independent, shrunk", "independent", tuned=False, selector="relative", shrink=0.1),
 )
 """The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order)."""
@@ -108,36 +112,39 @@ class Study:
         build_calibrated(self.model_dir, base, text, solver=arm.solver, shrink=arm.shrink)
         if arm.solver == "auto-gptq":
             return with_one_bit(base)
-        if not arm.tuned:
-            return base
-        tuned = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
-        build_tuned(self.model_dir, base, tuned, text, steps=self.tune_steps)
-        return tuned
+        made = base
+        if arm.tuned:
+            made = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
+            build_tuned(self.model_dir, base, made, text, steps=self.tune_steps)
+        if arm.selector == "layers" and load_layer_weights(made) is None:
+            weigh_layers(self.model_dir, made, text)
+        return made
 
     def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[Point, Measured]:
         """(average bits, part hot) -> what the sequences lost there; each point is kept as soon as it is known."""
         digest = ReplicaFiles(replicas, check_contents=False).manifest.digest
         of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
         path = self.cache / f"{how}-{arm.selector}-{digest}-{of_sequences}.json"
-        known: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
-        store = ExpertStore(self.model_dir, replicas, kernel=ReferenceKernel())
-        forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
-        cells = {
-            point: Cell(point[0], round(point[1] * store.shape.num_experts), arm.selector, "prefill") for point in CELLS
-        }
-        for point, cell in cells.items():
-            name = f"{point[0]:g} {point[1]:g}"
-            if how == "served" and name not in known:
-                known[name] = served(self.model_dir, replicas, sequences, cell).tolist()
+        known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        if {_name(point) for point in CELLS} - known.keys():
+            store = ExpertStore(self.model_dir, replicas, kernel=ReferenceKernel())
+            forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
+            num_experts = store.shape.num_experts
+            cells = {point: Cell(point[0], round(point[1] * num_experts), arm.selector, "prefill") for point in CELLS}
+            full, by_cell = forward.run(sequences, list(cells.values()))
+            for point, cell in cells.items():
+                nll, bits_read = by_cell[cell]
+                if _name(point) in known:
+                    continue
+                if how == "served":
+                    nll = served(self.model_dir, replicas, sequences, cell)
+                known[_name(point)] = {"losses": (nll - full).tolist(), "bits_read": bits_read.tolist()}
                 path.write_text(json.dumps(known))
-        full, by_cell = forward.run(sequences, list(cells.values()))
-        found = {}
-        for point, cell in cells.items():
-            nll, bits_read = by_cell[cell]
-            if how == "served":
-                nll = np.array(known[f"{point[0]:g} {point[1]:g}"])
-            found[point] = Measured(nll - full, bits_read)
-        return found
+        return {point: Measured(**{of: np.array(one) for of, one in known[_name(point)].items()}) for point in CELLS}
+
+
+def _name(point: Point) -> str:
+    return f"{point[0]:g} {point[1]:g}"
 
 
 class Forward:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import GAINS, LOSSES, LossTable
+from vllm_ndp.planning.bitwidths import GAINS, LOSSES, OVER_LAYERS, LossTable
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
@@ -37,7 +37,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill": ("auto", "split", "streamed"),
     "migration": ("kept", "difference"),
     "bits_for": BITS_FOR,
-    "bit_rule": GAINS,
+    "bit_rule": (*GAINS, OVER_LAYERS),
     "losses": LOSSES,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -98,7 +98,8 @@ class NdpSettings:
     alpha: float = 0.5
     """Weight of counts against router scores in the importance (paper: 0.5)."""
     bit_rule: str = "importance"
-    """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`)."""
+    """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`), each layer with
+    its share of the bits; `layers`: weighted by importance, all bits wherever they help most."""
     losses: str = "relative"
     """Losses of replicas that the selector looks at: `relative` to the expert's own output, or `absolute`."""
     replicas: str | None = None

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from ndp_device.calibration.streamed import RoutedBatch
     from ndp_device.calibration.tuned import Tuning
 
+WEIGHED_AT = 2
+"""Bits of a layer whose weight is measured, or the nearest that there are."""
+
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
 
@@ -239,7 +242,7 @@ def build_tuned(
     import numpy as np
     import transformers
 
-    from ndp_device.calibration import calibrated, memory, streamed, tuned
+    from ndp_device.calibration import calibrated
     from ndp_device.calibration.loss_table import expert_losses
     from ndp_device.calibration.text import HELD_OUT_EVERY, CalibrationText
 
@@ -248,14 +251,7 @@ def build_tuned(
     device = _torch_device(device_name)
     checkpoint = CheckpointExperts(model_dir)
     source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
-    shape = checkpoint.shape
-    num_widths = len(source.manifest.bits)
-    needed = memory.tuning_bytes(shape, group_size=source.manifest.group_size, num_widths=num_widths)
-    if needed > memory.physical_bytes():
-        raise ConfigError(
-            f"tuning holds every expert of {shape.name} in memory, {needed / 1e9:.1f} GB with their gradients, and "
-            f"this machine has {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas as they are"
-        )
+    _refuse_what_does_not_fit(source, "tuning")
     _refuse_quantized_beside(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     text = CalibrationText.draw(
@@ -296,13 +292,7 @@ def build_tuned(
         return LayerReplicas(tuple(experts), loss, relative_loss, *source.calibration_of(layer))
 
     def trained() -> tuple[Tuning, list[RoutedInputs]]:
-        every_layer, every_expert = range(shape.num_layers), range(shape.num_experts)
-        full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in every_expert] for n in every_layer]
-        replicas = [
-            [{b: source.expert(n, e, b) for b in source.manifest.bits} for e in every_expert] for n in every_layer
-        ]
-        model = streamed.load_without_experts(model_dir, device)
-        tuning = tuned.Tuning(model, full, replicas, seed=seed)
+        tuning = _in_memory(model_dir, checkpoint, source, device, seed=seed)
         tokens = text.held_out_last
         tokens, held_out = tokens[: -text.num_held_out], tokens[-text.num_held_out :]
         told = tuning.improve(tokens, held_out, steps)
@@ -312,6 +302,79 @@ def build_tuned(
         return tuning, tuning.inputs(held_out)
 
     return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+
+
+def weigh_layers(
+    model_dir: Path,
+    replicas_dir: Path,
+    calibration_file: Path,
+    *,
+    num_sequences: int = 16,
+    sequence_length: int = 512,
+    seed: int = 0,
+    device_name: DeviceName = "auto",
+) -> Manifest:
+    """Measure what a loss in each layer does to the model's answer, and write it into the replicas' manifest.
+
+    Each layer in turn runs at one width, all others in full precision: the divergence of the answers over the layer's
+    mean relative loss at that width. Needs the whole model in memory.
+    """
+    import numpy as np
+    import transformers
+
+    from ndp_device.calibration.text import CalibrationText
+    from ndp_device.replicas.loss_table import load_loss_table
+
+    device = _torch_device(device_name)
+    checkpoint = CheckpointExperts(model_dir)
+    source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
+    _refuse_what_does_not_fit(source, "weighing layers")
+    _refuse_quantized_beside(checkpoint)
+    text = CalibrationText.draw(
+        calibration_file,
+        transformers.AutoTokenizer.from_pretrained(model_dir),
+        num_sequences=num_sequences,
+        sequence_length=sequence_length,
+        seed=seed,
+    )
+    bits = min(source.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
+    tuning = _in_memory(model_dir, checkpoint, source, device, seed=seed)
+    divergences = tuning.divergence_by_layer(bits, text.token_ids)
+    losses = load_loss_table(replicas_dir)[1][:, :, bits - 1]
+    weights = []
+    for layer, inputs in enumerate(tuning.inputs(text.token_ids)):
+        counts = np.bincount(inputs.expert_ids.numpy().ravel(), minlength=checkpoint.shape.num_experts)
+        weights.append(divergences[layer] / max(float(np.average(losses[layer], weights=counts)), 1e-12))
+    mean = max(sum(weights) / len(weights), 1e-30)
+    manifest = msgspec.structs.replace(
+        source.manifest, layer_weights=tuple(float(f"{weight / mean:.4g}") for weight in weights)
+    )
+    write_manifest(replicas_dir, manifest)
+    return manifest
+
+
+def _in_memory(
+    model_dir: Path, checkpoint: CheckpointExperts, source: ReplicaFiles, device: torch.device, *, seed: int
+) -> Tuning:
+    """The model with all its experts, in full precision and at every width that there is."""
+    from ndp_device.calibration import calibrated, streamed, tuned
+
+    every_layer, every_expert = range(checkpoint.shape.num_layers), range(checkpoint.shape.num_experts)
+    full = [[calibrated.FloatExpert(checkpoint.expert(n, e), device) for e in every_expert] for n in every_layer]
+    replicas = [[{b: source.expert(n, e, b) for b in source.manifest.bits} for e in every_expert] for n in every_layer]
+    return tuned.Tuning(streamed.load_without_experts(model_dir, device), full, replicas, seed=seed)
+
+
+def _refuse_what_does_not_fit(source: ReplicaFiles, what: str) -> None:
+    from ndp_device.calibration import memory
+
+    manifest = source.manifest
+    needed = memory.tuning_bytes(manifest.model, group_size=manifest.group_size, num_widths=len(manifest.bits))
+    if needed > memory.physical_bytes():
+        raise ConfigError(
+            f"{what} holds every expert of {manifest.model.name} in memory, {needed / 1e9:.1f} GB with their "
+            f"gradients, and this machine has {memory.physical_bytes() / 1e9:.1f} GB: serve the replicas as they are"
+        )
 
 
 def _torch_device(name: DeviceName) -> torch.device:
@@ -424,7 +487,8 @@ def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
         write_manifest(out_dir, manifest)
         return manifest
     present = read_manifest(out_dir)
-    if msgspec.structs.replace(present, layers={}) != manifest:
+    # weights of layers are measured when all layers are there
+    if msgspec.structs.replace(present, layers={}, layer_weights=manifest.layer_weights) != manifest:
         raise ConfigError(
             f"{out_dir} already holds replicas of another model or made with other settings: "
             "choose another output directory, or delete that one"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -69,6 +70,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     activation: Activation | msgspec.UnsetType = msgspec.UNSET
     """Left out for silu, so that the manifests of version 1 stay what they are."""
     biases: bool | msgspec.UnsetType = msgspec.UNSET
+    layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What the same relative loss in each layer does to the model's answer, mean 1; left out until it is measured. Says
+    nothing of how the files are read, so the version is the same."""
 
     @classmethod
     def with_form(cls, activation: Activation, biases: bool, **fields: Any) -> Manifest:
@@ -82,6 +86,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"bits must be a rising selection of {list(WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
+        weights = () if isinstance(self.layer_weights, msgspec.UnsetType) else self.layer_weights
+        if weights and (len(weights) != self.model.num_layers or not all(0 <= one < math.inf for one in weights)):
+            raise ValueError(f"layer_weights must be {self.model.num_layers} finite numbers >= 0, got {list(weights)}")
 
     @property
     def digest(self) -> str:
@@ -212,11 +219,13 @@ class ReplicaFiles:
 
     @cached_property
     def loss_digest(self) -> str:
-        """32 hex digits that name the loss tables of all layers, as they lie in the files."""
+        """32 hex digits that name the loss tables of all layers, as they lie in the files, and the layers' weights."""
         digest = hashlib.blake2b(digest_size=16)
         for layer in range(self.manifest.model.num_layers):
             for table in self.layer_losses(layer):
                 digest.update(table.tobytes())
+        if not isinstance(self.manifest.layer_weights, msgspec.UnsetType):
+            digest.update(np.array(self.manifest.layer_weights).tobytes())
         return digest.hexdigest()
 
     def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas.format import ReplicaFiles, read_manifest
+
+
+def load_layer_weights(replicas_dir: Path) -> NDArray[np.float64] | None:
+    """What the same relative loss in each layer does to the answer [L], mean 1; None where that was not measured."""
+    weights = read_manifest(replicas_dir).layer_weights
+    return None if isinstance(weights, msgspec.UnsetType) else np.array(weights)
 
 
 def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -121,7 +121,9 @@ class PlanOptions:
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
     avg_bits: AvgBitsOption = 2.0
-    bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, mse or uniform.")] = "importance"
+    bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, layers, mse or uniform.")] = (
+        "importance"
+    )
     bits_for: Annotated[
         str,
         typer.Option(

@@ -1,4 +1,4 @@
-"""`vllm-ndp quantize` and `tune`: make replicas. Knows options and last lines; ndp_device/calibration/ works."""
+"""`vllm-ndp quantize`, `tune` and `weigh`: make replicas. Knows options; ndp_device/calibration/ works."""
 
 from __future__ import annotations
 
@@ -131,6 +131,43 @@ def tune(
         device_name=device,
     )
     _print_summary(manifest, out, started)
+
+
+@command(
+    app,
+    "weigh",
+    examples=("vllm-ndp weigh models/tiny-mixtral replicas --calibration models/tiny-mixtral/calibration.txt",),
+)
+def weigh(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
+    replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` or `tune` wrote.")],
+    calibration: Annotated[Path, typer.Option(help="UTF-8 text to weigh on.")],
+    samples: Annotated[int, typer.Option(min=8, help="Sequences of text.")] = 16,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Chooses the text.")] = 0,
+) -> None:
+    """Measure how much each layer's losses matter.
+
+    For the bit rule `layers`, which spends bits where they help most; written into the manifest of REPLICAS.
+    """
+    from ndp_device.calibration.build import weigh_layers
+    from vllm_ndp.operating.hub import checkpoint_dir
+
+    started = time.monotonic()
+    manifest = weigh_layers(
+        checkpoint_dir(str(model)),
+        replicas,
+        calibration,
+        num_sequences=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        device_name=device,
+    )
+    seconds = round(time.monotonic() - started, 3)
+    print_json({"layer_weights": manifest.layer_weights, "seconds": seconds, "replicas": str(replicas)})
 
 
 def _print_summary(manifest: Manifest, out: Path, started: float) -> None:

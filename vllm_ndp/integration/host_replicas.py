@@ -48,7 +48,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
 def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
     """Of the MoE layers that this worker runs; kind: one of planning.bitwidths.LOSSES."""
     from ndp_device.replicas.format import read_manifest
-    from ndp_device.replicas.loss_table import load_loss_table
+    from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
 
     missing = set(WIDTHS) - set(read_manifest(replicas).bits)
     if missing:
@@ -57,8 +57,8 @@ def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
             "run `vllm-ndp quantize` with --bits 1,2,3,4"
         )
     absolute, relative = load_loss_table(replicas)
-    losses = relative if kind == "relative" else absolute
-    return LossTable.from_measured(losses[layers.start : layers.stop])
+    table = LossTable.from_measured(*((relative, load_layer_weights(replicas)) if kind == "relative" else (absolute,)))
+    return table.of_layers(slice(layers.start, layers.stop))
 
 
 class LocalReplicas:

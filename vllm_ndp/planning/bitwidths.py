@@ -7,12 +7,16 @@ is tried and the one with the largest total gain kept; the gain of a prefix is a
     gain "mse"         loss[e, 1] - loss[e, w]                  as published
     gain "importance"  importance[e] * (loss[e, 1] - loss[e, w])   expected over the tokens that will use the expert
 
+The published selector gives every layer the same share of the bits. `bits_over_layers` spends all of them where they
+help most, whichever layer that is: a layer whose cold experts this prompt hardly uses needs few, and layers differ in
+what an error in them does to the answer (the table's layer weights). The average over the model stays the budget's.
+
 Does not know requests, policies or where the loss table comes from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +30,8 @@ from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")
+OVER_LAYERS = "layers"
+"""The bit rule that spends one budget over all layers."""
 LOSSES = ("relative", "absolute")
 """What an expert's loss is: the error of its output on held-out tokens, by the output's own mean square or as it is.
 Absolute ones let the few experts of largest outputs take all bits. Source: docs/log/quality.md."""
@@ -48,6 +54,8 @@ class LossTable:
     """Expert-output error of each replica on held-out calibration tokens, as LOSSES says; never rises with bits."""
 
     mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
+    layer_weights: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L]
+    """What the same loss in each layer does to the model's answer, in units of their mean; None: the same in all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mse", frozen_array(self.mse, np.float64))
@@ -65,10 +73,22 @@ class LossTable:
                 f"{width + 2} bits than at {width + 1}: calibrate on more text or use LossTable.from_measured"
             )
 
+        weights = np.ones(len(self.mse)) if self.layer_weights is None else self.layer_weights
+        object.__setattr__(self, "layer_weights", frozen_array(weights, np.float64))
+        if self.layer_weights.shape != self.mse.shape[:1] or not (self.layer_weights >= 0).all():
+            raise ConfigError(
+                f"layer weights must be {len(self.mse)} numbers >= 0, got {self.layer_weights.tolist()}: weigh the "
+                "replicas again"
+            )
+
     @classmethod
-    def from_measured(cls, mse: NDArray[np.floating]) -> LossTable:
+    def from_measured(cls, mse: NDArray[np.floating], layer_weights: NDArray[np.float64] | None = None) -> LossTable:
         """Measured losses are noisy: a width is never credited with more loss than a narrower one."""
-        return cls(np.minimum.accumulate(np.asarray(mse, np.float64), axis=2))
+        return cls(np.minimum.accumulate(np.asarray(mse, np.float64), axis=2), layer_weights)  # type: ignore[arg-type]
+
+    def of_layers(self, layers: slice | NDArray[np.integer]) -> LossTable:
+        """Some layers of it, their weights as they are."""
+        return LossTable(self.mse[layers], self.layer_weights[layers])
 
     @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
@@ -109,6 +129,50 @@ def select_bitwidths(
         ends = _best_ends(prefix, _feasible(cold, spend), spend)
         bits[layers[:, None], ranked] = 1 + (np.arange(cold) < ends[:, :, None]).sum(axis=0)
     return BitwidthPlan(bits)
+
+
+def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
+    """The widths of largest total gain that spend exactly the budget's increments over all layers together.
+
+    Each expert's gains are replaced by the least concave curve above them, so that its next bit never gains more than
+    the one before; then the best bits of all are the best ones one by one. Where the curve is not its own, the budget
+    may end within a stretch of it: for one expert at most. Of equal gains the first layer's and the lowest id's counts.
+    """
+    cold = placement.cold
+    if loss.mse.shape[:2] != cold.shape or score.values.shape != cold.shape:
+        raise ConfigError(
+            f"placement {list(cold.shape)}, scores {list(score.values.shape)} and loss table "
+            f"{list(loss.mse.shape[:2])} must be of one model"
+        )
+    spend = int(budget.increments(placement.num_cold).sum())
+    gains = (loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * (score.values * loss.layer_weights[:, None])[:, :, None]
+    falling = _concave(gains[cold])
+    best = np.argsort(-falling, axis=None, kind="stable")[:spend]
+    bits = np.zeros(cold.shape, np.uint8)
+    bits[cold] = 1 + np.bincount(best // falling.shape[1], minlength=len(falling))
+    return BitwidthPlan(bits)
+
+
+def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[n, 3] gains of the second, third and fourth bit -> those of the least concave curve above their sums.
+
+    The k-th is the least over i <= k of the largest over j >= k of the mean of gains i to j.
+    """
+    sums = np.zeros((len(gains), gains.shape[1] + 1))
+    np.cumsum(gains, axis=1, out=sums[:, 1:])
+    places = range(gains.shape[1])
+    curve = [
+        np.min(
+            [
+                np.max([(sums[:, j + 1] - sums[:, i]) / (j + 1 - i) for j in places if j >= k], axis=0)
+                for i in places
+                if i <= k
+            ],
+            axis=0,
+        )
+        for k in places
+    ]
+    return np.stack(curve, axis=1)
 
 
 def verdict_on(avg_bits: float) -> str:

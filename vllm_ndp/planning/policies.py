@@ -21,7 +21,15 @@ from ndp_device.errors import ConfigError
 from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
 from ndp_device.strict_arrays import read_array
 from ndp_device.strict_files import Refused
-from vllm_ndp.planning.bitwidths import GAINS, LossTable, full_precision, select_bitwidths, uniform_bitwidths
+from vllm_ndp.planning.bitwidths import (
+    GAINS,
+    OVER_LAYERS,
+    LossTable,
+    bits_over_layers,
+    full_precision,
+    select_bitwidths,
+    uniform_bitwidths,
+)
 from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance, repeats
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
@@ -30,7 +38,7 @@ from vllm_ndp.planning.stats import RoutingStats
 _MOST_PRIOR_TOKENS = 1 << 32
 _MAX_PRIOR_BYTES = 8 * MAX_EXPERTS_IN_ALL + 4096
 ENTRY_POINT_GROUP = "vllm_ndp.policies"
-BIT_RULES = (*GAINS, "uniform", "full")
+BIT_RULES = (*GAINS, OVER_LAYERS, "uniform", "full")
 
 
 class Policy(Protocol):
@@ -107,6 +115,8 @@ class ScoredPolicy:
             return full_precision(placement)
         if self.settings.bit_rule == "uniform":
             return uniform_bitwidths(placement, budget)
+        if self.settings.bit_rule == OVER_LAYERS:
+            return bits_over_layers(score, placement, loss, budget)
         return select_bitwidths(score, placement, loss, budget, self.settings.bit_rule)
 
     def at_layer(self, layer: int) -> ScoredPolicy:

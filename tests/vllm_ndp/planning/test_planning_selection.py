@@ -13,6 +13,7 @@ from ndp_device.errors import ConfigError
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LossTable,
+    bits_over_layers,
     full_precision,
     select_bitwidths,
     uniform_bitwidths,
@@ -20,7 +21,7 @@ from vllm_ndp.planning.bitwidths import (
 )
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
-from vllm_ndp.planning.plan import Budget, Placement, Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
 
 
 def random_model(seed: int, layers: int, experts: int) -> tuple[ImportanceScore, LossTable]:
@@ -164,3 +165,61 @@ def test_scores_of_another_model_are_refused():
 def test_averages_below_2_bits_are_judged_and_others_are_not():
     assert verdict_on(2.0) == verdict_on(4.0) == ""
     assert verdict_on(1.5).startswith("1.5 bits on average are too few for useful answers")
+
+
+def expected_loss(score: ImportanceScore, loss: LossTable, bits: np.ndarray) -> float:
+    each = np.take_along_axis(loss.mse, bits[:, :, None].astype(int) - 1, axis=2)[:, :, 0]
+    return float((each * score.values * loss.layer_weights[:, None]).sum())
+
+
+def test_bits_over_layers_are_the_best_of_every_assignment_where_each_bit_gains_less_than_the_last():
+    """Two layers of two experts; the widths of all four together are tried one by one, whatever the importance."""
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        gains = np.sort(generator.random((2, 2, 3)), axis=2)[:, :, ::-1]  # of each further bit: falling
+        mse = np.concatenate([np.zeros((2, 2, 1)), -np.cumsum(gains, axis=2)], axis=2) + 3
+        weights = generator.random(2)
+        loss = LossTable(mse, weights / weights.mean())
+        score = ImportanceScore.from_weights(generator.random((2, 2)))
+        everything_cold = Placement(np.zeros((2, 2), bool))
+
+        for spend in range(13):
+            found = bits_over_layers(score, everything_cold, loss, Budget(0, 1 + spend / 4)).bits
+            tried = [np.array(bits).reshape(2, 2) for bits in itertools.product((1, 2, 3, 4), repeat=4)]
+            assert found.sum() == 4 + spend
+            least = min(expected_loss(score, loss, bits) for bits in tried if bits.sum() == 4 + spend)
+            assert expected_loss(score, loss, found) == pytest.approx(least)
+
+
+def test_bits_over_layers_go_where_a_prompt_uses_cold_experts_and_where_a_loss_counts():
+    """A cold expert of layer 0 gets .05 of its tokens, one of layer 1 .3: six times as much, and a bit is worth 4.4. A
+    weight of 39 to 1 turns that round."""
+    score = ImportanceScore(np.array([[0.9, 0.05, 0.05], [0.4, 0.3, 0.3]]))
+    placement = Placement(np.array([[True, False, False], [True, False, False]]))
+    table = LossTable.nominal(2, 3)
+    bits = bits_over_layers(score, placement, table, Budget(1, 3.0)).bits
+    assert bits[:, 0].tolist() == [0, 0]
+    assert bits.sum() == 12
+    assert bits[1].sum() > bits[0].sum()
+    weighed = LossTable(table.mse, np.array([1.95, 0.05]))
+    assert bits_over_layers(score, placement, weighed, Budget(1, 3.0)).bits[0].sum() > 6
+
+
+def test_a_bit_that_pays_only_with_the_next_one_is_bought_with_it():
+    """From 1 to 2 bits nothing, from 2 to 3 everything: the mean of both is what the first of them is worth."""
+    mse = np.array([[[1.0, 1.0, 0.1, 0.1], [1.0, 0.7, 0.6, 0.6]]])
+    score, placement = ImportanceScore(np.array([[0.5, 0.5]])), Placement(np.zeros((1, 2), bool))
+    assert bits_over_layers(score, placement, LossTable(mse), Budget(0, 2.0)).bits.tolist() == [[3, 1]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0))
+def test_bits_over_layers_spend_the_budget_of_the_model_and_only_on_cold_experts(layers, experts, data, avg_bits):
+    score, loss = random_model(data.draw(st.integers(0, 1000)), layers, experts)
+    hot = data.draw(st.integers(0, experts))
+    placement, budget = top_experts(score.values, hot), Budget(hot, avg_bits)
+    bits = bits_over_layers(score, placement, loss, budget).bits
+    assert (bits[placement.hot] == 0).all()
+    assert (bits[placement.cold] >= 1).all()
+    assert int(bits.sum()) == int(placement.num_cold.sum() + budget.increments(placement.num_cold).sum())
+    assert Plan(1, placement, BitwidthPlan(bits)).fits(budget)

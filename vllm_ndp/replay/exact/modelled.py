@@ -63,7 +63,7 @@ def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, 
         events={},
         plans={},
     )
-    return longer, LossTable(loss.mse[layers])
+    return longer, loss.of_layers(layers)
 
 
 def _with_layers(provenance: Provenance, num_layers: int) -> Provenance:
