@@ -35,7 +35,7 @@ NOT_RUN = {
     r"vllm-ndp lm-eval\b": "needs a server: test_integration_quality.py",
     r"vllm-ndp top\b": "needs what it watches: test_integration_serve.py, test_operating_watch.py",
     r"vllm-ndp replay\b": "needs a trace that vLLM recorded",
-    r"vllm-ndp (quantize|tune) .*--calibration": "takes minutes",
+    r"vllm-ndp (quantize|tune|weigh) .*--calibration": "takes minutes",
     r"ndp-device (serve|ping|describe|verify ipc)": "run together, see test_the_device_examples_work_together",
 }
 

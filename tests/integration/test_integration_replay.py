@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,8 @@ from engines import MODEL, PROMPTS, ROOT, engine, greedy
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.format import read_manifest, write_manifest
+from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
 from ndp_device.timing.energy import CommandEnergy
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.replay.exact.live import recorded_rules, replay_live, require_capacity
@@ -50,6 +52,14 @@ def record(directory: Path, settings: dict, **options) -> Trace:
     return Trace.load(directory, model_digest=model_digest(MODEL))
 
 
+def weighed_replicas(directory: Path) -> Path:
+    """The calibrated ones, as if the first layer's losses were the worst: other plans than with layers alike."""
+    shutil.copytree(ROOT / "models" / "tiny-mixtral-replicas", directory)
+    manifest = read_manifest(directory)
+    write_manifest(directory, msgspec.structs.replace(manifest, layer_weights=(2.0, 0.2, 0.6, 1.2)))
+    return directory
+
+
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
@@ -66,7 +76,7 @@ def record(directory: Path, settings: dict, **options) -> Trace:
             {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "max_num_seqs": 3},
         ),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
-        ({"hot_experts": 2, "avg_bits": 2.0, "replicas": str(ROOT / "models" / "tiny-mixtral-replicas")}, {}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "bit_rule": "layers", "replicas": "weighed"}, {}),
         ({"hot_experts": 5, "avg_bits": 2.0, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
         (
             {"hot_experts": 6, "offload_bits": 2, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
@@ -82,19 +92,21 @@ def record(directory: Path, settings: dict, **options) -> Trace:
         "chunked",
         "identity",
         "all-cold",
-        "calibrated",
+        "over-layers",
         "balanced",
         "balanced-2",
         "paper",
     ],
 )
 def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_path, settings, options):
+    if settings.get("replicas") == "weighed":
+        settings = settings | {"replicas": str(weighed_replicas(tmp_path / "replicas"))}
     trace = record(tmp_path / "trace", settings, **options)
     if settings.get("cold_precision") == "full":
         loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     else:
         replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
-        loss = LossTable.from_measured(load_loss_table(replicas)[1])
+        loss = LossTable.from_measured(load_loss_table(replicas)[1], load_layer_weights(replicas))
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0
