@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
@@ -17,7 +19,7 @@ from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.warm_experts import WarmExperts
-from vllm_ndp.planning.bitwidths import verdict_on
+from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
@@ -70,7 +72,7 @@ def status(
         "decode_layers": decode_layers,
         "record": settings.record or "off",
         "report": _report(unsimulated) if has_report else "off (a KV connector of yours, or report=false)",
-        **({} if isinstance(device, LeadersDevice) else _device(device, may_join=settings.may_join)),
+        **({} if isinstance(device, LeadersDevice) else _device(device, settings)),
     }
 
 
@@ -80,7 +82,13 @@ def _report(unsimulated: str) -> str:
     )
 
 
-def _device(device: DeviceLink, *, may_join: bool) -> dict[str, Any]:
+def _layers(replicas: Path | None) -> str:
+    if replicas is not None and load_layer_weights(replicas) is not None:
+        return ", layers as weighed"
+    return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
+
+
+def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
     description = device.members.description
     return {
         "device_pid": device.members.pids[0],
@@ -88,9 +96,10 @@ def _device(device: DeviceLink, *, may_join: bool) -> dict[str, Any]:
         "device_cores": device.members.cores,
         "device_address": device.members.address,
         "device_bytes": sum(one.resident_bytes for one in device.members.descriptions),
-        "device_may_join": may_join,
+        "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
+        "layers": _layers(device.members.replicas) if settings.bit_rule == OVER_LAYERS else "",
         "replicas": f"{description.replicas} in {device.members.replicas}"
         if device.members.replicas
         else "none needed",
@@ -184,7 +193,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
         ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
-        ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}"),
+        ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
