@@ -204,9 +204,13 @@ def test_steps_of_a_warm_up_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None
         warmed.execute_model("a real step")
 
 
-@pytest.mark.parametrize(("asked", "left"), [(0, 60000 * 9 // 10), (1 << 30, 65536)], ids=["profiled", "asked for"])
+@pytest.mark.parametrize(
+    ("asked", "planned", "left"),
+    [(0, 0, 60000 * 9 // 10), (1 << 30, 1 << 30, 65536), (0, 65536, 60000 * 9 // 10)],
+    ids=["profiled", "asked for", "kept by vLLM from a start before"],
+)
 def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_for(
-    asked: int, left: int, monkeypatch: pytest.MonkeyPatch
+    asked: int, planned: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """36 bytes of KV and 4 of routing per token: 9 tenths are left of what is there beside 5536 bytes of staging slots
     and buffers, which are made when the model is loaded: vLLM counts them neither as weights nor as activations."""
@@ -222,7 +226,12 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
     monkeypatch.setattr(worker.NdpController, "create", lambda config: made)
     monkeypatch.setattr(worker._Base, "load_model", lambda self: allocated.__setitem__(0, 4096))  # its own counting
-    monkeypatch.setattr(worker._Base, "determine_available_memory", lambda self: 65536)
+
+    def profile(self: Any) -> int:
+        self.cache_config.kv_cache_memory_bytes = planned  # VLLM_ENABLE_STARTUP_PLAN
+        return 65536
+
+    monkeypatch.setattr(worker._Base, "determine_available_memory", profile)
     monkeypatch.setattr(worker.limits, "kv_bytes_per_token", lambda specs: 36)
     sized = object.__new__(worker.NdpWorker)
     sized.vllm_config = sized.model_runner = None  # type: ignore[assignment]

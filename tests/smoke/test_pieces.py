@@ -63,6 +63,7 @@ PIECES = {{
     "hangs": Piece("Does it hang?", 0.001, hangs),
     "quick": Piece("Is it quick?", 0.001, quick),
     "absent": Piece("Is it here?", 0.001, left_out, ("a", "b")),
+    "apart_absent": Piece("Is it here, apart?", 0.1, left_out, ("a", "b"), apart=True),
     "here": Piece("How do ways of one process do?", 0.004, table, ("one", "fails", "three", "hangs", "five")),
     "apart": Piece("How do ways of several processes do?", 0.1, table, ("one", "hangs", "fails", "four"), apart=True),
     "dies": Piece("Does it go on behind a crash?", 0.003, dies, ("one", "dies", "three")),
@@ -117,12 +118,12 @@ def toy(tmp_path: Path) -> Toy:
 
 
 def test_a_piece_that_hangs_is_ended_and_the_next_one_runs(toy: Toy) -> None:
-    became = toy.run("hangs,quick,long,absent")
+    became = toy.run("hangs,quick,long,absent,apart_absent")
     assert became["hangs"].startswith("FAILED after ")
     assert "it took longer than" in became["hangs"]
     assert became["quick"].startswith("ran in")
     assert became["long"] == "no time left: run this again"
-    assert became["absent"] == "left out, there is no such machine"
+    assert became["absent"] == became["apart_absent"] == "left out, there is no such machine"
     assert sorted(path.name for path in toy.folder.glob("gpu_*.json")) == ["gpu_quick.json"]
     assert toy.file("quick")["figures"] == {"gpu": "none: a dry run", "found": 7}
     assert toy.run("quick")["quick"] == "there already"

@@ -45,8 +45,9 @@ class NdpWorker(FixedWeights, _Base):
     def determine_available_memory(self) -> int:
         """Leave room for what the plugin has on the GPU, and for the routing sidecar, which lies beside the KV cache. A
         size that was asked for is kept."""
+        was_asked_for = bool(self.cache_config.kv_cache_memory_bytes)  # vLLM may set it, from a start before this one
         available: int = super().determine_available_memory()
-        if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
+        if current_platform.is_cpu() or was_asked_for:
             return available
         kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
         return limits.leave_room(available - self._bytes_beside_weights, self.ndp.sidecar.bytes_per_entry, kv_bytes)
