@@ -15,23 +15,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.config import DeviceConfig
-from ndp_device.errors import DeviceError, NdpError, RemoteProtocolError, ReplicaError
+from ndp_device.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import ServedPlan, Session, listed
-from ndp_device.replicas import format as replica_format
-from ndp_device.replicas.prefetch_order import PrefetchOrder
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.shelves import Shelf, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import execute_bytes
-from ndp_device.widths import FLAG_OF_BITS, WIDTHS
+from ndp_device.widths import FLAG_OF_BITS
 
 MAX_SESSIONS = 64
 """The client that was silent longest is forgotten when another one comes; it is told `no_session` and greets again."""
@@ -52,6 +53,14 @@ _log = logging.getLogger(__name__)
 class _Client:
     session: Session
     model: DeviceModel
+    shelf: Shelf
+
+
+@dataclass
+class _Ahead:
+    shelf: Shelf
+    key: tuple[int, int, int]  # layer, expert, bits
+    steps: Iterator[None]
 
 
 class Handler:
@@ -66,11 +75,10 @@ class Handler:
         may_shut_down: bool = True,
         prepares_ahead: bool = False,
     ) -> None:
-        self._store, self._kernel, self._hardware = store, kernel, hardware
+        self._files, self._kernel, self._hardware = store.of_part(WHOLE), kernel, hardware
         self._may_shut_down = may_shut_down
-        self._served = served_by(store)
-        self._prefetch_order = PrefetchOrder(store) if prepares_ahead else None
-        self._ahead: tuple[tuple[int, int, int], Iterator[None]] | None = None  # what is being prepared
+        self._shelves = Shelves(store, prepares_ahead=prepares_ahead)
+        self._ahead: _Ahead | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
@@ -102,7 +110,7 @@ class Handler:
 
     def _rehearse(self) -> None:
         """Serve a host that is not there, so that the first one does not wait for what is done once: 17 ms of it."""
-        shape, nobody = self._store.shape, b""
+        shape, nobody = self._files.shape, b""
         nothing = np.zeros(0, np.int32)
         asked: list[tuple[msg.Message, codec.Tensors | None]] = [
             (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="rehearsal"), None),
@@ -193,13 +201,16 @@ class Handler:
             case msg.Describe():
                 return self._describe(request), None
             case msg.Hello():
-                self._greet(name, request)
-                _log.info("%s connected", request.client)
-                return self._welcome(request, self.offer_memory(name) if request.wants_slots else None), None
+                shelf = self._greet(name, request)
+                _log.info("%s connected, for %s", request.client, shelf.store.part)
+                slots = self.offer_memory(name) if request.wants_slots else None
+                return self._welcome(request, shelf.served, slots), None
             case msg.InstallPlan():
-                session = self._client(name).session
+                installing = self._client(name)
+                session = installing.session
                 session.check_install(request, tensors["replicas"])
-                missing = self._prepare(tensors["replicas"], others_wait=self.others_compute(name))
+                waits = self.others_compute(name)
+                missing = self._prepare(installing.shelf, tensors["replicas"], others_wait=waits)
                 session.install(ServedPlan(request.epoch, tensors["replicas"] & ~missing))
                 installed = msg.PlanInstalled(request.id, incarnation=self.incarnation, epoch=request.epoch)
                 return installed, {"missing": missing}
@@ -220,46 +231,54 @@ class Handler:
         self._clients.move_to_end(name)
         return client
 
-    def _greet(self, name: bytes, hello: msg.Hello) -> None:
+    def _greet(self, name: bytes, hello: msg.Hello) -> Shelf:
         """Begin a session: nothing but Hello does, so that nothing else can cost another host its own."""
-        shape = self._store.shape
-        session = Session(self._store.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
+        shape = self._files.shape
+        session = Session(self._files.model_digest, shape.num_layers, shape.num_experts, shape.hidden_size)
         session.greet(hello)
+        others = {client.shelf.store.part for other, client in self._clients.items() if other != name}
+        try:
+            shelf = self._shelves.take(WHOLE if hello.part is msgspec.UNSET else Part(*hello.part), others)
+        except ConfigError as error:
+            raise DeviceError("bad_request", str(error)) from None
         self._clients.pop(name, None)
         while len(self._clients) >= MAX_SESSIONS:
             self._clients.popitem(last=False)
-        self._clients[name] = _Client(session, DeviceModel(self._hardware))
+        self._clients[name] = _Client(session, DeviceModel(self._hardware), shelf)
+        if self._ahead is not None and self._ahead.shelf not in self._shelves:
+            self._ahead = None
+        return shelf
 
-    def _prepare(self, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
+    def _prepare(self, shelf: Shelf, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
 
         What no client's plan uses may be forgotten. others_wait: load little, since somebody else's Execute waits.
         """
-        in_use = replicas.copy()
+        store, in_use = shelf.store, replicas.copy()
         for client in self._clients.values():
-            for plan in client.session.plans:
+            for plan in client.session.plans if client.shelf is shelf else ():
                 in_use |= plan.flags
-        used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in self._store.widths}
-        if self._prefetch_order is not None:
-            for bits in self._store.widths:
-                self._prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
-        prepared = self._flags(self._store.prepared)
+        used = {bits: (in_use & FLAG_OF_BITS[bits]) != 0 for bits in store.widths}
+        if shelf.prefetch_order is not None:
+            for bits in store.widths:
+                shelf.prefetch_order.note(bits, (replicas & FLAG_OF_BITS[bits]) != 0)
+        prepared = self._flags(store.prepared)
         missing = replicas & ~self._flags(lambda bits: np.ones(replicas.shape, np.bool_))
         reasons = ["expert {1} of layer {0} is not here at {2} bits".format(*at) for at in listed(missing)[:1]]
-        for bits in self._store.widths:
-            self._store.ask_again(bits, (replicas & prepared & FLAG_OF_BITS[bits]) != 0)
+        for bits in store.widths:
+            store.ask_again(bits, (replicas & prepared & FLAG_OF_BITS[bits]) != 0)
         unprepared = listed(replicas & ~prepared & ~missing)
         for layer, expert, bits in unprepared[: _PREPARED_BESIDE_OTHERS if others_wait else None]:
             try:
-                self._store.get(layer, expert, bits)
+                store.get(layer, expert, bits)
             except ReplicaError as error:
                 reasons.append(str(error))
                 missing[layer, expert] |= FLAG_OF_BITS[bits]
-            if self._store.held_bytes > _TRIM_ABOVE * self._store.resident_bytes:
-                self._store.trim(used)
+            if store.held_bytes > _TRIM_ABOVE * store.resident_bytes:
+                store.trim(used)
         self._ahead = None  # as far as it got it served this plan, if that needs it
-        self._store.trim(used)
-        if masked := sum(int(self._store.masked(bits).sum()) for bits in self._store.widths):
+        store.trim(used)
+        if masked := sum(int(store.masked(bits).sum()) for bits in store.widths):
             _log.info("%d replicas are masked for want of memory: slower, with the same results", masked)
         if reasons:
             count = int(np.unpackbits(missing).sum())
@@ -269,33 +288,30 @@ class Handler:
     @property
     def can_prepare_ahead(self) -> bool:
         """There may be something that plans are likely to ask for and that is not prepared."""
-        return self._prefetch_order is not None and not self._prefetch_order.is_done
+        return any(shelf.prefetch_order is not None and not shelf.prefetch_order.is_done for shelf in self._shelves)
 
     def prepare_ahead(self) -> bool:
         """One step of that, some milliseconds; False: all is done."""
-        if self._prefetch_order is None:
-            return False
         if self._ahead is None:
-            key = self._prefetch_order.next()
-            if key is None:
-                return False
-            self._ahead = key, self._store.prepare_ahead(*key)
-        key, steps = self._ahead
+            self._ahead = next(filter(None, map(_next_ahead, self._shelves)), None)
+        if (ahead := self._ahead) is None:
+            return False
+        key = ahead.key
         try:
-            for _ in steps:
+            for _ in ahead.steps:
                 return True
         except Exception as error:  # nobody asked for this work: nobody may lose the device by it
             _log.warning("expert %d of layer %d cannot be prepared at %d bits: %s", key[1], key[0], key[2], error)
         self._ahead = None
         layer, expert, bits = key
-        if not self._store.prepared(bits)[layer, expert]:
-            self._prefetch_order.give_up(*key)
+        if ahead.shelf.prefetch_order is not None and not ahead.shelf.store.prepared(bits)[layer, expert]:
+            ahead.shelf.prefetch_order.give_up(*key)
         return True
 
     def _flags(self, served: Callable[[int], NDArray[np.bool_]]) -> NDArray[np.uint8]:
         """served(bits) [L, E] of every width the store has, as a plan's flags."""
-        flags = np.zeros((self._store.shape.num_layers, self._store.shape.num_experts), np.uint8)
-        for bits in self._store.widths:
+        flags = np.zeros((self._files.shape.num_layers, self._files.shape.num_experts), np.uint8)
+        for bits in self._files.widths:
             flags[served(bits)] |= FLAG_OF_BITS[bits]
         return flags
 
@@ -303,19 +319,20 @@ class Handler:
         self, client: _Client, request: msg.Execute, tensors: codec.Tensors, waited_us: int
     ) -> tuple[msg.Result, codec.Tensors]:
         x, rows, experts, bits, gates = tensors.values()
+        store = client.shelf.store
         pairs = client.session.check_execute(request, x.shape, rows, experts, bits, gates)
         if waited_us > request.ttl_us:
             raise DeviceError("deadline", f"the request waited {waited_us} us, longer than its {request.ttl_us} us")
         try:
-            prepared, sizes = self._store.get_all(request.layer, pairs.experts, pairs.bits)
+            prepared, sizes = store.get_all(request.layer, pairs.experts, pairs.bits)
             y = self._kernel.execute(_as_float32(x), prepared, pairs.rows, pairs.places, gates)
-            self._store.check_used(request.layer, pairs.bits)
+            store.check_used(request.layer, pairs.bits)
         except ReplicaError as error:  # its file was cut short or rewritten since the plan was installed
             raise DeviceError("not_loaded", str(error)) from None
-        shape = self._store.shape
+        shape = self._files.shape
         timing = client.model.execute_experts(
             shape.hidden_size,
-            shape.intermediate_size,
+            shape.intermediate_size // store.part.count,
             *execute_bytes(len(x), len(pairs.rows), shape.hidden_size, x.itemsize),
             pairs.bits,
             pairs.counts,
@@ -326,33 +343,33 @@ class Handler:
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
 
-    def _welcome(self, request: msg.Hello, slots: msg.SlotOffer | None) -> msg.Welcome:
-        shape = self._store.shape
+    def _welcome(self, request: msg.Hello, served: msg.Served, slots: msg.SlotOffer | None) -> msg.Welcome:
+        shape = self._files.shape
         return msg.Welcome(
             request.id,
             incarnation=self.incarnation,
             version=msg.VERSION,
-            model_digest=self._store.model_digest,
-            replicas=self._store.replica_source,
+            model_digest=self._files.model_digest,
+            replicas=self._files.replica_source,
             hardware=self._hardware.preset,
             config_hash=self._hardware.config_hash,
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
             slots=slots,
-            served=self._served,
+            served=served,
         )
 
     def _describe(self, request: msg.Describe) -> msg.Description:
-        shape = self._store.shape
+        shape = self._files.shape
         return msg.Description(
             request.id,
             incarnation=self.incarnation,
             protocol=f"{msg.MAJOR}.{msg.MINOR}",
             pid=os.getpid(),
             model=shape.name,
-            model_digest=self._store.model_digest,
-            replicas=self._store.replica_source,
+            model_digest=self._files.model_digest,
+            replicas=self._files.replica_source,
             hardware=self._hardware.preset,
             config_hash=self._hardware.config_hash,
             pe_mode=self._hardware.array.pe_mode,
@@ -360,39 +377,19 @@ class Handler:
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
-            resident_bytes=self._store.resident_bytes,
+            resident_bytes=sum(shelf.store.resident_bytes for shelf in self._shelves),
             num_executed=self.num_executed,
             num_refused=self.num_refused,
             num_sessions=len(self._clients),
             foreign_modules=tuple(name for name in _FOREIGN_MODULES if name in sys.modules),
-            served=self._served,
+            served=self._shelves.served,
         )
 
 
-def served_by(store: ExpertStore) -> msg.Served:
-    """What a device with these experts says of itself in the handshake."""
-    shape, files = store.shape, store.replicas
-    missing = [
-        (layer, expert, bits)
-        for layer in range(shape.num_layers)
-        for expert in range(shape.num_experts)
-        for bits in WIDTHS
-        if bits not in store.available(layer, expert)
-    ]
-    return msg.Served(
-        num_layers=shape.num_layers,
-        num_experts=shape.num_experts,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        widths=tuple(msg.ServedWidth(bits, store.expert_bytes(0, 0, bits)) for bits in sorted(store.widths)),
-        group_size=store.group_size,
-        container="" if files is None else files.manifest.container,
-        format="" if files is None else f"{replica_format.FORMAT} {replica_format.VERSION}",
-        replica_digest="" if files is None else files.manifest.digest,
-        loss_digest="" if files is None else files.loss_digest,
-        missing=len(missing),
-        first_missing=missing[0] if missing else None,
-    )
+def _next_ahead(shelf: Shelf) -> _Ahead | None:
+    """The next of a shelf's experts to prepare; None where there is none."""
+    key = None if shelf.prefetch_order is None else shelf.prefetch_order.next()
+    return None if key is None else _Ahead(shelf, key, shelf.store.prepare_ahead(*key))
 
 
 def _id_of(frames: codec.Frames) -> int:

@@ -43,6 +43,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
     "prepare": ("idle", "asked"),
+    "device_experts": ("copies", "split"),
 }
 
 
@@ -109,6 +110,9 @@ class NdpSettings:
     of addresses, perhaps of one, whose devices share the experts; to a list, others can be added while it runs."""
     devices: int = 1
     """How many embedded devices share the experts."""
+    device_experts: str = "copies"
+    """What each of several devices has: whole experts, of which `copies` lie on others, or an equal part of every
+    expert (`split`), so that all devices work on every pair."""
     device_copies: int | None = None
     """On how many of several devices each expert lies; None = 2 where they fit, else 1."""
     device_moves: int = 0
@@ -234,6 +238,14 @@ class NdpSettings:
                 f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices} beside "
                 f"'device' {self.device!r}: of running devices, list the addresses in 'device'"
             )
+        if self.splits_experts and (self.num_devices == 1 or self.device_copies is not None or self.device_moves):
+            others = {"device_copies": self.device_copies, "device_moves": self.device_moves or None}
+            beside = "".join(f", {name} {value}" for name, value in others.items() if value is not None)
+            raise ConfigError(
+                f"ndp setting 'device_experts' is 'split', which gives each of several devices a part of every expert, "
+                f"once: got {self.num_devices} of them{beside}; name more devices and neither copies nor moves, or use "
+                "'copies'"
+            )
         if self.device_copies is not None and not 1 <= self.device_copies <= self.num_devices:
             raise ConfigError(
                 f"ndp setting 'device_copies' must lie in 1..{self.num_devices}, the number of devices, "
@@ -270,9 +282,14 @@ class NdpSettings:
         return len(self.addresses) or self.devices
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether each of several devices has a part of every expert."""
+        return self.device_experts == "split"
+
+    @property
     def may_join(self) -> bool:
         """Whether devices can be added while the engine runs."""
-        return isinstance(self.device, tuple)
+        return isinstance(self.device, tuple) and not self.splits_experts
 
     @property
     def shares_experts(self) -> bool:

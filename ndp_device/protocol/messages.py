@@ -22,7 +22,7 @@ import msgspec
 
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 2  # 1.1: fragments; 1.2: Served
+MAJOR, MINOR = 1, 3  # 1.1: fragments; 1.2: Served; 1.3: parts of experts
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -89,6 +89,7 @@ class Served(msgspec.Struct, frozen=True):
     loss_digest: ShortText  # of the loss table in them, which plans are made with
     missing: Count  # of the 1 to 4 bit replicas of all experts, how many are not here
     first_missing: tuple[Count, Count, Count] | None = None  # layer, expert, bits
+    part: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET  # as in Hello; `widths` are of this part
 
     @property
     def expert_bytes(self) -> dict[int, int]:
@@ -113,6 +114,8 @@ class Hello(Message, frozen=True, tag="hello"):
     client: ShortText  # who asks, for the log
     model_digest: ShortText = ""  # "" = any model will do
     wants_slots: bool = False  # both on one machine: the host can map shared memory
+    part: tuple[Count, Count] | msgspec.UnsetType = msgspec.UNSET
+    """Which of how many equal parts of every expert this session is about (experts/part.py); left out: whole ones."""
 
 
 class InstallPlan(Message, frozen=True, tag="install_plan"):

@@ -14,6 +14,7 @@ What is prepared is known as one array per width, so that a plan over thousands 
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import Expert
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
@@ -36,7 +38,7 @@ _MASKS = ((3, (4,)), (1, (2, 3, 4)))
 
 
 class ExpertStore:
-    """The experts a device can serve."""
+    """The experts a device can serve, or one part of each."""
 
     def __init__(self, model_dir: Path | None, replicas_dir: Path | None, *, kernel: Kernel) -> None:
         if model_dir is None and replicas_dir is None:
@@ -45,11 +47,6 @@ class ExpertStore:
         self._checkpoint = None if model_dir is None else CheckpointExperts(model_dir)
         self._replicas = None if replicas_dir is None else ReplicaFiles(replicas_dir, model_digest=digest)
         self._kernel = kernel
-        self._bytes: dict[tuple[int, int, int], int] = {}
-        self._prepared: dict[tuple[int, int, int], Any] = {}
-        self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
-        self._held_bytes = 0
-        self._now = _AHEAD
         if self._checkpoint is not None and digest is not None:
             self.shape, self.model_digest = self._checkpoint.shape, digest
         elif self._replicas is not None:
@@ -57,9 +54,26 @@ class ExpertStore:
         self._bits = frozenset(self._replicas.manifest.bits if self._replicas else ()) | (
             {FULL_PRECISION_BITS} if self._checkpoint else frozenset()
         )
+        self._begin(WHOLE)
+
+    def _begin(self, part: Part) -> None:
+        self.part = part
+        self._bytes: dict[tuple[int, int, int], int] = {}
+        self._prepared: dict[tuple[int, int, int], Any] = {}
+        self._holders: Counter[int] = Counter()  # experts that keep a part, by the part's identity
+        self._held_bytes = 0
+        self._now = _AHEAD
         everywhere = (self.shape.num_layers, self.shape.num_experts)
         self._used = {bits: np.zeros(everywhere, np.int64) for bits in self._bits}  # when last asked for; 0: not here
         self._masked = {bits: np.zeros(everywhere, np.bool_) for bits in self._bits}
+
+    def of_part(self, part: Part) -> ExpertStore:
+        """The same files, of whose experts this part is served; nothing is prepared. Raises ConfigError where they
+        cannot be cut so."""
+        part.check(self.shape.intermediate_size, self.group_size)
+        other = copy.copy(self)
+        other._begin(part)
+        return other
 
     @property
     def replicas(self) -> ReplicaFiles | None:
@@ -79,7 +93,7 @@ class ExpertStore:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all replicas, packed: what the device's DRAM holds. The checkpoint stays a map of the pool."""
-        return 0 if self._replicas is None else self._replicas.num_bytes
+        return 0 if self._replicas is None else -(-self._replicas.num_bytes // self.part.count)
 
     @property
     def held_bytes(self) -> int:
@@ -240,12 +254,12 @@ class ExpertStore:
                 self._held_bytes -= num_bytes
 
     def expert(self, layer: int, expert: int, bits: int) -> Expert:
-        """The expert as it lies on disk."""
+        """The expert, or the part of it that is served, as it lies on disk."""
         if bits in self.available(layer, expert):
             if bits == FULL_PRECISION_BITS and self._checkpoint is not None:
-                return self._checkpoint.expert(layer, expert)
+                return self.part.of(self._checkpoint.expert(layer, expert))
             if self._replicas is not None:
-                return self._replicas.expert(layer, expert, bits)
+                return self.part.of(self._replicas.expert(layer, expert, bits))
         raise ReplicaError(
             f"expert {expert} of layer {layer} cannot be had at {bits} bits: this device serves "
             f"{self.shape.num_layers} layers of {self.shape.num_experts} experts at {sorted(self._bits)} bits"

@@ -202,6 +202,55 @@ def held_by(llm: Any) -> bool:
     return bool((devices.copies.held != first.held).any())
 
 
+# -- each device with a part of every expert -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What one engine with two halves of every expert did: undisturbed, with one killed in mid-run, and afterwards."""
+    made = Told(tmp_path_factory.mktemp("trace") / "halves")
+    settings = TWO | {"device_experts": "split", "record": str(made.directory)}
+    with engine(settings=settings, max_num_batched_tokens=64) as llm:
+        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+        made.refused = llm.collective_rpc("ndp_add_device", args=("ipc:///another",))[0]["refused"]
+        made.note(llm, kill_in_the_middle(llm, made.pids[0][0]))
+        wait_until_it_serves_again(llm)
+        made.note(llm, token_ids(greedy(llm, LONG_PROMPTS, TOKENS)))
+    return made
+
+
+def test_two_halves_of_every_expert_give_the_tokens_of_stock_vllm_and_both_compute_every_message(  # type: ignore[no-untyped-def]
+    stock_tokens, split: Told
+):
+    assert split.tokens[0] == stock_tokens
+    assert split.totals[0]["fallback_pairs"] == 0
+    assert split.totals[0]["cold_pairs"] > 0
+    assert split.executed[0][0] == split.executed[0][1] > 0
+    assert "start it with ndp setting 'device' as a list" in split.refused
+    assert "'device_experts' as 'copies'" in split.refused
+
+
+def test_without_one_half_the_engine_computes_whole_experts_and_counts_no_unit_twice(stock_tokens, split: Told):  # type: ignore[no-untyped-def]
+    """There is no other copy: what the other half answers is not used until both are there again."""
+    assert split.tokens[1] == stock_tokens
+    assert split.totals[1]["fallback_pairs"] > 0
+    assert split.tokens[2] == stock_tokens
+    assert split.executed[2][0] > split.executed[1][0]
+
+
+def test_a_run_on_halves_replays_to_the_picosecond_with_one_lost_and_back(split: Told):
+    trace = Trace.load(split.directory, model_digest=model_digest(MODEL))
+    live = trace.provenance.live
+    assert live is not None
+    assert (live.num_devices, live.splits_experts, live.may_join) == (2, True, False)
+    assert live.expert_bytes[16] * 2 == 3 * 128 * 256 * 2
+    replay = replay_live(trace, LossTable.nominal(4, 8))
+    assert len(replay.steps) == split.totals[-1]["steps"]
+    assert replay.identical
+    assert replay.changed_steps <= 6
+    assert not replay_live(replace(trace, devices={}), LossTable.nominal(4, 8)).identical
+
+
 # -- a device that joins, under two ranks ---------------------------------------------------------------------------
 
 ONE_AND_MORE = {"hot_experts": 3, "cold_precision": "full", "deadline_ms": 10_000}
@@ -380,6 +429,14 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
         ({"devices": 2, "device_moves": 2}, "'device_moves' has no effect where every device holds every expert"),
         ({"device_moves": 2}, "'device_moves' has no effect"),
         ({"devices": 3, "device_moves": -1}, "'device_moves' must be 0 or more, got -1"),
+        ({"device_experts": "halves"}, "'device_experts' must be one of copies, split, got 'halves'"),
+        (
+            {"device_experts": "split"},
+            "gives each of several devices a part of every expert, once: got 1 of them; name",
+        ),
+        ({"device_experts": "split", "device": ["ipc:///a"]}, "once: got 1 of them; name more devices"),
+        ({"device_experts": "split", "devices": 2, "device_copies": 1}, "got 2 of them, device_copies 1; name more"),
+        ({"device_experts": "split", "devices": 3, "device_moves": 2}, "got 3 of them, device_moves 2; name more"),
     ],
 )
 def test_settings_of_several_devices_that_cannot_be_are_refused_in_one_sentence(settings, sentence):  # type: ignore[no-untyped-def]

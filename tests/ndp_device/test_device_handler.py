@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_small_checkpoint
 
+from ndp_device.calibration.build import build_data_free
 from ndp_device.config import DeviceConfig
 from ndp_device.errors import ConfigError, DeviceError, ReplicaError
+from ndp_device.experts.part import Part
 from ndp_device.handler import MAX_SESSIONS, Handler
 from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.shelves import MAX_PARTS, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
@@ -239,7 +242,7 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     if served:
         assert caller.hello(versions=versions).version == msg.VERSION
     else:
-        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.2, the host protocol"):
+        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.3, the host protocol"):
             caller.hello(versions=versions)
 
 
@@ -328,3 +331,54 @@ def test_a_device_has_imported_before_it_is_ready_what_its_first_host_would_wait
     model = write_small_checkpoint(tmp_path / "model")
     done = subprocess.run([sys.executable, "-c", WARM, str(model)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def divisible(model_dir: Path, tmp_path: Path) -> Handler:
+    """The small checkpoint's 24 units in groups of 8, which can be cut into three parts."""
+    replicas = tmp_path / "replicas"
+    build_data_free(model_dir, replicas, group_size=8, show_progress=False)
+    return Handler.from_config(
+        DeviceConfig(address="ipc:///x", model_dir=model_dir, replicas_dir=replicas, kernel="reference")
+    )
+
+
+def test_sessions_about_parts_add_up_to_one_about_whole_experts_each_with_times_of_its_own(divisible: Handler) -> None:
+    tensors = pairs([0, 1, 1], [0, 1, 2], [4, 16, 2])
+    whole, y = Caller(divisible, b"whole").ready().execute(tensors)
+    welcomes, answers = [], []
+    for index in range(3):
+        caller = Caller(divisible, b"%d" % index)
+        welcomes.append(caller.hello(part=(index, 3)))
+        caller.install(1)
+        caller.ask(msg.ActivatePlan, epoch=1)
+        answers.append(caller.execute(tensors))
+    np.testing.assert_allclose(np.sum([part for _, part in answers], axis=0), y, rtol=1e-4, atol=1e-5)
+    assert [welcome.served.part for welcome in welcomes if welcome.served] == [(0, 3), (1, 3), (2, 3)]
+    for welcome in welcomes:
+        assert welcome.served is not None
+        assert welcome.served.expert_bytes[16] * 3 == 3 * HIDDEN * INTERMEDIATE * 4
+    assert {result.timing.weight_bytes * 3 for result, _ in answers} == {whole.timing.weight_bytes}
+    assert {result.timing.total_ps < whole.timing.total_ps for result, _ in answers} == {True}
+
+
+def test_parts_that_cannot_be_are_refused_and_what_nobody_asks_for_makes_room(divisible: Handler) -> None:
+    caller = Caller(divisible)
+    with pytest.raises(DeviceError, match="cannot be cut into 2 equal parts"):
+        caller.hello(part=(0, 2))
+    with pytest.raises(DeviceError, match="must be 0 to 2 of 3, got 3"):
+        caller.hello(part=(3, 3))
+    divisible.forget(b"a")
+    held = Caller(divisible).ask(msg.Describe).resident_bytes
+    caller.hello(part=(1, 3))
+    assert Caller(divisible).ask(msg.Describe).resident_bytes == -(-held // 3)
+    caller.hello()
+    assert Caller(divisible).ask(msg.Describe).resident_bytes == held
+
+
+def test_more_parts_at_a_time_than_memory_is_meant_for_are_refused(model_dir: Path) -> None:
+    shelves = Shelves(ExpertStore(model_dir, None, kernel=load_kernel("reference")), prepares_ahead=False)
+    others = [Part(index, 9) for index in range(MAX_PARTS)]
+    with pytest.raises(DeviceError, match=f"{MAX_PARTS + 1} different parts of experts are more than the {MAX_PARTS}"):
+        shelves.take(Part(0, 3), others)
+    assert shelves.take(Part(0, 3), others[:-1]).store.part == Part(0, 3)

@@ -38,6 +38,7 @@ def scaling(
     pool_batch: Annotated[int, typer.Option(help="Requests that each of those decodes together.", min=1)] = 8,
     bits: Annotated[int, typer.Option(help="Of experts on devices.", min=1, max=4)] = 3,
     context: Annotated[int, typer.Option(help="Cached tokens of each request.", min=1)] = 4096,
+    split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False,
     hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
@@ -54,7 +55,7 @@ def scaling(
     from vllm_ndp.replay.scaling import MODELS, Scale, Setup, curve, pool, stops_paying
 
     started = time.perf_counter()
-    setup = Setup(load_hardware(hardware, **hardware_values(set_)), bits=bits, context=context)
+    setup = Setup(load_hardware(hardware, **hardware_values(set_)), bits=bits, context=context, splits_experts=split)
     counts, batches = integers(devices, "--devices"), integers(batch, "--batch")
     sizes = integers(gpus, "--gpus")
     points: list[Point] = []

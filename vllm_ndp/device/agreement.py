@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ndp_device.errors import ConfigError
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.model_shape import ModelShape
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
@@ -42,13 +45,24 @@ class Agreement:
     quantized: bool = False
     replicas: PlannedReplicas | None = None  # None: the host has none of its own
 
-    def check(self, address: str, welcome: msg.Welcome) -> msg.Served:
-        """What the device serves. Raises ConfigError unless it is what the host plans with."""
+    def check_part(self, part: Part) -> None:
+        """Raise ConfigError where experts cannot be cut into such parts."""
+        group_size = self.replicas.group_size if self.quantized and self.replicas is not None else 1
+        part.check(self.shape.intermediate_size, group_size)
+
+    def check(self, address: str, welcome: msg.Welcome, part: Part = WHOLE) -> msg.Served:
+        """What the device serves. Raises ConfigError unless it is what the host plans with, and this part of it."""
         served = welcome.served
         if served is None:
             raise ConfigError(
                 f"the device at {address} speaks protocol {welcome.version >> 8}.{welcome.version & 255}, which does "
                 f"not say what it serves: install vllm-ndp with protocol {msg.MAJOR}.{msg.MINOR} or later there too"
+            )
+        theirs = WHOLE if served.part is msgspec.UNSET else Part(*served.part)
+        if theirs != part:
+            raise ConfigError(
+                f"the device at {address} serves {theirs}, it was asked for {part}: install vllm-ndp with protocol "
+                f"{msg.MAJOR}.{msg.MINOR} or later there too"
             )
         if difference := self._difference(welcome, served):
             raise ConfigError(f"the device at {address} {difference}")

@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, LocalProtocolError, RemoteProtocolError
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
@@ -57,14 +59,15 @@ class DeviceClient:
         shared_memory: bool = True,
         transport: Callable[[str], ClientTransport] = ZmqTransport,
         keys: Path | None = None,
+        part: Part = WHOLE,
         accept: Callable[[msg.Welcome], object] = lambda welcome: None,
         clock: Clock = time,
         jitter: random.Random | None = None,
     ) -> None:
-        """keys: the file of this host, for a device that wants one. accept: raises ConfigError for a device that serves
-        something else than its host plans with; asked at every connection, because a device may come back as another
-        one."""
-        self.address, self.expected_digest, self.name = address, expected_digest, name
+        """keys: the file of this host, for a device that wants one. part: of every expert, that is computed there.
+        accept: raises ConfigError for a device that serves something else than its host plans with; asked at every
+        connection, because a device may come back as another one."""
+        self.address, self.expected_digest, self.name, self.part = address, expected_digest, name, part
         self.counters = Counters()
         self.welcome: msg.Welcome | None = None
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
@@ -292,6 +295,7 @@ class DeviceClient:
             client=self.name,
             model_digest=self.expected_digest,
             wants_slots=self._shares_memory and connection.can_share_memory and not self._doubts_memory,
+            part=msgspec.UNSET if self.part == WHOLE else (self.part.index, self.part.count),
         )
         if connection.ask(hello, self._clock.monotonic() + GREETING_S) is None:
             return False

@@ -1,10 +1,11 @@
 """Several devices asked like one: a message to each that is concerned, all sent before any answer is waited for.
 
-    pairs -> route -> one call per device -> partial sums added up         a part that fails -> route again, without it
+    pairs -> route -> one call per device -> partial sums added up         a call that fails -> route again, without it
 
-A part that fails goes to the devices that hold the other copies, within the one deadline of the call: a call fails only
-where an expert has no copy on a device that is up. Has the methods of `client.DeviceClient` that its caller uses. Knows
-clients. Does not know experts, nor why a pair goes where it goes.
+What a call that fails was sent goes to the devices that hold the other copies, within the one deadline of all: they
+fail only where an expert has no copy on a device that is up. Where each device computes a part of every expert there
+are no other copies, and no answer is used then, so that no unit counts twice. Has the methods of `client.DeviceClient`
+that its caller uses. Knows clients. Does not know experts, nor why a pair goes where it goes.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.presence import Presence
 
-Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], NDArray[np.int64]]
-"""(layer, expert of each pair, bits of each pair, which devices may be asked) -> the device of each pair, -1 = none."""
+Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], Sequence[tuple[int, NDArray[np.int64]]]]
+"""(layer, expert of each pair, bits of each pair, which devices may be asked) -> the devices that are, and the pairs
+that each is sent. A pair that several are sent is computed by all of them in parts; one that none is sent is not
+served."""
 
 
 @dataclass
-class _Part:
+class _Message:
     """What one device was sent of a call."""
 
     device: int
@@ -52,8 +55,8 @@ class SetHandle:
     pair_bits: NDArray[np.uint8]
     gates: NDArray[np.float32]
     deadline_s: float
-    parts: list[_Part] = field(default_factory=list)
-    answered: list[tuple[_Part, ExecuteResult]] = field(default_factory=list)
+    messages: list[_Message] = field(default_factory=list)
+    answered: list[tuple[_Message, ExecuteResult]] = field(default_factory=list)
     unserved: list[NDArray[np.int64]] = field(default_factory=list)  # pairs without a copy on a device that is up
 
 
@@ -130,19 +133,19 @@ class DeviceSet:
         """The sum of all parts, and the time of the slowest device. Raises DeviceUnavailable, within the deadline,
         where a pair was served by no device."""
         usable = [True] * len(self.clients)  # for what is still to be served
-        while handle.parts:
-            parts, handle.parts = handle.parts, []
+        while handle.messages:
+            messages, handle.messages = handle.messages, []
             lost = []
-            for part in parts:
+            for message in messages:
                 try:
-                    handle.answered.append((part, self.clients[part.device].finish_execute(part.handle)))
+                    handle.answered.append((message, self.clients[message.device].finish_execute(message.handle)))
                 except DeviceUnavailable:
-                    usable[part.device] = False
-                    lost.append(part.pairs)
+                    usable[message.device] = False
+                    lost.append(message.pairs)
             if lost:
                 self.presence.lose()
                 up = zip(usable, self.alive, strict=True)
-                self._send(handle, np.sort(np.concatenate(lost)), [is_usable and is_up for is_usable, is_up in up])
+                self._send(handle, np.unique(np.concatenate(lost)), [is_usable and is_up for is_usable, is_up in up])
         if handle.unserved:
             count = sum(len(pairs) for pairs in handle.unserved)
             raise DeviceUnavailable(f"{count} of {len(handle.pair_rows)} pairs have no copy on a device that is up")
@@ -160,26 +163,29 @@ class DeviceSet:
     def _send(self, handle: SetHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
         """Send these pairs to devices that may be asked. Half of the time that is left is for them, and half for those
         that hold the other copies, as long as there may be some."""
-        devices = self._route(handle.layer, handle.pair_experts[pairs], handle.pair_bits[pairs], usable)
-        if (without := pairs[devices < 0]).size:
-            handle.unserved.append(without)
+        routed = self._route(handle.layer, handle.pair_experts[pairs], handle.pair_bits[pairs], usable)
+        is_served = np.zeros(len(pairs), np.bool_)
+        for _, places in routed:
+            is_served[places] = True
+        if not is_served.all():
+            handle.unserved.append(pairs[~is_served])
         deadline_s = handle.deadline_s
         if self._num_copies > 1 and sum(usable) > 1:
             now = self._clock.monotonic()
             deadline_s = now + max(deadline_s - now, 0.0) / 2
-        for device in np.unique(devices[devices >= 0]).tolist():
-            own = pairs if (devices == device).all() else pairs[devices == device]
+        for device, places in routed:
+            own = pairs[places]
             if len(own) == len(handle.pair_rows):
                 rows, local, x = np.arange(len(handle.x)), handle.pair_rows, handle.x
                 of_own = handle.pair_experts, handle.pair_bits, handle.gates
             else:
-                rows, places = np.unique(handle.pair_rows[own], return_inverse=True)
-                local, x = places.reshape(-1).astype(np.int32), handle.x[rows]
+                rows, place_of_row = np.unique(handle.pair_rows[own], return_inverse=True)
+                local, x = place_of_row.reshape(-1).astype(np.int32), handle.x[rows]
                 of_own = handle.pair_experts[own], handle.pair_bits[own], handle.gates[own]
             asked = self.clients[device].begin_execute(
                 handle.layer, handle.step, handle.submit_ps, x, local, *of_own, deadline_s=deadline_s
             )
-            handle.parts.append(_Part(device, own, rows.astype(np.int64), asked))
+            handle.messages.append(_Message(device, own, rows.astype(np.int64), asked))
 
     def _sum(self, handle: SetHandle) -> ExecuteResult:
         """In the order of devices, whoever answered first."""
@@ -188,6 +194,6 @@ class DeviceSet:
         if len(answered) == 1:
             return ExecuteResult(answered[0][1].y, timing)
         y = np.zeros(handle.x.shape, np.float32)
-        for part, result in answered:
-            y[part.rows] += result.y
+        for message, result in answered:
+            y[message.rows] += result.y
         return ExecuteResult(y, timing)

@@ -154,6 +154,7 @@ class Assembly:
             settings.device_copies,
             max_moves=settings.device_moves,
             full_precision=settings.cold_precision == "full",
+            splits_experts=settings.splits_experts,
         )
         device.share_among(Devices(costs, rules, device.expert_bytes, device.offload_bits))
         return rules

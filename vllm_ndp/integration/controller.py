@@ -346,9 +346,10 @@ class NdpController:
         """
         refusal = ""
         if not self.settings.may_join:
+            whole = ", and 'device_experts' as 'copies'" if self.settings.splits_experts else ""
             refusal = (
                 f"the device at {address} cannot be added to this engine: start it with ndp setting 'device' as a list "
-                "of addresses, perhaps of one"
+                f"of addresses, perhaps of one{whole}"
             )
         elif isinstance(self.device, DeviceLink):
             try:

@@ -127,10 +127,10 @@ class DeviceLink:
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
-    ) -> NDArray[np.int64]:
+    ) -> list[tuple[int, NDArray[np.int64]]]:
         """layer: of the model."""
         assert self.devices is not None
-        return self.devices.route_pairs(layer - self._layers.start, experts, bits, usable)
+        return self.devices.messages(layer - self._layers.start, experts, bits, usable)
 
     def _holds(self, device: int) -> NDArray[np.bool_]:
         """[L, E] of the model."""

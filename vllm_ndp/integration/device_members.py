@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
 from vllm_ndp.config import NdpSettings
@@ -99,8 +100,10 @@ class DeviceMembers:
 
     def _open(self, number: int) -> Member:
         settings = self._settings
+        part = Part(number, settings.num_devices) if settings.splits_experts else WHOLE
+        self._agreement.check_part(part)
         if settings.addresses:
-            return self._reach(settings.addresses[number], settings.keys_of(number))
+            return self._reach(settings.addresses[number], settings.keys_of(number), part=part)
         process = DeviceProcess.spawn(
             self._model_dir,
             self.replicas,
@@ -111,11 +114,13 @@ class DeviceMembers:
             cores=self.cores,
             extra_arguments=("--prepare", settings.prepare),
         )
-        return self._reach(process.address, None, process)
+        return self._reach(process.address, None, process, part)
 
-    def _reach(self, address: str, keys: Path | None, process: DeviceProcess | None = None) -> Member:
-        accept, deadline_ms = partial(self._agreement.check, address), self._settings.deadline_ms
-        client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys)
+    def _reach(
+        self, address: str, keys: Path | None, process: DeviceProcess | None = None, part: Part = WHOLE
+    ) -> Member:
+        accept, deadline_ms = partial(self._agreement.check, address, part=part), self._settings.deadline_ms
+        client = DeviceClient(address, self._digest, deadline_ms=deadline_ms, accept=accept, keys=keys, part=part)
         return Member(address, keys, process, client)
 
     def _agree(self) -> msg.Served:
@@ -129,7 +134,7 @@ class DeviceMembers:
         except DeviceError as error:  # what a device says does not name it
             said = f"at {member.address}: {error.message}" if others or len(self.each) > 1 else error.message
             raise DeviceError(error.code, said, retryable=error.retryable) from None
-        served = self._agreement.check(member.address, welcome)
+        served = self._agreement.check(member.address, welcome, member.client.part)
         member.describe()
         for other in others:
             assert other.client.welcome is not None

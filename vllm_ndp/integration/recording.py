@@ -223,6 +223,7 @@ def run_provenance(
             num_devices=1 if device_rules is None else device_rules.num_devices,
             device_copies=1 if device_rules is None else device_rules.num_copies,
             device_moves=0 if device_rules is None else device_rules.max_moves,
+            splits_experts=settings.splits_experts,
             slot_bits=settings.slot_bits,
             joint_tiers=settings.joint_tiers,
             warm_experts=settings.warm_experts,

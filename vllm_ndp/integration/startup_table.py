@@ -98,6 +98,7 @@ def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
         "device_bytes": sum(one.resident_bytes for one in device.members.descriptions),
         "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
+        "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
         "layers": _layers(device.members.replicas) if settings.bit_rule == OVER_LAYERS else "",
         "replicas": f"{description.replicas} in {device.members.replicas}"
@@ -115,10 +116,11 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
         where += "; others may join"
     if len(status["device_pids"]) == 1:
         return "device", where
-    copies = status["device_copies"]
+    copies, parts = status["device_copies"], status["device_parts"]
+    held = f"{copies} {'copy' if copies == 1 else 'copies'} of each expert"
     return (
         f"{len(status['device_pids'])} devices",
-        f"{copies} {'copy' if copies == 1 else 'copies'} of each expert: {where}",
+        f"{held if parts == 1 else f'1/{parts} of every expert on each'}: {where}",
     )
 
 

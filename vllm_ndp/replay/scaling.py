@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from ndp_device.experts.part import Part
 from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware
@@ -26,7 +27,7 @@ from vllm_ndp.replay.exact.clients import together
 from vllm_ndp.replay.exact.engine import Asks, Command
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.devices import DeviceRules, Devices, slowest, work_of
+from vllm_ndp.simulation.devices import DeviceRules, Devices, of_part, slowest, work_of
 from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, Memory, slots_bytes
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
@@ -57,6 +58,8 @@ class Setup:
     """Of every expert on a device."""
     context: int = 4096
     """Cached tokens of each request."""
+    splits_experts: bool = False
+    """Each device has an equal part of every expert, and not copies of some."""
     signal: float = 1.0
     """How much requests differ in taste; 0 = not at all."""
     seed: int = 0
@@ -134,11 +137,16 @@ class Scale:
         return self._costs[num_gpus]
 
     def _devices_of(self, num_devices: int) -> Devices:
-        """Of the whole model: its layers' copies count against the capacity. Raises ConfigError where none fit."""
+        """Of the whole model: its layers' copies count against the capacity. Raises ConfigError where none fit, or
+        experts cannot be cut into so many parts."""
         if num_devices not in self._devices:
-            costs = self._costs_of(1)
-            rules = DeviceRules.that_fit(costs, num_devices, None, max_moves=0, full_precision=False)
-            sizes = {bits: costs.replica_bytes(bits) for bits in PLAN_BITS}
+            costs, splits = self._costs_of(1), self.setup.splits_experts
+            parts = num_devices if splits else 1
+            Part(0, parts).check(self.shape.intermediate_size, costs.group_size)
+            rules = DeviceRules.that_fit(
+                costs, num_devices, None, max_moves=0, full_precision=False, splits_experts=splits
+            )
+            sizes = {bits: of_part(costs, parts).replica_bytes(bits) for bits in PLAN_BITS}
             self._devices[num_devices] = Devices(costs, rules, sizes, self.setup.bits)
         return self._devices[num_devices]
 
@@ -269,10 +277,8 @@ class _Host:
         gpu_ps = self._costs.shared_ps(self._batch) + self._costs.gpu.hot_experts_ps(pairs[pairs > 0].tolist())
         rows, columns = np.nonzero(~on_gpu)
         experts, widths = ids[rows, columns], np.full(len(rows), bits, np.uint8)
-        device_of = self._devices.route_pairs(layer, experts, widths, everywhere)
-        parts = []
-        for device in np.unique(device_of).tolist():
-            own = device_of == device
+        messages = []
+        for device, own in self._devices.messages(layer, experts, widths, everywhere) if len(rows) else ():
             work = work_of(
                 self._costs.shape,
                 layer,
@@ -282,9 +288,10 @@ class _Host:
                 expert_bytes=self._devices.expert_bytes,
                 group_size=self._costs.group_size,
                 activation_bytes=self._costs.shape.dtype_bytes,
+                num_parts=self._devices.num_parts,
             )
-            parts.append((device, work))
-        return _LayerWork(gpu_ps, tuple(parts))
+            messages.append((device, work))
+        return _LayerWork(gpu_ps, tuple(messages))
 
 
 def curve(

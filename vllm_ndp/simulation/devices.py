@@ -2,6 +2,9 @@
 
     device = the slowest of the devices that were asked, each by its own clock and link
 
+Either each device has whole experts, and copies of some lie on several; or each has a part of every expert, and all of
+them work on every pair.
+
 The live plugin and replay use the same object, so that replay makes the same choices and the same times. Knows copies
 and prices. Does not know which devices are up until it is told, nor how they are asked.
 """
@@ -43,12 +46,23 @@ class DeviceRules:
     """How many copies one plan may move between devices."""
     full_precision: bool = False
     """Cold experts are computed from the checkpoint's own weights, which then are what is copied."""
+    splits_experts: bool = False
+    """Each device has 1/num_devices of every expert, once."""
 
     @classmethod
     def that_fit(
-        cls, costs: Costs, num_devices: int, num_copies: int | None, *, max_moves: int, full_precision: bool
+        cls,
+        costs: Costs,
+        num_devices: int,
+        num_copies: int | None,
+        *,
+        max_moves: int,
+        full_precision: bool,
+        splits_experts: bool = False,
     ) -> DeviceRules:
         """num_copies: None = 2 where they fit, else 1. Raises ConfigError where what is asked for does not fit."""
+        if splits_experts:
+            return cls(num_devices, 1, 0, full_precision, splits_experts=True)
         wanted = min(DEFAULT_COPIES, num_devices) if num_copies is None else num_copies
         if num_copies is None and sum(_room(costs, num_devices, full_precision)) < wanted * _experts(costs):
             wanted = 1
@@ -84,6 +98,9 @@ class Devices:
         self._expected = np.ones((costs.shape.num_layers, costs.shape.num_experts))  # of each expert, in any unit
         room = _room(costs, rules.num_devices, rules.full_precision)
         self.copies: Copies = assign_copies(self._expected, rules.num_devices, rules.num_copies, room)
+        self._of_parts: tuple[Balancer, Balancer] | None = None  # a rule, and the same for what one device has
+        if rules.splits_experts:  # which fit, as one copy of each does
+            self.copies = Copies(np.ones_like(self.copies.held))
 
     @property
     def expert_bytes(self) -> dict[int, int]:
@@ -92,8 +109,18 @@ class Devices:
 
     @property
     def everywhere(self) -> bool:
-        """Every device holds every expert, so that no plan can move anything."""
-        return self.rules.num_copies == self.rules.num_devices
+        """Every device holds something of every expert, so that no plan can move anything."""
+        return self.copies.num_copies == self.rules.num_devices
+
+    @property
+    def num_parts(self) -> int:
+        """Of an expert, one of which is what a device has."""
+        return self.rules.num_devices if self.rules.splits_experts else 1
+
+    def serves(self, layer: int, expert: int, alive: Alive) -> bool:
+        """Whether devices that are up can compute the expert."""
+        there = np.logical_and(self.copies.held[layer, expert], alive)
+        return bool(there.all() if self.rules.splits_experts else there.any())
 
     @property
     def all_alive(self) -> Alive:
@@ -163,9 +190,28 @@ class Devices:
         }
         return route(self.copies.held[layer], alive, work)
 
+    def messages(
+        self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
+    ) -> list[tuple[int, NDArray[np.int64]]]:
+        """The devices that a layer's pairs [P] are sent to, and which each is sent; a pair that no device is sent is
+        served by none."""
+        if self.rules.splits_experts:
+            return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
+        found = self.route_pairs(layer, experts, bits, alive)
+        return [(device, np.flatnonzero(found == device)) for device in np.unique(found[found != NO_COPY]).tolist()]
+
     def balancer(self, rule: Balancer, layer: int, alive: Callable[[], Alive]) -> DevicesBalancer:
         """The rule for one layer of these devices; alive: is asked whenever it is needed."""
-        return DevicesBalancer(rule, self, layer, alive)
+        if self.num_parts == 1:
+            return DevicesBalancer(rule, rule, self, layer, alive)
+        if self._of_parts is None or self._of_parts[0] is not rule:
+            self._of_parts = rule, replace(rule, costs=of_part(rule.costs, self.num_parts))
+        return DevicesBalancer(*self._of_parts, self, layer, alive)
+
+
+def of_part(costs: Costs, num_parts: int) -> Costs:
+    """The costs of experts that have 1/num_parts of their intermediate units: what a device takes for its part."""
+    return replace(costs, shape=replace(costs.shape, intermediate_size=costs.shape.intermediate_size // num_parts))
 
 
 @dataclass(frozen=True)
@@ -173,6 +219,8 @@ class DevicesBalancer:
     """Balancer's rule where the device's time is that of the busiest of several."""
 
     rule: Balancer
+    on_device: Balancer
+    """The same rule for what one device has of an expert."""
     devices: Devices
     layer: int
     alive: Callable[[], Alive]
@@ -189,7 +237,7 @@ class DevicesBalancer:
         groups = dict(load.cold)
         best, best_ps = 0, max(gpu_ps[-1], self._device_ps(groups, load.rows, alive))
         for count, expert in enumerate(order, start=1):
-            if not any(np.logical_and(self.devices.copies.held[self.layer, expert], alive)):
+            if not self.devices.serves(self.layer, expert, alive):
                 break  # it must stay, and with it the heavier ones
             groups[expert, bits] = load.hot[expert][0]
             layer_ps = max(gpu_ps[-1 - count], self._device_ps(groups, load.rows, alive))
@@ -199,6 +247,8 @@ class DevicesBalancer:
 
     def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
         """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""
+        if self.devices.rules.splits_experts:
+            return self._parts_ps(groups, rows) if all(alive) else 0.0
         experts_ps = [0.0] * len(alive)
         pairs = [0] * len(alive)
         for (expert, bits), device in self.devices.route_groups(self.layer, groups, alive).items():
@@ -209,6 +259,14 @@ class DevicesBalancer:
             took + (self.rule.message_ps(min(count, rows), count) if count else 0.0)
             for took, count in zip(experts_ps, pairs, strict=True)
         )
+
+    def _parts_ps(self, groups: Mapping[tuple[int, int], int], rows: int) -> float:
+        """Any device's, of those that all compute a part of everything."""
+        experts_ps, pairs = 0.0, 0
+        for (_, bits), count in groups.items():
+            experts_ps += self.on_device.device_ps(bits, count)
+            pairs += count
+        return experts_ps + (self.on_device.message_ps(min(pairs, rows), pairs) if pairs else 0.0)
 
 
 def work_of(
@@ -221,8 +279,12 @@ def work_of(
     expert_bytes: Mapping[int, int],
     group_size: int,
     activation_bytes: int,
+    num_parts: int = 1,
 ) -> Work:
-    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first."""
+    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first.
+
+    num_parts: of an expert, one of which is what the device has; expert_bytes are of that.
+    """
     tokens: dict[tuple[int, int], int] = {}
     for expert, width in zip(experts, bits, strict=True):
         tokens[expert, width] = tokens.get((expert, width), 0) + 1
@@ -230,7 +292,7 @@ def work_of(
     bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, activation_bytes)
     return Work(
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=shape.intermediate_size // num_parts,
         group_size=group_size,
         tokens=num_rows,
         bytes_in=bytes_in,

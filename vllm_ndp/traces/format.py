@@ -107,6 +107,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Of each expert, on several devices."""
     device_moves: int = 0
     """Copies that one plan may have moved between devices."""
+    splits_experts: bool = False
+    """Whether each device had an equal part of every expert; `expert_bytes` are of that part."""
     slot_bits: int = 16
     """Of hot experts in GPU memory."""
     joint_tiers: str = ""

@@ -18,6 +18,7 @@ from paths import MODEL, ROOT
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError, DeviceUnavailable
+from ndp_device.experts.part import Part
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles, layer_file_name
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.timing.shapes import expert_bytes
@@ -237,3 +238,20 @@ def test_a_device_that_comes_back_with_other_replicas_is_not_used_until_the_righ
     finally:
         client.close()
         device.terminate()
+
+
+def test_a_device_that_knows_no_parts_is_refused_where_it_was_asked_for_one(spawn: Spawn) -> None:
+    """An older one skips what it does not know in a Hello, and would serve whole experts."""
+    client = client_of(spawn(REPLICAS), agreement())
+    welcome = client.connect(30)
+    client.close()
+    with pytest.raises(
+        ConfigError, match=r"the device at here serves whole experts, it was asked for part 2 of 4 of ever"
+    ):
+        agreement().check("here", welcome, Part(1, 4))
+
+
+def test_experts_that_cannot_be_cut_are_refused_before_any_device_is_asked() -> None:
+    agreement().check_part(Part(0, 4))
+    with pytest.raises(ConfigError, match="experts of 256 units with 64 to a scale cannot be cut into 3 equal parts"):
+        agreement().check_part(Part(0, 3))

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import DeviceUnavailable
+from ndp_device.experts.part import Part
 from ndp_device.failpoints import Failpoint, Failpoints
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.several import DeviceSet
-from vllm_ndp.planning.copies import Copies, assign_copies, route
+from vllm_ndp.planning.copies import NO_COPY, Copies, assign_copies, route
 from vllm_ndp.simulation.devices import slowest
 
 CALLS = make_calls()
@@ -51,12 +52,13 @@ def make_rack(num_devices: int, num_copies: int) -> Rack:
 
     def where(
         layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
-    ) -> NDArray[np.int64]:
+    ) -> list[tuple[int, NDArray[np.int64]]]:
         asked.append(tuple(usable))
         distinct, rows = np.unique(experts, return_counts=True)
         work = {(int(expert), 16): int(count) for expert, count in zip(distinct, rows, strict=True)}
         found = route(copies.held[layer], usable, work)
-        return np.array([found[int(expert), 16] for expert in experts], np.int64)
+        of_pairs = np.array([found[int(expert), 16] for expert in experts], np.int64)
+        return [(device, np.flatnonzero(of_pairs == device)) for device in sorted({*of_pairs.tolist()} - {NO_COPY})]
 
     clients = [
         DeviceClient(f"in-process-{at}", model_digest(MODEL), deadline_ms=DEADLINE_MS, transport=device.connect)
@@ -105,10 +107,12 @@ def test_each_device_is_sent_one_message_with_its_own_rows_only(rack: Rack) -> N
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1 and len(call.x) > 1)
     handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
     assert rack.executed() == [1, 1], "every message has left before an answer is waited for"
-    assert sorted(np.concatenate([part.pairs for part in handle.parts]).tolist()) == list(range(len(call.rows)))
-    for part in handle.parts:
-        assert part.rows.tolist() == sorted(set(call.rows[part.pairs].tolist()))
-        assert set(rack.copies.held[call.layer, call.experts[part.pairs], part.device]) == {np.True_}
+    assert sorted(np.concatenate([message.pairs for message in handle.messages]).tolist()) == list(
+        range(len(call.rows))
+    )
+    for message in handle.messages:
+        assert message.rows.tolist() == sorted(set(call.rows[message.pairs].tolist()))
+        assert set(rack.copies.held[call.layer, call.experts[message.pairs], message.device]) == {np.True_}
     rack.client.finish_execute(handle)
 
 
@@ -145,7 +149,7 @@ def test_a_silent_device_costs_half_a_deadline_once_and_then_nothing(rack: Rack)
     rack.devices[0].fault = failing("drop")
     call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
     handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
-    halves = [part.handle.patience_s for part in handle.parts]
+    halves = [message.handle.patience_s for message in handle.messages]
     assert max(halves) <= DEADLINE_MS / 2000 + 1e-6
     np.testing.assert_allclose(rack.client.finish_execute(handle).y, call.y, rtol=1e-5, atol=1e-6)
     executed = rack.executed()
@@ -247,3 +251,76 @@ def test_a_device_is_told_of_the_experts_that_it_holds_and_of_no_others(monkeypa
     assert (np.sum([flags != 0 for flags in told], axis=0) == 1).all()
     for device, flags in enumerate(told):
         assert ((flags != 0) == rack.copies.held[:, :, device]).all()
+
+
+# -- each device with a part of every expert -------------------------------------------------------------------------
+
+
+def make_split_rack(num_devices: int) -> Rack:
+    """Every call goes to all devices, or to none where one may not be asked."""
+    devices = [FaultyDevice(make_handler()) for _ in range(num_devices)]
+    asked: list[tuple[bool, ...]] = []
+
+    def everywhere(
+        layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
+    ) -> list[tuple[int, NDArray[np.int64]]]:
+        asked.append(tuple(usable))
+        return [(device, np.arange(len(experts))) for device in range(num_devices)] if all(usable) else []
+
+    clients = [
+        DeviceClient(
+            f"in-process-{at}",
+            model_digest(MODEL),
+            deadline_ms=DEADLINE_MS,
+            transport=device.connect,
+            part=Part(at, num_devices),
+        )
+        for at, device in enumerate(devices)
+    ]
+    for client in clients:
+        client.connect()
+    copies = Copies(np.ones((4, 8, num_devices), np.bool_))
+    several = DeviceSet(
+        clients, everywhere, lambda device: copies.held[:, :, device], slowest, num_copies=1, deadline_ms=DEADLINE_MS
+    )
+    several.begin_install_plan(1, full_plan())
+    assert several.finish_install_plan() == []
+    assert several.activate_plan(1)
+    return Rack(devices, copies, asked, several)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_with_parts_give_the_answer_of_one_with_whole_experts_and_all_of_them_always_work(
+    num_devices: int,
+) -> None:
+    rack = make_split_rack(num_devices)
+    assert_right(rack)
+    assert rack.executed() == [len(CALLS)] * num_devices
+
+
+@pytest.mark.parametrize("kind", ["drop", "bit_flip", "truncate", "nan", "wrong_shape", "wrong_id"])
+def test_where_one_part_is_lost_or_spoilt_no_part_is_used(kind: str) -> None:
+    """The caller computes the pairs whole; half an answer would count units twice beside it."""
+    rack = make_split_rack(2)
+    rack.devices[1].fault = failing(kind)
+    begun = time.monotonic()
+    for call in CALLS[:3]:
+        with pytest.raises(DeviceUnavailable, match=f"{len(call.rows)} of {len(call.rows)} pairs"):
+            rack.serve(call)
+    assert time.monotonic() - begun < 3 * DEADLINE_MS / 1e3 + 5
+    rack.devices[1].fault = lambda reply: (reply,)
+    until_all_up(rack)
+    assert_right(rack)
+
+
+def test_a_part_that_is_known_to_be_down_keeps_the_others_from_working_for_nothing() -> None:
+    rack = make_split_rack(2)
+    rack.devices[0].reachable, rack.devices[0].fault = False, failing("drop")
+    with pytest.raises(DeviceUnavailable):
+        rack.serve(CALLS[0])
+    before = rack.executed()
+    for call in CALLS[:5]:
+        with pytest.raises(DeviceUnavailable):
+            rack.serve(call)
+    assert rack.executed() == before
+    assert rack.client.presence.take() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.devices import DeviceRules, Devices, slowest
+from vllm_ndp.simulation.devices import DeviceRules, Devices, slowest, work_of
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -174,3 +176,78 @@ def test_one_copy_stays_one_where_one_was_asked_for() -> None:
     devices.join(1)
     assert devices.rules.num_copies == 1
     assert devices.copies.per_device.tolist() == [128, 128]
+
+
+def split_mixtral(num_devices: int) -> Devices:
+    of_part = {bits: size // num_devices for bits, size in BYTES.items()}
+    rules = DeviceRules.that_fit(MIXTRAL, num_devices, None, max_moves=0, full_precision=False, splits_experts=True)
+    return Devices(MIXTRAL, rules, of_part, 3)
+
+
+def layer_ps(devices: Devices, experts: list[int]) -> int:
+    """One row on these experts at 3 bits, by devices that have nothing else to do."""
+    pairs, bits = np.array(experts), np.full(len(experts), 3, np.uint8)
+    timings = []
+    for _, own in devices.messages(0, pairs, bits, devices.all_alive):
+        work = work_of(
+            MIXTRAL.shape,
+            0,
+            np.zeros(len(own), np.int64),
+            pairs[own].tolist(),
+            bits[own].tolist(),
+            expert_bytes=devices.expert_bytes,
+            group_size=128,
+            activation_bytes=2,
+            num_parts=devices.num_parts,
+        )
+        timings.append(DeviceModel(MIXTRAL.hardware).execute(work, 0))
+    return slowest(timings).total_ps
+
+
+def test_one_expert_keeps_two_devices_busy_where_each_has_half_of_it() -> None:
+    """Two copies of whole experts leave the second device idle. What is not halved is launch and link."""
+    assert layer_ps(mixtral_on(2, 2), [0]) == layer_ps(mixtral_on(1, 1), [0])
+    half, whole = layer_ps(split_mixtral(2), [0]), layer_ps(mixtral_on(1, 1), [0])
+    assert 0.5 * whole < half < 0.52 * whole
+
+
+def test_every_device_of_those_with_parts_is_sent_every_pair_and_none_where_one_is_down() -> None:
+    devices = split_mixtral(3)
+    pairs, bits = np.array([4, 4, 1]), np.array([3, 3, 2], np.uint8)
+    assert [(at, own.tolist()) for at, own in devices.messages(0, pairs, bits, (True,) * 3)] == [
+        (device, [0, 1, 2]) for device in range(3)
+    ]
+    assert devices.messages(0, pairs, bits, (True, False, True)) == []
+    assert devices.rules.num_copies == 1
+    assert devices.everywhere
+
+
+def test_experts_in_parts_fit_where_one_copy_of_each_does() -> None:
+    half = 16 * 196_608
+    fits, small = (with_capacity(half + count * REPLICA) for count in (16, 15))
+
+    def made(costs: Costs) -> Devices:
+        rules = DeviceRules.that_fit(costs, 2, None, max_moves=0, full_precision=False, splits_experts=True)
+        return Devices(costs, rules, {3: 1}, 0)
+
+    assert made(fits).num_parts == 2
+    with pytest.raises(ConfigError, match="1 copies of 32 experts do not fit"):
+        made(small)
+
+
+def test_hot_experts_leave_for_devices_with_parts_as_their_own_times_make_best_and_stay_where_one_is_down() -> None:
+    """The device's time is that of a half of each expert and a whole message."""
+    load = LayerLoad({0: (1, 0.1), 1: (1, 0.2), 2: (1, 0.3), 3: (1, 0.4)}, {(4, 3): 1, (5, 3): 1}, (1, 2), 1)
+    rule, devices = Balancer(MIXTRAL, 3), split_mixtral(2)
+    found = devices.balancer(rule, 0, lambda: (True, True)).offloaded(load)
+    half = replace(MIXTRAL, shape=replace(MIXTRAL.shape, intermediate_size=MIXTRAL.shape.intermediate_size // 2))
+    of_half = Balancer(half, 3)
+    took = [
+        max(
+            rule.shared_ps(1) + (4 - count) * rule.gpu_ps(1),
+            (2 + count) * of_half.device_ps(3, 1) + of_half.message_ps(1, 2 + count),
+        )
+        for count in range(5)
+    ]
+    assert len(found) == int(np.argmin(took)) > 0
+    assert devices.balancer(rule, 0, lambda: (True, False)).offloaded(load) == frozenset()

@@ -24,7 +24,6 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.planning.copies import NO_COPY
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
@@ -103,7 +102,13 @@ class Engine:
         self.prefill_split = PrefillSplit(self.costs) if setup.splits_prefill else None
         self.devices: Devices | None = None
         if setup.num_devices > 1 or setup.may_join:
-            device_rules = DeviceRules(setup.num_devices, setup.device_copies, setup.device_moves, rules.full_precision)
+            device_rules = DeviceRules(
+                setup.num_devices,
+                setup.device_copies,
+                setup.device_moves,
+                rules.full_precision,
+                splits_experts=setup.splits_experts,
+            )
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
         if setup.joint_tiers:
@@ -330,13 +335,12 @@ class Engine:
         if self.devices is None:
             only: Timing = yield Command(self._work(layer, rows, experts, bits), self.clock.now_ps)
             return only
-        device_of = self.devices.route_pairs(layer, experts, bits, self._alive)
-        timings = []
-        for device in np.unique(device_of[device_of != NO_COPY]).tolist():
-            own = device_of == device
+        timings, is_served = [], np.zeros(len(rows), np.bool_)
+        for device, own in self.devices.messages(layer, experts, bits, self._alive):
             work = self._work(layer, rows[own], experts[own], bits[own])
             timings.append((yield Command(work, self.clock.now_ps, device)))
-        return None if (device_of == NO_COPY).any() else slowest(timings)
+            is_served[own] = True
+        return slowest(timings) if is_served.all() else None
 
     def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> Work:
         return work_of(
@@ -348,6 +352,7 @@ class Engine:
             expert_bytes=self.setup.expert_bytes,
             group_size=self.setup.group_size,
             activation_bytes=self.setup.activation_bytes,
+            num_parts=1 if self.devices is None else self.devices.num_parts,
         )
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:

@@ -1,0 +1,85 @@
+"""A device's experts, whole or in parts: one shelf for each part that sessions ask for, all from the same files.
+
+What no session asks for any longer stays until a session comes that is about something else, so that a host that was
+cut off finds its experts prepared. Knows stores. Knows no session and no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from ndp_device.errors import DeviceError
+from ndp_device.experts.part import WHOLE, Part
+from ndp_device.protocol import messages as msg
+from ndp_device.replicas import format as replica_format
+from ndp_device.replicas.prefetch_order import PrefetchOrder
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import WIDTHS
+
+MAX_PARTS = 8
+"""At a time: each of n parts takes 1/n of the memory that whole experts take."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shelf:
+    """One part of every expert, and what a device says of it in the handshake."""
+
+    store: ExpertStore
+    served: msg.Served
+    prefetch_order: PrefetchOrder | None  # None: what no plan has asked for is not prepared
+
+    @classmethod
+    def of(cls, store: ExpertStore, *, prepares_ahead: bool) -> Shelf:
+        return cls(store, served_by(store), PrefetchOrder(store) if prepares_ahead else None)
+
+
+class Shelves:
+    def __init__(self, store: ExpertStore, *, prepares_ahead: bool) -> None:
+        self._files, self._prepares_ahead = store.of_part(WHOLE), prepares_ahead
+        whole = Shelf.of(store, prepares_ahead=prepares_ahead)
+        self._shelves, self.served = {WHOLE: whole}, whole.served
+
+    def __iter__(self) -> Iterator[Shelf]:
+        return iter(self._shelves.values())
+
+    def take(self, part: Part, in_use: Collection[Part]) -> Shelf:
+        """What a session about this part is served from; in_use: what the others are about. Raises ConfigError where
+        experts cannot be cut so, DeviceError where there are too many parts."""
+        if part not in self._shelves:
+            if len(wanted := {part, *in_use}) > MAX_PARTS:
+                raise DeviceError(
+                    "busy", f"{len(wanted)} different parts of experts are more than the {MAX_PARTS} served"
+                )
+            made = Shelf.of(self._files.of_part(part), prepares_ahead=self._prepares_ahead)
+            self._shelves = {one: shelf for one, shelf in self._shelves.items() if one in in_use} | {part: made}
+        return self._shelves[part]
+
+
+def served_by(store: ExpertStore) -> msg.Served:
+    """What a device with these experts says of itself in the handshake."""
+    shape, files = store.shape, store.replicas
+    missing = [
+        (layer, expert, bits)
+        for layer in range(shape.num_layers)
+        for expert in range(shape.num_experts)
+        for bits in WIDTHS
+        if bits not in store.available(layer, expert)
+    ]
+    return msg.Served(
+        num_layers=shape.num_layers,
+        num_experts=shape.num_experts,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        widths=tuple(msg.ServedWidth(bits, store.expert_bytes(0, 0, bits)) for bits in sorted(store.widths)),
+        group_size=store.group_size,
+        container="" if files is None else files.manifest.container,
+        format="" if files is None else f"{replica_format.FORMAT} {replica_format.VERSION}",
+        replica_digest="" if files is None else files.manifest.digest,
+        loss_digest="" if files is None else files.loss_digest,
+        missing=len(missing),
+        first_missing=missing[0] if missing else None,
+        part=msgspec.UNSET if store.part == WHOLE else (store.part.index, store.part.count),
+    )
