@@ -300,7 +300,7 @@ def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
 
 def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Handler) -> None:
     caller = Caller(handler).ready()
-    handler._store.get_all = None  # type: ignore[assignment, method-assign]
+    handler._kernel.execute = None  # type: ignore[assignment, method-assign]
     with pytest.raises(DeviceError, match="internal: the device failed on this request"):
         caller.execute(pairs([0], [0], [4]))
 
