@@ -46,8 +46,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "TP2, two devices": TWO_RANKS,
+    "TP2, two halves of experts": TWO_RANKS,
     "n-gram drafts, TP1": {"speculative_config": NGRAM},
     "n-gram drafts, TP2": TWO_RANKS | {"speculative_config": NGRAM},
+}
+DEVICES_OF: dict[str, dict[str, Any]] = {
+    "TP2, two devices": {"devices": 2},
+    "TP2, two halves of experts": {"devices": 2, "device_experts": "split"},
 }
 FAMILIES = ("qwen2_moe", "deepseek_v3")
 """With shared experts, behind a gate and without; tiny ones of benchmarks/make_family_models.py."""
@@ -98,7 +103,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-PATIENCE_S = 540.0
+PATIENCE_S = 1200.0
 Result = dict[str, Any]
 """`passes` [pass][prompt][token], `totals` by rank, `seconds` by pass; or `failed`: why not, and the `log`."""
 
@@ -274,7 +279,7 @@ class Cells:
             return {"reason": "the extra vllm-ndp[ray] is not installed"}
         options = (MODES | BESIDE)[mode] | FORMS[form] | {"distributed_executor_backend": executor}
         options |= {"max_num_seqs": 1} if precision == "alone" else {}
-        settings = SETTINGS[precision] | ({"devices": 2} if mode == "TP2, two devices" else {})
+        settings = SETTINGS[precision] | DEVICES_OF.get(mode, {})
         options |= self._runs.family(mode)
         run = self._runs.run_replicas if mode == "DP2" else self._runs.run
         result = run(options, settings)

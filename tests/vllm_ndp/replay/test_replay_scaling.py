@@ -114,3 +114,14 @@ def test_a_larger_context_leaves_less_room_for_hot_experts():
     assert point is not None
     assert usual is not None
     assert point.num_hot < usual.num_hot
+
+
+def test_parts_of_experts_make_single_requests_faster_with_every_device_where_copies_do_nothing():
+    """Mixtral at batch 1 has one cold expert in a layer, or none. Three parts of 14336 units are no whole scales."""
+    split = Scale("mixtral-8x7b", replace(SCALE.setup, splits_experts=True), 1)
+    parts = {point.num_devices: point.tokens_per_s for point in curve(split, [1], [1], [1, 2, 3, 4])}
+    copies = {point.num_devices: point.tokens_per_s for point in curve(SCALE, [1], [1], [1, 2, 4])}
+    assert list(parts) == [1, 2, 4]
+    assert parts[1] == copies[1] == copies[2] == copies[4]
+    assert parts[2] > 1.2 * parts[1]
+    assert parts[4] > 1.2 * parts[2]
