@@ -29,6 +29,7 @@ class CpuRayExecutor(ray_executor_v2.RayExecutorV2):
         ray_executor_v2.RayWorkerProc = CpuRayWorkerProc
         if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
             ranks = self.parallel_config.world_size
+            os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by itself: ranks would yield to all that runs here
             options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True}
             ray.init(num_cpus=ranks, resources={RESOURCE: ranks}, **options)
         super()._init_executor()
