@@ -14,11 +14,12 @@ read is refused by its name. numpy only; knows nothing of experts but how their 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +37,33 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FP8 = ("F8_E4M3",)
+_WORDS, _NUMBERS = ("I32",), ("I32", "I64")
+_FLOATS = tuple(_DTYPES)
+
+_Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Weights(msgspec.Struct):
+    num_bits: int | None = None
+    symmetric: bool | None = True
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights | None = None
+
+
+class _Settings(msgspec.Struct):
+    """What is read of config.json's quantization_config."""
+
+    quant_method: str = ""
+    bits: int | None = None  # GPTQ and AWQ
+    w_bit: int | None = None  # AWQ, older
+    version: str | None = None  # AWQ
+    checkpoint_format: str | None = None  # GPTQ
+    weight_block_size: tuple[_Size, _Size] | None = None  # FP8
+    format: str | None = None  # compressed-tensors
+    config_groups: dict[str, _Group] | None = None  # likewise
 
 
 @dataclass(frozen=True)
@@ -61,7 +89,6 @@ def unpacked(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, name: str
 ) -> tuple[dict[str, TensorInfo], dict[str, Packed]]:
     """All tensors, those of quantized experts replaced by what they stand for; and how each of these is read."""
-    settings = config.get("quantization_config")
     groups: dict[str, dict[str, str]] = {}
     for tensor, info in tensors.items():
         match = _PART.fullmatch(tensor)
@@ -71,108 +98,149 @@ def unpacked(
         groups.setdefault(match[1] + separator, {})[match[2] or match[3]] = tensor
     if not groups:
         return dict(tensors), {}
-    settings = settings if isinstance(settings, Mapping) else {}
+    settings = _settings(config.get("quantization_config"), name)
     hidden = {tensor for parts in groups.values() for tensor in parts.values()}
     shown = {tensor: info for tensor, info in tensors.items() if tensor not in hidden}
     packed: dict[str, Packed] = {}
     for prefix, parts in groups.items():
-        one = _describe(prefix, parts, tensors, settings, name)
+        one = _describe(_Parts(prefix, parts, tensors, name), settings)
         shown_name = prefix[:-1] if prefix.endswith("_") else f"{prefix}weight"
         packed[shown_name] = one
         shown[shown_name] = TensorInfo(one.dtype, one.shape, tensors[next(iter(parts.values()))].file)
     return shown, packed
 
 
-def _describe(
-    prefix: str, parts: dict[str, str], tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any], name: str
-) -> Packed:
-    method = str(settings.get("quant_method", "none"))
-    where = f"{name}: {prefix}"
+def _settings(given: object, name: str) -> _Settings:
+    try:
+        return msgspec.convert({} if given is None else given, _Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}: config.json's quantization_config cannot be read: {error}") from None
 
-    def shape(part: str) -> tuple[int, ...]:
-        return tensors[parts[part]].shape
 
-    def need(*wanted: str) -> None:
-        if missing := [part for part in wanted if part not in parts]:
-            raise ReplicaError(f"{where}{missing[0]} is missing beside {' and '.join(sorted(parts))}: it is incomplete")
+class _Parts:
+    """The stored tensors of one quantized tensor, looked at one by one."""
 
-    if {"blocks"} <= parts.keys():
-        need("blocks", "scales")
-        *outer, groups, half = shape("blocks")
-        _agree(half == 16 and shape("scales") == (*outer, groups), where, parts, tensors)
-        return Packed("mxfp4", (*outer, groups * 2 * half), "BF16", parts)
-    if "weight" in parts:
-        scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
-        need(scale)
-        block = _fp8_block(shape("weight"), shape(scale), settings, where)
-        parts = {"weight": parts["weight"], "scale": parts[scale]}
-        return Packed("fp8", shape("weight"), "BF16", parts, 8, block=block)
-    if "weight_packed" in parts:
-        need("weight_scale", "weight_shape")
-        bits, symmetric = _compressed_tensors(settings, where)
-        if "weight_g_idx" in parts:
-            raise ConfigError(f"{where}weight_g_idx: its columns are reordered, which is read of GPTQ files only")
-        if not symmetric:
-            need("weight_zero_point")
-        rows, words = shape("weight_packed")
-        _agree(shape("weight_scale")[0] == rows, where, parts, tensors)
-        dtype = tensors[parts["weight_scale"]].dtype
-        return Packed("packed", (rows, words * 32 // bits), dtype, parts, bits)
-    if "qweight" in parts:
-        need("scales", "qzeros")
-        bits = settings.get("bits", settings.get("w_bit", 4))
-        dtype = tensors[parts["scales"]].dtype
-        if method == "awq":
-            _agree(bits == 4 and settings.get("version", "gemm") == "gemm", where, parts, tensors)
-            columns, words = shape("qweight")
-            _agree(shape("scales")[1] == words * 8, where, parts, tensors)
-            return Packed("awq", (words * 8, columns), dtype, parts)
-        if method != "gptq" or bits not in (2, 3, 4, 8):
-            raise ConfigError(f"{where}qweight is of quant_method {method} with {bits} bits; we read gptq and awq")
-        words, rows = shape("qweight")
-        _agree(shape("scales")[1] == rows and words * 32 % bits == 0, where, parts, tensors)
-        is_v1 = settings.get("checkpoint_format", "gptq") != "gptq_v2"
-        return Packed("gptq", (rows, words * 32 // bits), dtype, parts, bits, is_v1)
+    def __init__(self, prefix: str, names: Mapping[str, str], tensors: Mapping[str, TensorInfo], model: str) -> None:
+        self.names, self._tensors = names, tensors
+        self.where = f"{model}: {prefix[:-1]}"
+
+    def shape(self, part: str, dtypes: Sequence[str], *dimensions: int) -> tuple[int, ...]:
+        """Of one part, which must be there, of one of these dtypes and with so many dimensions."""
+        if part not in self.names:
+            others = " and ".join(sorted(self.names))
+            raise ReplicaError(f"{self.where}: its {part} is missing beside {others}: the checkpoint is incomplete")
+        info = self._tensors[self.names[part]]
+        if info.dtype not in dtypes or len(info.shape) not in dimensions or 0 in info.shape:
+            raise ReplicaError(
+                f"{self.where}: its {part} is {info.dtype} {list(info.shape)}, and we read {' or '.join(dtypes)} with "
+                f"{' or '.join(map(str, dimensions))} dimensions: it is damaged or of another version"
+            )
+        return info.shape
+
+    def dtype(self, part: str) -> str:
+        return self._tensors[self.names[part]].dtype
+
+    def agree(self, shapes: bool) -> None:
+        if not shapes:
+            found = ", ".join(f"{part} {list(self._tensors[name].shape)}" for part, name in sorted(self.names.items()))
+            raise ReplicaError(
+                f"{self.where}: its tensors do not belong together ({found}): it is damaged or of another version"
+            )
+
+
+def _describe(parts: _Parts, settings: _Settings) -> Packed:
+    for part, describe in _DESCRIBE.items():
+        if part in parts.names:
+            return describe(parts, settings)
+    some = min(parts.names.values())
     raise ConfigError(
-        f"{name}: its experts are stored in a quantized format ({min(parts.values())}, quant_method {method}), which "
-        "is not read: give the checkpoint in bfloat16, or in MXFP4, FP8, GPTQ, AWQ or pack-quantized"
+        f"{parts.where}: its experts are stored in a quantized format ({some}, quant_method "
+        f"{settings.quant_method or 'not given'}), which is not read: give the checkpoint in bfloat16, or in MXFP4, "
+        "FP8, GPTQ, AWQ or pack-quantized"
     )
 
 
-def _agree(shapes: bool, where: str, parts: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> None:
-    if not shapes:
-        found = ", ".join(f"{part} {list(tensors[tensor].shape)}" for part, tensor in sorted(parts.items()))
-        raise ReplicaError(
-            f"{where}: its tensors do not belong together ({found}): it is damaged or of another version"
-        )
+def _describe_mxfp4(parts: _Parts, settings: _Settings) -> Packed:
+    *outer, groups, half = parts.shape("blocks", ("U8",), 4)
+    parts.agree(half == 16 and parts.shape("scales", ("U8",), 3) == (*outer, groups))
+    return Packed("mxfp4", (*outer, groups * 2 * half), "BF16", parts.names)
 
 
-def _compressed_tensors(settings: Mapping[str, Any], where: str) -> tuple[int, bool]:
-    groups = settings.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values() if isinstance(group, Mapping)]
-    bits = {entry.get("num_bits") for entry in weights}
-    symmetric = {bool(entry.get("symmetric", True)) for entry in weights}
-    if settings.get("format") != "pack-quantized" or len(bits) != 1 or len(symmetric) != 1 or not bits <= {4, 8}:
-        raise ConfigError(
-            f"{where}weight_packed is of compressed-tensors' format {settings.get('format')} with "
-            f"{' and '.join(sorted(map(str, bits)))} bits; we read pack-quantized of 4 or 8 bits"
-        )
-    return int(bits.pop()), symmetric.pop()  # type: ignore[arg-type]
+def _describe_fp8(parts: _Parts, settings: _Settings) -> Packed:
+    shape = parts.shape("weight", _FP8, 2, 3)
+    part = "weight_scale_inv" if "weight_scale_inv" in parts.names else "weight_scale"
+    scale = parts.shape(part, _FLOATS, *range(len(shape) + 1))
+    names = {"weight": parts.names["weight"], "scale": parts.names[part]}
+    return Packed("fp8", shape, "BF16", names, 8, block=_fp8_block(shape, scale, settings, parts))
 
 
-def _fp8_block(
-    shape: tuple[int, ...], scale: tuple[int, ...], settings: Mapping[str, Any], where: str
-) -> tuple[int, int]:
+def _fp8_block(shape: tuple[int, ...], scale: tuple[int, ...], settings: _Settings, parts: _Parts) -> tuple[int, int]:
     """Rows and columns under one scale: in blocks as config.json says, a row each, or all of them."""
     if not scale or scale == (1,):
         return shape[-2], shape[-1]
-    rows, columns = settings.get("weight_block_size") or (1, shape[-1])
+    rows, columns = settings.weight_block_size or (1, shape[-1])
     if (-(-shape[-2] // rows), -(-shape[-1] // columns)) != scale[-2:]:
+        what = "weight_block_size is of another model" if settings.weight_block_size else "weight_block_size is missing"
         raise ReplicaError(
-            f"{where}weight {list(shape)} and its scales {list(scale)} do not belong together in blocks of "
-            f"{[rows, columns]}: config.json's weight_block_size is of another model"
+            f"{parts.where}: its weight {list(shape)} and its scales {list(scale)} do not belong together in blocks of "
+            f"{[rows, columns]}: config.json's {what}"
         )
     return rows, columns
+
+
+def _describe_compressed(parts: _Parts, settings: _Settings) -> Packed:
+    groups = [group.weights for group in (settings.config_groups or {}).values() if group.weights is not None]
+    bits = {weights.num_bits for weights in groups if weights.num_bits is not None}
+    symmetric = {weights.symmetric is not False for weights in groups}
+    if settings.format != "pack-quantized" or len(symmetric) != 1 or len(bits) != 1 or not bits <= {4, 8}:
+        raise ConfigError(
+            f"{parts.where}: config.json says that its weight_packed is of compressed-tensors' format "
+            f"{settings.format or '(not given)'} with {' and '.join(map(str, sorted(bits))) or 'no number of'} bits; "
+            "we read pack-quantized of 4 or 8 bits"
+        )
+    if "weight_g_idx" in parts.names:
+        raise ConfigError(f"{parts.where}: by its weight_g_idx columns are reordered, which is read of GPTQ files only")
+    (width,) = bits
+    rows, words = parts.shape("weight_packed", _WORDS, 2)
+    num_rows, num_groups = parts.shape("weight_scale", _FLOATS, 2)
+    parts.agree(num_rows == rows and parts.shape("weight_shape", _NUMBERS, 1) == (2,))
+    if not symmetric.pop():
+        zeros = parts.shape("weight_zero_point", _WORDS, 2)
+        parts.agree(zeros == (-(-rows * width // 32), num_groups))
+    return Packed("packed", (rows, words * 32 // width), parts.dtype("weight_scale"), parts.names, width)
+
+
+def _describe_words(parts: _Parts, settings: _Settings) -> Packed:
+    """GPTQ and AWQ name their tensors alike."""
+    bits = settings.bits or settings.w_bit or 4
+    words, width = parts.shape("qweight", _WORDS, 2)
+    groups, num_scales = parts.shape("scales", _FLOATS, 2)
+    zeros, dtype = parts.shape("qzeros", _WORDS, 2), parts.dtype("scales")
+    if settings.quant_method == "awq" and bits == 4 and (settings.version or "gemm").lower() == "gemm":
+        parts.agree(num_scales == width * 8 and zeros == (groups, width))
+        return Packed("awq", (width * 8, words), dtype, parts.names)
+    if settings.quant_method != "gptq" or bits not in (2, 3, 4, 8):
+        method = settings.quant_method or "not given"
+        version = f", version {settings.version}" if settings.version else ""
+        raise ConfigError(
+            f"{parts.where}: config.json says that its qweight is of quant_method {method} with {bits} bits{version}; "
+            "we read gptq of 2, 3, 4 and 8 bits and awq of 4 bits, version gemm"
+        )
+    columns = words * 32 // bits
+    parts.agree(num_scales == width and words * 32 % bits == 0 and zeros == (groups, width * bits // 32))
+    if "g_idx" in parts.names:
+        parts.agree(parts.shape("g_idx", _NUMBERS, 1) == (columns,))
+    is_v1 = settings.checkpoint_format != "gptq_v2"
+    return Packed("gptq", (width, columns), dtype, parts.names, bits, is_v1)
+
+
+_DESCRIBE: Mapping[str, Callable[[_Parts, _Settings], Packed]] = {
+    "blocks": _describe_mxfp4,
+    "weight": _describe_fp8,
+    "weight_packed": _describe_compressed,
+    "qweight": _describe_words,
+}
+"""By the part that holds the values."""
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -194,8 +262,13 @@ def _fp8(packed: Packed, part: Callable[[str], NDArray[Any]]) -> NDArray[np.floa
 
 def _packed(packed: Packed, part: Callable[[str], NDArray[Any]]) -> NDArray[np.float32]:
     codes = _unpack(part("weight_packed"), packed.bits).astype(np.float32)
-    rows, columns = (int(size) for size in part("weight_shape"))
-    codes, scale = codes[:rows, :columns], _float(part("weight_scale"))
+    rows, columns = codes.shape
+    if part("weight_shape").tolist() != [rows, columns]:
+        raise ReplicaError(
+            f"{packed.parts['weight_shape']} is {part('weight_shape').tolist()} and weight_packed holds "
+            f"{[rows, columns]}: the checkpoint is damaged"
+        )
+    scale = _float(part("weight_scale"))
     group = -(-columns // scale.shape[1])
     if "weight_zero_point" in packed.parts:
         zeros = _unpack(part("weight_zero_point").T, packed.bits).T[:rows].astype(np.float32)
@@ -211,6 +284,8 @@ def _gptq(packed: Packed, part: Callable[[str], NDArray[Any]]) -> NDArray[np.flo
     zeros = _unpack(part("qzeros"), packed.bits).astype(np.float32) + np.float32(packed.zero_is_less_one)
     if "g_idx" in packed.parts:
         group_of = part("g_idx").astype(np.int64)
+        if group_of.min() < 0 or group_of.max() >= len(scale):
+            raise ReplicaError(f"{packed.parts['g_idx']} names groups that have no scales: the checkpoint is damaged")
     else:
         group_of = np.arange(codes.shape[1]) // -(-codes.shape[1] // len(scale))
     return (codes - zeros[group_of].T) * scale[group_of].T

@@ -118,10 +118,11 @@ EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 
 
 def described(settings: dict[str, Any], **parts: tuple[str, tuple[int, ...]]) -> Packed:
-    tensors = {f"{EXPERT}.{part}": TensorInfo(*info, Path("f")) for part, info in parts.items()}
+    separator, shown_as = ("_", EXPERT) if "blocks" in parts else (".", f"{EXPERT}.weight")  # MXFP4 of all experts
+    tensors = {f"{EXPERT}{separator}{part}": TensorInfo(*info, Path("f")) for part, info in parts.items()}
     shown, packed = unpacked(tensors, {"quantization_config": settings}, name="m")
-    assert list(shown) == list(packed) == [f"{EXPERT}.weight"]
-    return packed[f"{EXPERT}.weight"]
+    assert list(shown) == list(packed) == [shown_as]
+    return packed[shown_as]
 
 
 def test_shapes_and_dtypes_of_what_is_stored_packed() -> None:
@@ -144,19 +145,58 @@ def test_shapes_and_dtypes_of_what_is_stored_packed() -> None:
         described(settings | {"format": "nvfp4-pack-quantized"}, **parts)  # type: ignore[arg-type]
 
 
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
+GPTQ_PARTS = {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64))}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+AWQ_PARTS = {"qweight": ("I32", (96, 8)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64))}
+FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+FP8_PARTS = {"weight": ("F8_E4M3", (64, 96)), "weight_scale_inv": ("F32", (2, 3))}
+MXFP4_PARTS = {"blocks": ("U8", (4, 64, 3, 16)), "scales": ("U8", (4, 64, 3))}
+COMPRESSED: dict[str, Any] = {"format": "pack-quantized", "config_groups": {"0": {"weights": {"num_bits": 4}}}}
+COMPRESSED_PARTS = {
+    "weight_packed": ("I32", (64, 12)), "weight_scale": ("BF16", (64, 3)), "weight_shape": ("I64", (2,))
+}  # fmt: skip
+
+
+def _but(whole: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """`whole` with some entries changed; those that become None are left out."""
+    return {name: value for name, value in (whole | changed).items() if value is not None}
+
+
 @pytest.mark.parametrize(
     ("settings", "parts", "complaint"),
     [
-        ({"quant_method": "hqq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64))},
-         "of quant_method hqq with 4 bits; we read gptq and awq"),
-        ({"quant_method": "gptq", "bits": 5}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)),
-         "scales": ("F16", (3, 64))}, "quant_method gptq with 5 bits"),
-        ({"quant_method": "gptq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8))}, "scales is missing"),
-        ({"quant_method": "gptq"}, {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 9))},
-         "do not belong together"),
-        ({"quant_method": "fp8"}, {"weight": ("F8_E4M3", (64, 96))}, "weight_scale is missing beside weight"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]},
-         {"weight": ("F8_E4M3", (64, 96)), "weight_scale_inv": ("F32", (2, 3))}, "weight_block_size is of another"),
+        (_but(GPTQ, quant_method="hqq"), GPTQ_PARTS, "of quant_method hqq with 4 bits; we read gptq"),
+        (_but(GPTQ, quant_method=None), GPTQ_PARTS, "quant_method not given"),
+        (_but(GPTQ, bits=5), GPTQ_PARTS, "quant_method gptq with 5 bits"),
+        (_but(GPTQ, bits="4"), GPTQ_PARTS, "quantization_config cannot be read: Expected `int.*bits"),
+        (GPTQ, _but(GPTQ_PARTS, scales=None), "its scales is missing beside qweight and qzeros"),
+        (GPTQ, _but(GPTQ_PARTS, qzeros=None), "its qzeros is missing beside"),
+        (GPTQ, _but(GPTQ_PARTS, scales=("F16", (3, 9))), "do not belong together"),
+        (GPTQ, _but(GPTQ_PARTS, qzeros=("I32", (2, 8))), "do not belong together"),
+        (GPTQ, _but(GPTQ_PARTS, qweight=("I32", (12,))), r"its qweight is I32 \[12\], and we read I32 with 2 dim"),
+        (GPTQ, _but(GPTQ_PARTS, qweight=("F32", (12, 64))), "its qweight is F32"),
+        (GPTQ, _but(GPTQ_PARTS, scales=("F16", (0, 64))), r"its scales is F16 \[0, 64\]"),
+        (GPTQ, _but(GPTQ_PARTS, g_idx=("I32", (12,))), "do not belong together"),
+        (_but(AWQ, version="marlin"), AWQ_PARTS, "awq with 4 bits, version marlin; we read"),
+        (_but(AWQ, bits=8), AWQ_PARTS, "awq with 8 bits"),
+        (AWQ, _but(AWQ_PARTS, qzeros=("I32", (4, 8))), "do not belong together"),
+        (FP8, _but(FP8_PARTS, weight_scale_inv=None), "its weight_scale is missing beside weight"),
+        (_but(FP8, weight_block_size=[128, 128]), FP8_PARTS, "weight_block_size is of another"),
+        (_but(FP8, weight_block_size=None), FP8_PARTS, "weight_block_size is missing"),
+        (_but(FP8, weight_block_size=[0, 32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
+        (_but(FP8, weight_block_size=[32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
+        (FP8, _but(FP8_PARTS, weight_scale_inv=("F8_E8M0", (2, 3))), "its weight_scale_inv is F8_E8M0"),
+        ({}, _but(MXFP4_PARTS, scales=None), "its scales is missing beside blocks"),
+        ({}, _but(MXFP4_PARTS, scales=("U8", (4, 64, 2))), "do not belong together"),
+        ({}, _but(MXFP4_PARTS, blocks=("I8", (4, 64, 3, 16))), "its blocks is I8"),
+        (_but(COMPRESSED, format=None), COMPRESSED_PARTS, r"format \(not given\) with 4 bits"),
+        (_but(COMPRESSED, config_groups=None), COMPRESSED_PARTS, "with no number of bits"),
+        (_but(COMPRESSED, config_groups=[1]), COMPRESSED_PARTS, "cannot be read: Expected `object.*config_groups"),
+        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 4, "symmetric": False}}}), COMPRESSED_PARTS,
+         "weight_zero_point is missing"),
+        (COMPRESSED, _but(COMPRESSED_PARTS, weight_shape=None), "its weight_shape is missing"),
+        (COMPRESSED, _but(COMPRESSED_PARTS, weight_g_idx=("I32", (96,))), "by its weight_g_idx columns are reordered"),
         ({"quant_method": "modelopt"}, {"weight_scale": ("F8_E4M3", (64, 6)), "input_scale": ("F32", ())},
          "quantized format .* quant_method modelopt"),
     ],
@@ -169,11 +209,21 @@ def test_what_does_not_fit_together_or_is_not_read_costs_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [(GPTQ, GPTQ_PARTS), (AWQ, AWQ_PARTS), (FP8, FP8_PARTS), (COMPRESSED, COMPRESSED_PARTS)],
+    ids=["gptq", "awq", "fp8", "compressed"],
+)
+def test_each_format_is_read_before_anything_is_missing(settings: dict[str, Any], parts: dict[str, Any]) -> None:
+    """Else the cases above could fail for another reason."""
+    assert described(settings, **parts).shape == (64, 96)
+
+
 def test_an_expert_without_its_scales_is_refused_when_the_checkpoint_is_opened(models: Path, tmp_path: Path) -> None:
     directory = quantized.make("gpt_oss-mxfp4", models)
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.2.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(json.loads((directory / "config.json").read_text())))
-    with pytest.raises(ReplicaError, match=r"layers.2.mlp.experts.down_proj_scales is missing beside blocks"):
+    with pytest.raises(ReplicaError, match=r"layers.2.mlp.experts.down_proj: its scales is missing beside blocks"):
         CheckpointExperts(tmp_path)
