@@ -8,7 +8,7 @@ watches the process: its private memory (anonymous pages; the mapped checkpoint 
 stages before the experts are those of a whole layer, and every expert takes what the mean one did. With --rows R each
 matrix is solved for its first R rows only: rows do not depend on each other, so the time without the Hessian's factors,
 which are made in full, is multiplied by N / R. What such a run writes is of no use. Times of stages are processor time,
-of one thread: what a core of its own would take.
+of one thread: what a core of its own would take. Ended by SIGTERM it reports the stages that were over.
 
 Random weights with random routing: every expert gets its share of the tokens, and what a replica loses says nothing.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import signal
 import tempfile
 import threading
 import time
@@ -59,7 +60,11 @@ def _tiled(matrix: Any, num_rows: int) -> Any:
 
 
 class EnoughError(Exception):
-    """As many experts as were asked for."""
+    """As many experts as were asked for, or as there was time for."""
+
+
+def _end_here(*_: object) -> None:
+    raise EnoughError
 
 
 def main() -> None:
@@ -107,12 +112,15 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             before = time.process_time()
             done = inner(*args, **kwargs)
             stages.append((stage, time.process_time() - before))
+            so_far = f"{stages[-1][1]:.1f} s of processor time, {watch.peak / 1e9:.2f} GB private at most so far"
+            print(f"{time.monotonic() - started:.0f} s: {stage}, {so_far}", flush=True)
             if stage == "quantize" and len([1 for stage, _ in stages if stage == "quantize"]) == arguments.only:
                 raise EnoughError
             return done
 
         setattr(owner, name, run_and_note)
 
+    signal.signal(signal.SIGTERM, _end_here)
     timed(gptq, "inverse_factor", "factor")
     unsolved = 0.0
     if arguments.rows is not None:
@@ -148,8 +156,10 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for stage, taken in stages:
         seconds.setdefault(stage, []).append(taken)
     mean = {stage: sum(taken) / len(taken) for stage, taken in seconds.items()}
-    per_expert = mean["quantize"] + mean["answer"] + unsolved / len(seconds["quantize"])
-    per_layer = 2 * mean["up to the experts"] + arguments.experts * per_expert
+    per_expert = per_layer = None  # where it was ended before
+    if "quantize" in mean:
+        per_expert = mean["quantize"] + mean["answer"] + unsolved / len(seconds["quantize"])
+        per_layer = 2 * mean["up to the experts"] + arguments.experts * per_expert
     return {
         "hidden": arguments.hidden,
         "intermediate": arguments.intermediate,
@@ -157,17 +167,19 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "checkpoint_gb": round((model / "model.safetensors").stat().st_size / 1e9, 2),
         "tokens": arguments.samples * arguments.sequence_length,
         "threads": torch.get_num_threads(),
-        "experts_quantized": len(seconds["quantize"]),
+        "experts_quantized": len(seconds.get("quantize", [])),
         "said_gb": round(said[0].total / 1e9, 2),
         "said_parts_gb": {name: round(getattr(said[0], name) / 1e9, 2) for name in said[0].__dataclass_fields__},
         "private_before_gb": round(before / 1e9, 2),
         "peak_private_gb": round(watch.peak / 1e9, 2),
         "seconds": round(time.monotonic() - started, 1),
         "seconds_mean": {stage: round(value, 2) for stage, value in mean.items()},
+        "times": {stage: len(taken) for stage, taken in seconds.items()},
+        "factors_s": [round(taken, 1) for taken in seconds.get("factor", [])],
         "rows_solved": arguments.rows,
-        "seconds_per_expert": round(per_expert, 1),
-        "seconds_per_layer": round(per_layer, 1),
-        "hours_for_32_layers": round(MIXTRAL_LAYERS * per_layer / 3600, 2),
+        "seconds_per_expert": per_expert and round(per_expert, 1),
+        "seconds_per_layer": per_layer and round(per_layer, 1),
+        "hours_for_32_layers": per_layer and round(MIXTRAL_LAYERS * per_layer / 3600, 2),
     }
 
 

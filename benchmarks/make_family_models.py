@@ -105,6 +105,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe_top22": Family(
             "Qwen3MoeConfig", _QWEN | {"num_experts": 64, "num_experts_per_tok": 22, "norm_topk_prob": True}
         ),
+        "qwen3_moe_512": Family(
+            "Qwen3MoeConfig",
+            _QWEN
+            | {"num_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+        ),
         "qwen3_next": Family("Qwen3NextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
         "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
         "olmoe": Family("OlmoeConfig", {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4}),

@@ -1,6 +1,8 @@
 """A program: the tokens tiny family models make on stock vLLM and with the plugin, and what the plugin counted.
 
-python family_tokens.py MODEL... [stock] [ndp] [hot] [bfloat16]   prints of each: side -> passes, totals, or its refusal
+python family_tokens.py MODEL... [stock] [ndp] [hot] [quantized] [bfloat16]
+
+Prints of each: side -> passes, totals, reports of the first pass, or its refusal.
 
 One process for all of them: to import vLLM takes longer than to start an engine of such a model.
 """
@@ -27,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "ndp": {"cold_precision": "full"},  # nothing is quantized; half of the experts are hot
     "hot": {"cold_precision": "full", "hot_experts": "all"},
+    "quantized": {"avg_bits": 3.0},
 }
 
 PENALTIES = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
@@ -55,9 +58,11 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
             settings = settings | {"hot_experts": open_checkpoint(model).shape.num_experts}
         with engine(model, settings=settings, dtype=dtype, **OPTIONS) as llm:
             settled = llm.llm_engine.vllm_config
+            # the second pass hits the prefix cache
+            passes = [greedy(llm, prompts, TOKENS, **PENALTIES) for _ in range(2)]
             return {
-                # the second pass hits the prefix cache
-                "passes": [token_ids(greedy(llm, prompts, TOKENS, **PENALTIES)) for _ in range(2)],
+                "passes": [token_ids(outputs) for outputs in passes],
+                "reports": [(output.kv_transfer_params or {}).get("ndp") for output in passes[0]],
                 "chunked_prefill": bool(settled.scheduler_config.enable_chunked_prefill),
                 "prefix_cache": bool(settled.cache_config.enable_prefix_caching),
                 "totals": llm.collective_rpc("ndp_totals")[0] if settings is not None else {},
@@ -72,7 +77,9 @@ def main() -> None:
         config = json.loads((model / "config.json").read_text())
         dtype = "bfloat16" if "bfloat16" in sys.argv else dtype_of(config)
         asked = [side for side in SETTINGS if side in sys.argv]
-        sides = asked or ["stock", "ndp"] + ["hot"] * (dtype != "float32")
+        # of a model that was trained, what low bits do says something
+        more = ["hot"] * (dtype != "float32") + ["quantized"] * (model / "train_log.json").is_file()
+        sides = asked or ["stock", "ndp", *more]
         said = {"model": str(model), "dtype": dtype} | {side: run(model, side, dtype) for side in sides}
         print(json.dumps(said), flush=True)
 

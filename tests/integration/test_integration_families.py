@@ -28,6 +28,8 @@ MAKER = ROOT / "benchmarks" / "make_family_models.py"
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "granite_moe_hybrid")
 """Dense layers; latent attention, groups and a scale; biases and a clamp; weight on input; two kinds of state."""
 
+TRAINED = ROOT / "models" / "tiny-qwen3-moe"
+
 REFUSED = {
     "ernie4_5_moe": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "minimax_m2": "a score correction bias without groups, which vLLM's CPU router leaves out",
@@ -65,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def by_default(models: Path) -> dict[str, dict[str, Any]]:
     """What each family of BY_DEFAULT said, in one process."""
-    paths = made(models, *BY_DEFAULT)
+    paths = made(models, *BY_DEFAULT) | {TRAINED.name: TRAINED}
     said = {entry.pop("model"): entry for entry in program("family_tokens.py", *paths.values(), timeout_s=1800)}
     return {family: said[str(path)] for family, path in paths.items()}
 
@@ -162,6 +164,29 @@ def test_every_token_is_stocks(request: pytest.FixtureRequest, models: Path, fam
         assert ran["hot"]["passes"] == stock["passes"]
         assert ran["hot"]["totals"]["cold_pairs"] == 0
         assert all(mine[0] == theirs[0] for mine, theirs in zip(ours["passes"][0], stock["passes"][0], strict=True))
+
+
+def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits(
+    by_default: dict[str, dict[str, Any]],
+) -> None:
+    """At full precision every token; quantized, what prefill gives, which is not: the first of each prompt."""
+    ran = by_default[TRAINED.name]
+    stock, ours, quantized = ran["stock"], ran["ndp"], ran["quantized"]
+    assert "error" not in quantized, quantized
+    identical, total, totals = noted(TRAINED.name, ours, stock, ran["dtype"])
+    assert identical == total == 2 * PROMPT_COUNT * TOKENS
+    assert totals["cold_pairs"] > 50
+    assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
+    assert quantized["totals"]["fallback_pairs"] == 0
+    assert [tokens[0] for tokens in quantized["passes"][0]] == [tokens[0] for tokens in stock["passes"][0]]
+    for report in quantized["reports"]:
+        hot, elsewhere = report["hot_pairs"], report["cold_pairs"] + report["spilled_pairs"]
+        assert hot + elsewhere == (TOKENS - 1) * 4 * 4, "4 layers, top-4; the first token is prefill's"
+        assert report["avg_bits"] <= 3.0
+        assert report["simulated_tpot_us"] > 0 < report["measured_tpot_ms"]
+    # half of the experts are hot: chosen from the prompt they serve more than half of what its decode asks for
+    hot = sum(report["hot_pairs"] + report["spilled_pairs"] for report in quantized["reports"])
+    assert hot / (PROMPT_COUNT * (TOKENS - 1) * 16) > 0.65
 
 
 @pytest.mark.families

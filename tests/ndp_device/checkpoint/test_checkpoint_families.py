@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
-from ndp_device.errors import ConfigError  # noqa: E402
+from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402
 from ndp_device.model_config import whole_model  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
@@ -115,3 +117,53 @@ def test_a_family_whose_experts_cannot_be_hooked_is_refused_for_calibration(mode
     text.write_text("a line of text\n" * 2000)
     with pytest.raises(ConfigError, match="has 0 layers of experts we can hook"):
         build_calibrated(directory, tmp_path / "out", text, num_sequences=8, sequence_length=64, show_progress=False)
+
+
+def _brought(directory: Path, source: Path, rename: Any) -> Path:
+    """The same weights under a name that no list has, in shards whose order says nothing of layers or experts."""
+    from safetensors.torch import load_file, save_file
+
+    directory.mkdir()
+    tensors = {rename(name): values for name, values in load_file(source / "model.safetensors").items()}
+    names = sorted(tensors, key=lambda name: name[::-1])
+    weight_map = {}
+    for number in range(3):
+        file = f"weights.part{9 - number}.safetensors"
+        save_file({name: tensors[name] for name in names[number::3]}, directory / file)
+        weight_map |= dict.fromkeys(names[number::3], file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = read_config(source) | {"model_type": "nobody_knows", "architectures": ["NobodyKnowsForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("qwen3_moe", lambda name: name),
+        ("mixtral", lambda name: name.replace("block_sparse_moe", "ffn.sparse")),
+        ("granite_moe", lambda name: f"thinker.{name}"),
+        ("deepseek_v3", lambda name: name.replace("model.", "language_model.model.", 1)),
+    ],
+)
+def test_a_checkpoint_of_a_family_never_seen_in_odd_shards_costs_no_code(
+    models: Path, tmp_path: Path, family: str, rename: Any
+) -> None:
+    known = CheckpointExperts(MAKE.make(family, models))
+    brought = CheckpointExperts(_brought(tmp_path / "brought", MAKE.make(family, models), rename))
+    assert brought.layout.moe_index == known.layout.moe_index
+    assert brought.shape == dataclasses.replace(known.shape, name="brought")
+    for layer, expert in ((0, 0), (known.shape.num_layers - 1, known.shape.num_experts - 1)):
+        ours, theirs = brought.expert(layer, expert), known.expert(layer, expert)
+        for matrix in ("w1", "w3", "w2"):
+            np.testing.assert_array_equal(getattr(ours, matrix), getattr(theirs, matrix))
+
+
+def test_shards_of_two_checkpoints_in_one_directory_are_refused(models: Path, tmp_path: Path) -> None:
+    """Without an index every file counts, and one of another family brings a second set of experts."""
+    directory = _brought(tmp_path / "two", MAKE.make("qwen3_moe", models), lambda name: name)
+    (directory / "model.safetensors.index.json").unlink()
+    other = MAKE.make("olmoe", models) / "model.safetensors"
+    (directory / "old.safetensors").write_bytes(other.read_bytes())
+    with pytest.raises(ReplicaError, match=r"is in old\.safetensors and in weights\.part\d\.safetensors: delete"):
+        CheckpointExperts(directory)
