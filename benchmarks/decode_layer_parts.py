@@ -121,7 +121,7 @@ def run(model: Path, num_experts: int, num_tokens: int, num_rounds: int) -> dict
         enable_prefix_caching=False,
     )
     controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-    if (taken := controller.status()["decode_layers"]) == "Python":
+    if controller.status()["decode_layers"] == "Python":
         raise SystemExit("decode layers take the Python path: vllm_ndp.integration._decode_layers is of other sources")
     client, floor, cuts = controller.device.client, Floor(controller, 1), Cuts(llm)
     begin, last = client.begin_execute, list[tuple[Any, ...]]()

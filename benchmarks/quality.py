@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import measured
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -277,7 +278,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16, help="per domain, of 512 tokens, the first 256 a prompt")
     parser.add_argument("--avg-bits", type=float, nargs="+", default=[3, 2, 1.5])
     parser.add_argument("--hot-experts", type=int, nargs="+", default=[4, 2, 0])
+    measured.add_json_option(parser)
     arguments = parser.parse_args()
+    measurement = measured.Measurement(str(__doc__))
     torch.set_num_threads(1)
     began = time.monotonic()
     replicas = arguments.replicas or replicas_of(arguments.model)
@@ -302,6 +305,7 @@ def main() -> None:
         "measured_seconds": round(time.monotonic() - began),
         "cells": rows,
     }
+    measurement.save(summary, arguments.json)
     print(json.dumps(summary))
 
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def quality() -> ModuleType:
+    sys.path.append(str(ROOT / "benchmarks"))  # it imports its neighbour
     spec = importlib.util.spec_from_file_location("benchmark_quality", ROOT / "benchmarks" / "quality.py")
     assert spec is not None
     assert spec.loader is not None
