@@ -28,6 +28,7 @@ MAKER = ROOT / "benchmarks" / "make_family_models.py"
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "granite_moe_hybrid")
 """Dense layers; latent attention, groups and a scale; biases and a clamp; weight on input; two kinds of state."""
 
+MODELS_AT_ONCE = 6
 TRAINED = ROOT / "models" / "tiny-qwen3-moe"
 
 REFUSED = {
@@ -65,11 +66,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_default(models: Path) -> dict[str, dict[str, Any]]:
-    """What each family of BY_DEFAULT said, in one process."""
-    paths = made(models, *BY_DEFAULT) | {TRAINED.name: TRAINED}
-    said = {entry.pop("model"): entry for entry in program("family_tokens.py", *paths.values(), timeout_s=1800)}
-    return {family: said[str(path)] for family, path in paths.items()}
+def ran(request: pytest.FixtureRequest, models: Path) -> dict[str, dict[str, Any]]:
+    """What each family that this run has a test of said, several in one process, and the trained model."""
+    asked = selected(request, test_every_token_is_stocks, "family")
+    paths = made(models, *asked) | {TRAINED.name: TRAINED}
+    alone = [family for family in asked if family in WITH_STAND_INS]
+    return {family: said_of(paths.pop(family)) for family in alone} | said_of_each(paths)
+
+
+@pytest.fixture(scope="module")
+def refusals(request: pytest.FixtureRequest, models: Path) -> dict[str, dict[str, Any]]:
+    families = selected(request, test_what_cannot_be_served_here_is_refused_by_name, "family")
+    return said_of_each(made(models, *families), "ndp")
+
+
+def selected(request: pytest.FixtureRequest, test: Any, parameter: str) -> list[str]:
+    """The values of a parameter for which this run has the test."""
+    items = [item for item in request.session.items if getattr(item, "function", None) is test]
+    return [item.callspec.params[parameter] for item in items]
 
 
 def program(*arguments: object, timeout_s: float = 600, **environment: str) -> list[Any]:
@@ -88,6 +102,16 @@ def program(*arguments: object, timeout_s: float = 600, **environment: str) -> l
 
 def made(models: Path, *families: str) -> dict[str, Path]:
     return {family: Path(path) for family, path in program(MAKER, models, *families)[-1].items()}
+
+
+def said_of_each(models: dict[str, Path], *words: str) -> dict[str, dict[str, Any]]:
+    """By name; MODELS_AT_ONCE in one process, since to import vLLM takes longer than to start a tiny model."""
+    names, said = list(models), dict[str, dict[str, Any]]()
+    for first in range(0, len(names), MODELS_AT_ONCE):
+        some = names[first : first + MODELS_AT_ONCE]
+        entries = program("family_tokens.py", *(models[name] for name in some), *words, timeout_s=1800)
+        said |= dict(zip(some, entries, strict=True))
+    return said
 
 
 def said_of(model: Path, *words: str) -> dict[str, Any]:
@@ -145,35 +169,33 @@ def noted(name: str, ours: dict[str, Any], stock: dict[str, Any], dtype: str) ->
 
 
 @pytest.mark.parametrize("family", _families())
-def test_every_token_is_stocks(request: pytest.FixtureRequest, models: Path, family: str) -> None:
+def test_every_token_is_stocks(ran: dict[str, dict[str, Any]], family: str) -> None:
     """3 prompts x 32 tokens, twice: in chunks of 64 tokens, and out of the prefix cache where the model allows one."""
-    ran = (
-        request.getfixturevalue("by_default")[family] if family in BY_DEFAULT else said_of(made(models, family)[family])
-    )
-    stock, ours = ran["stock"], ran["ndp"]
+    said = ran[family]
+    stock, ours = said["stock"], said["ndp"]
     assert "error" not in stock, stock
     assert "error" not in ours, ours
-    identical, total, totals = noted(family, ours, stock, ran["dtype"])
+    identical, total, totals = noted(family, ours, stock, said["dtype"])
     assert total == 2 * PROMPT_COUNT * TOKENS
     assert all(len(set(tokens)) > TOKENS // 2 for one in stock["passes"] for tokens in one), "text too dull to tell"
     assert totals["cold_pairs"] > 50, "the device must have computed something"
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
-    if ran["dtype"] == "float32":
+    if said["dtype"] == "float32":
         assert identical == total
     else:  # experts in two places round differently in bfloat16, so tokens must be stock's with all of them in one
-        assert ran["hot"]["passes"] == stock["passes"]
-        assert ran["hot"]["totals"]["cold_pairs"] == 0
+        assert said["hot"]["passes"] == stock["passes"]
+        assert said["hot"]["totals"]["cold_pairs"] == 0
         assert all(mine[0] == theirs[0] for mine, theirs in zip(ours["passes"][0], stock["passes"][0], strict=True))
 
 
 def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits(
-    by_default: dict[str, dict[str, Any]],
+    ran: dict[str, dict[str, Any]],
 ) -> None:
     """At full precision every token; quantized, what prefill gives, which is not: the first of each prompt."""
-    ran = by_default[TRAINED.name]
-    stock, ours, quantized = ran["stock"], ran["ndp"], ran["quantized"]
+    said = ran[TRAINED.name]
+    stock, ours, quantized = said["stock"], said["ndp"], said["quantized"]
     assert "error" not in quantized, quantized
-    identical, total, totals = noted(TRAINED.name, ours, stock, ran["dtype"])
+    identical, total, totals = noted(TRAINED.name, ours, stock, said["dtype"])
     assert identical == total == 2 * PROMPT_COUNT * TOKENS
     assert totals["cold_pairs"] > 50
     assert totals["row_checks"] > 0 == totals["sidecar_mismatches"] == totals["fallback_pairs"]
@@ -191,8 +213,8 @@ def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at
 
 @pytest.mark.families
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_served_here_is_refused_by_name(models: Path, family: str) -> None:
-    error = said_of(made(models, family)[family], "ndp")["ndp"]["error"]
+def test_what_cannot_be_served_here_is_refused_by_name(refusals: dict[str, dict[str, Any]], family: str) -> None:
+    error = refusals[family]["ndp"]["error"]
     note(family, {"refused": error})
     assert REFUSED[family] in error
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from family_tokens import PROMPT_COUNT, TOKENS
 from paths import ROOT
-from test_integration_families import models, note, noted, program, said_of
+from test_integration_families import models, note, noted, program, said_of_each, selected
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -24,15 +24,24 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=() if name == SERVED[0] else pytest.mark.families)
 
 
-def made(models: Path, name: str) -> Path:
-    return Path(program(MAKER, models, name)[-1][name])
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest, models: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What the plugin said of each checkpoint that this run has a test of, and stock of its dequantized twin."""
+    paths = made(models, *selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name"))
+    twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
+    ours, stock = said_of_each(paths, "ndp"), said_of_each(twins, "stock")
+    return {name: (ours[name]["ndp"], stock[name]["stock"]) for name in paths}
+
+
+def made(models: Path, *names: str) -> dict[str, Path]:
+    return {name: Path(path) for name, path in program(MAKER, models, *names)[-1].items()}
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
-def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path, name: str) -> None:
-    directory = made(models, name)
-    ours = said_of(directory, "ndp")["ndp"]
-    stock = said_of(directory.with_name(f"{name}-dequantized"), "stock")["stock"]
+def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(
+    ran: dict[str, tuple[dict[str, Any], dict[str, Any]]], name: str
+) -> None:
+    ours, stock = ran[name]
     assert "error" not in ours, ours
     assert "error" not in stock, stock
     identical, total, totals = noted(name, ours, stock, "float32")
@@ -45,7 +54,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(models: Path,
 def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
     """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
     name = "qwen3_moe-fp8-all"
-    error = said_of(made(models, name), "ndp", "bfloat16")["ndp"]["error"]
+    error = said_of_each(made(models, name), "ndp", "bfloat16")[name]["ndp"]["error"]
     note(name, {"refused": error})
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error
