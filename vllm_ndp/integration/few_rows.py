@@ -25,7 +25,7 @@ try:
     from vllm_ndp.integration import _decode_layers
     from vllm_ndp.integration._decode_layers import MOST_PAIRS, DecodeLayers
 
-    BUILT = _decode_layers.ALIAS_PAIRS == ALIAS_PAIRS
+    BUILT = _decode_layers.ALIAS_PAIRS == ALIAS_PAIRS and hasattr(DecodeLayers, "num_columns")
 except (ImportError, AttributeError):  # not built, or of other sources: every step takes the Python path, and the
     BUILT, MOST_PAIRS = False, ALIAS_PAIRS  # start-up table says so
 
@@ -61,9 +61,8 @@ class FewRows:
         self._slots = torch.empty(MOST_PAIRS, dtype=torch.int32)
         self._weights = torch.empty(MOST_PAIRS, dtype=torch.float32)
         self._hot_rows = torch.empty(MOST_PAIRS, dtype=torch.int64)  # of each hot pair, where they are listed
-        self._step_slots: torch.Tensor  # i32 [T, k] of the step: where pairs are aliased, or every pair is hot
-        self._step_weights: torch.Tensor  # f32 [T, k], 0 where a pair is aliased
-        self._by_rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_rows = 0  # of the step
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.sent_rows = np.empty(MOST_PAIRS, np.int64)
         self.pair_rows = np.empty(MOST_PAIRS, np.int32)  # index into sent_rows
         self.pair_experts = np.empty(MOST_PAIRS, np.int32)
@@ -102,13 +101,7 @@ class FewRows:
         num_rows = rows.num_rows
         if num_rows * self._top_k > MOST_PAIRS or not rows.all_decode:
             return False
-        if num_rows not in self._by_rows:
-            pairs = num_rows * self._top_k
-            self._by_rows[num_rows] = (
-                self._slots[:pairs].view(num_rows, self._top_k),
-                self._weights[:pairs].view(num_rows, self._top_k),
-            )
-        self._step_slots, self._step_weights = self._by_rows[num_rows]
+        self._num_rows = num_rows
         plans = [self._no_plan if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         clock = self._clock
         self.native.begin_step(
@@ -131,13 +124,21 @@ class FewRows:
         num_hot = self.native.num_hot
         if not num_hot:
             return torch.zeros_like(x)
-        if self.native.is_listed and num_hot < self._step_slots.numel():
+        if self.native.is_listed and num_hot < self._num_rows * self._top_k:
             pairs = self._weights[:num_hot].unsqueeze(1), self._slots[:num_hot].unsqueeze(1)
             return slots.run_listed(x, self._hot_rows[:num_hot], *pairs)
-        out = slots.run_aliased(x, self._step_weights, self._step_slots)
+        out = slots.run_aliased(x, *self._table(self._num_rows, self.native.num_columns))
         if idle := self.native.idle_rows:
             out[idle] = 0
         return out
+
+    def _table(self, num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights f32 and slots i32 [T, C], as the last split has laid them out: 0 where a row has fewer hot pairs."""
+        key = num_rows, num_columns
+        if key not in self._views:
+            size = num_rows * num_columns
+            self._views[key] = self._weights[:size].view(key), self._slots[:size].view(key)
+        return self._views[key]
 
     def gather(self, x: torch.Tensor) -> NDArray[Any]:
         """The rows of x [T, H] that the device needs, as it takes them; valid until the next call."""

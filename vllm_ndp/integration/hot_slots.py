@@ -1,8 +1,9 @@
 """K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts.
 
-A hot slot holds one expert; `expert_map[e]` says which slot holds expert e, or -1. A cold pair costs nothing: on CPU
-its id is aliased to a slot the row reads anyway, with weight 0; on CUDA the kernel skips experts that the expert map
-marks -1. Knows kernels and layouts. Does not know requests, plans or the device.
+A hot slot holds one expert; `expert_map[e]` says which slot holds expert e, or -1. A cold pair costs next to nothing:
+of few rows on a CPU only hot pairs are given, else its id is aliased to a slot the row reads anyway, with weight 0; on
+CUDA the kernel skips experts that the expert map marks -1. Knows kernels and layouts. Does not know requests, plans or
+the device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.integration import huge_pages
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -29,11 +31,11 @@ _INT32_ELEMENTS = 2**31
 class SlotPairs(NamedTuple):
     """The pairs of one layer that run in hot slots."""
 
-    slots: torch.Tensor  # i32 [T, k], contiguous; -1 = the pair runs elsewhere
-    topk_weights: torch.Tensor  # f32 [T, k], contiguous
+    slots: torch.Tensor  # i32 [T, k] or [T, C], contiguous; -1 = the pair runs elsewhere
+    topk_weights: torch.Tensor  # f32, likewise
     counts: list[int]  # pairs of each slot that is in use
     idle_rows: list[int] | None = None
-    """Rows without a hot pair, where no slot is -1 because each pair that runs elsewhere is aliased with weight 0."""
+    """Rows without a hot pair, where no slot is -1: a row with fewer than C hot pairs has some more with weight 0."""
 
 
 class SlotWeights(NamedTuple):
@@ -51,7 +53,10 @@ class SlotWeights(NamedTuple):
         return cls(*(None if (p := getattr(layer, name, None)) is None else p.data for name in names))
 
     def empty_like(self, num_slots: int) -> SlotWeights:
-        return SlotWeights(*(None if t is None else t.new_empty((num_slots, *t.shape[1:])) for t in self))
+        fresh = SlotWeights(*(None if t is None else t.new_empty((num_slots, *t.shape[1:])) for t in self))
+        for tensor in (fresh.w13, fresh.w2):
+            huge_pages.ask_for(tensor)
+        return fresh
 
     @property
     def num_bytes(self) -> int:
@@ -277,7 +282,7 @@ class HotSlots:
 
     @property
     def takes_few_rows(self) -> bool:
-        """Whether aliased pairs of a few rows may be given as lists made on the host."""
+        """Whether pairs of a few rows may be given as lists made on the host."""
         return isinstance(self.kernel, CpuSlotKernel)
 
     def migrate(self, slot: int, expert: int, fill: Callable[[SlotWeights, int], None]) -> None:

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.integration import compat
+from vllm_ndp.integration import compat, huge_pages
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.moe_layer import LAYERS
 from vllm_ndp.planning.owners import slots_per_gpu
@@ -115,6 +115,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
             shapes["w13_bias"], shapes["w2_bias"] = (shape[:2] for shape in shapes.values())
         for name, shape in shapes.items():
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
+            huge_pages.ask_for(parameter.data)
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {**extra_weight_attrs, "weight_loader": _leave_in_pool})
             # gpt-oss's loader does not call the loader: it copies all experts at once

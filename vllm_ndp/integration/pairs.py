@@ -73,34 +73,37 @@ def split_lists(
     """Split the pairs of a few decode rows. expert_map [E]: hot slot or -1. topk_ids and topk_weights [T][k].
 
     router_weights f32 [T, k]: topk_weights as the router gave them. On a dozen numbers lists are faster than tensor
-    operations. A cold pair is aliased to a hot slot that its row reads anyway, with weight 0; a row without a hot pair
-    is aliased to the slot of another row and set to 0 afterwards.
+    operations. Hot pairs keep their order in as many columns as the row with most of them has; a row with fewer gets a
+    hot slot that it reads anyway, with weight 0, and a row without any the slot of another row: it is set to 0 then.
     """
     slots = [[expert_map[expert] for expert in row] for row in topk_ids]
     pairs_in_slot: dict[int, int] = {}
-    idle_rows: list[int] = []
+    hot_slots: list[list[int]] = []
+    hot_weights: list[list[float]] = []
     cold_rows: list[int] = []
     cold_experts: list[int] = []
     cold_weights: list[float] = []
     for row, (row_slots, row_weights) in enumerate(zip(slots, topk_weights, strict=True)):
-        own = max(row_slots)
-        if own < 0:
-            idle_rows.append(row)
+        hot_slots.append([])
+        hot_weights.append([])
         for column, slot in enumerate(row_slots):
             if slot >= 0:
                 pairs_in_slot[slot] = pairs_in_slot.get(slot, 0) + 1
+                hot_slots[row].append(slot)
+                hot_weights[row].append(row_weights[column])
                 continue
             cold_rows.append(row)
             cold_experts.append(topk_ids[row][column])
             cold_weights.append(row_weights[column])
-            row_weights[column] = 0.0
-            row_slots[column] = own
-    another = next(iter(pairs_in_slot), -1)
-    for row in idle_rows:
-        slots[row] = [another] * len(slots[row])
+    idle_rows = [row for row, here in enumerate(hot_slots) if not here]
+    another, columns = next(iter(pairs_in_slot), -1), max(map(len, hot_slots)) or 1
+    for here, weights in zip(hot_slots, hot_weights, strict=True):
+        missing = columns - len(here)
+        here.extend([max(here, default=another)] * missing)
+        weights.extend([0.0] * missing)
     hot = SlotPairs(
-        torch.tensor(slots, dtype=torch.int32),
-        torch.tensor(topk_weights, dtype=torch.float32) if cold_rows else router_weights,
+        torch.tensor(hot_slots, dtype=torch.int32),
+        torch.tensor(hot_weights, dtype=torch.float32) if cold_rows else router_weights,
         list(pairs_in_slot.values()),
         idle_rows,
     )

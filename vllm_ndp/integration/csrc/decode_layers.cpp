@@ -227,6 +227,7 @@ class DecodeLayers {
     bool is_listed() const { return static_cast<int64_t>(entries_.size()) * top_k_ > kAliasPairs; }
     int64_t num_hot() const { return num_hot_; }
     int64_t num_sent() const { return num_sent_; }
+    int64_t num_columns() const { return num_columns_; }
     const std::vector<int64_t>& idle_rows() const { return idle_rows_; }
 
    private:
@@ -334,32 +335,41 @@ class DecodeLayers {
 
     void end_layout() { hot_layer_ps_ = shared_ps_ + hot_ps_[touched_ * (kMostPairs + 1) + num_hot_]; }
 
-    // pairs.split_lists: a cold pair gets a hot slot that its row reads anyway, with weight 0; a row without a hot pair
-    // gets another row's and is idle.
+    // pairs.split_lists: as many columns as the row with most hot pairs has. A row with fewer gets a hot slot that it
+    // reads anyway, with weight 0; a row without any gets another row's and is idle.
     void alias(const int32_t* ids, const float* weights) {
         const int32_t* map = maps_[layer_].data();
-        int32_t *slots = slots_.data(), another = -1;
+        const auto slot_of = [&](int64_t i) { return offloaded_[ids[i]] ? -1 : map[ids[i]]; };
+        const auto num_rows = static_cast<int64_t>(entries_.size());
         begin_layout();
-        for (int64_t row = 0; row < static_cast<int64_t>(entries_.size()); ++row) {
-            int32_t own = -1;
+        num_columns_ = 1;
+        for (int64_t row = 0; row < num_rows; ++row) {
+            int64_t hot = 0;
+            for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) hot += slot_of(i) >= 0;
+            num_columns_ = std::max(num_columns_, hot);
+        }
+        int32_t* slots = slots_.data();
+        float* applied = weights_.data();
+        int32_t another = -1;
+        for (int64_t row = 0; row < num_rows; ++row, slots += num_columns_, applied += num_columns_) {
+            int64_t hot = 0;
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
-                slots[i] = offloaded_[ids[i]] ? -1 : map[ids[i]];
-                own = std::max(own, slots[i]);
-            }
-            if (own < 0) idle_rows_.push_back(row);
-            for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
-                weights_.data()[i] = weighs_input_ ? 1.0f : weights[i];
-                if (slots[i] >= 0) {
-                    if (another < 0) another = slots[i];
-                    add_hot(slots[i]);
+                const int32_t slot = slot_of(i);
+                const float weight = weighs_input_ ? 1.0f : weights[i];
+                if (slot < 0) {
+                    add_cold(row, ids[i], weight);
                     continue;
                 }
-                add_cold(row, ids[i], weights_.data()[i]);
-                weights_.data()[i] = 0.0f;
-                slots[i] = own;
+                if (another < 0) another = slot;
+                slots[hot] = slot;
+                applied[hot++] = weight;
+                add_hot(slot);
             }
+            if (!hot) idle_rows_.push_back(row);
+            std::fill(slots + hot, slots + num_columns_, hot ? *std::max_element(slots, slots + hot) : -1);
+            std::fill(applied + hot, applied + num_columns_, 0.0f);
         }
-        for (int64_t row : idle_rows_) std::fill_n(slots + row * top_k_, top_k_, another);
+        for (int64_t row : idle_rows_) std::fill_n(slots_.data() + row * num_columns_, num_columns_, another);
         end_layout();
     }
 
@@ -367,6 +377,7 @@ class DecodeLayers {
     void list(const int32_t* ids, const float* weights) {
         const int32_t* map = maps_[layer_].data();
         begin_layout();
+        num_columns_ = top_k_;
         for (int64_t row = 0; row < static_cast<int64_t>(entries_.size()); ++row)
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
                 const int32_t slot = offloaded_[ids[i]] ? -1 : map[ids[i]];
@@ -409,7 +420,8 @@ class DecodeLayers {
 
     // of the layer
     int64_t layer_ = 0, submit_ps_ = 0, hot_layer_ps_ = 0, num_hot_ = 0, num_cold_ = 0, num_sent_ = 0;
-    int64_t touched_ = 0;  // slots in use
+    int64_t touched_ = 0;      // slots in use
+    int64_t num_columns_ = 1;  // of slots and weights, where pairs are aliased
     bool waiting_ = false;
     std::vector<int64_t> idle_rows_, moved_;
     uint8_t pair_offloaded_[kMostPairs] = {};
@@ -453,5 +465,6 @@ NB_MODULE(_decode_layers, m) {
         .def_prop_ro("is_listed", &DecodeLayers::is_listed)
         .def_prop_ro("num_hot", &DecodeLayers::num_hot)
         .def_prop_ro("num_sent", &DecodeLayers::num_sent)
+        .def_prop_ro("num_columns", &DecodeLayers::num_columns)
         .def_prop_ro("idle_rows", &DecodeLayers::idle_rows);
 }

@@ -1,0 +1,50 @@
+"""Tensors that are read from one end to the other get large pages, and nothing beside them does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_ndp.integration import huge_pages  # noqa: E402
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent huge pages"
+)
+
+
+def flags_at(address: int) -> list[str]:
+    """Of the mapping that an address lies in, as the system has them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(bound, 16) for bound in bounds.groups())
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping at {address:x}")
+
+
+@needs_huge_pages
+def test_the_whole_pages_inside_a_tensor_are_asked_for_and_its_edges_are_not() -> None:
+    tensor = torch.empty(9 << 20, dtype=torch.uint8)
+    asked = huge_pages.ask_for(tensor)
+    assert asked in (6 << 20, 8 << 20), "by where the tensor begins"
+    first = -(-tensor.data_ptr() // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
+    assert "hg" in flags_at(first)
+    assert "hg" in flags_at(first + asked - 1)
+    if first > tensor.data_ptr():
+        assert "hg" not in flags_at(tensor.data_ptr())
+    assert "hg" not in flags_at(first + asked)
+    assert tensor.fill_(7).sum().item() == 7 * tensor.numel()
+
+
+def test_a_tensor_smaller_than_a_page_is_left_as_it_is() -> None:
+    assert huge_pages.ask_for(torch.empty(huge_pages.PAGE_BYTES - 1, dtype=torch.uint8)) == 0
+
+
+def test_a_tensor_elsewhere_is_left_as_it_is() -> None:
+    assert huge_pages.ask_for(torch.empty(9 << 20, device="meta")) == 0
