@@ -86,7 +86,7 @@ def selected(request: pytest.FixtureRequest, test: Any, parameter: str) -> list[
     return [item.callspec.params[parameter] for item in items]
 
 
-def program(*arguments: object, timeout_s: float = 600, **environment: str) -> list[Any]:
+def program(*arguments: object, timeout_s: float = 1800, **environment: str) -> list[Any]:
     """The JSON lines it prints."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -109,7 +109,7 @@ def said_of_each(models: dict[str, Path], *words: str) -> dict[str, dict[str, An
     names, said = list(models), dict[str, dict[str, Any]]()
     for first in range(0, len(names), MODELS_AT_ONCE):
         some = names[first : first + MODELS_AT_ONCE]
-        entries = program("family_tokens.py", *(models[name] for name in some), *words, timeout_s=1800)
+        entries = program("family_tokens.py", *(models[name] for name in some), *words)
         said |= dict(zip(some, entries, strict=True))
     return said
 
