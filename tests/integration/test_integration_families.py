@@ -66,18 +66,35 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest, models: Path) -> dict[str, dict[str, Any]]:
-    """What each family that this run has a test of said, several in one process, and the trained model."""
-    asked = selected(request, test_every_token_is_stocks, "family")
-    paths = made(models, *asked) | {TRAINED.name: TRAINED}
-    alone = [family for family in asked if family in WITH_STAND_INS]
-    return {family: said_of(paths.pop(family)) for family in alone} | said_of_each(paths)
+def ran(request: pytest.FixtureRequest, models: Path) -> Runs:
+    """What each family that this run has a test of says, and the trained model."""
+    return Runs(made(models, *selected(request, test_every_token_is_stocks, "family")) | {TRAINED.name: TRAINED})
 
 
 @pytest.fixture(scope="module")
-def refusals(request: pytest.FixtureRequest, models: Path) -> dict[str, dict[str, Any]]:
+def refusals(request: pytest.FixtureRequest, models: Path) -> Runs:
     families = selected(request, test_what_cannot_be_served_here_is_refused_by_name, "family")
-    return said_of_each(made(models, *families), "ndp")
+    return Runs(made(models, *families), "ndp")
+
+
+class Runs:
+    """What family_tokens.py says of each model: when it is asked for, of several together, since to import vLLM takes
+    longer than to start a tiny model. So what is over is noted before the next ones begin."""
+
+    def __init__(self, models: dict[str, Path], *words: str) -> None:
+        self._models, self._words = models, words
+        self._said: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._said:
+            alone = name in WITH_STAND_INS
+            names = [other for other in self._models if other not in WITH_STAND_INS] if not alone else [name]
+            first = names.index(name) // MODELS_AT_ONCE * MODELS_AT_ONCE
+            some = names[first : first + MODELS_AT_ONCE]
+            stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "integration" / "stand_ins")} if alone else {}
+            entries = program("family_tokens.py", *(self._models[one] for one in some), *self._words, **stand_ins)
+            self._said |= dict(zip(some, entries, strict=True))
+        return self._said[name]
 
 
 def selected(request: pytest.FixtureRequest, test: Any, parameter: str) -> list[str]:
@@ -102,25 +119,6 @@ def program(*arguments: object, timeout_s: float = 1800, **environment: str) -> 
 
 def made(models: Path, *families: str) -> dict[str, Path]:
     return {family: Path(path) for family, path in program(MAKER, models, *families)[-1].items()}
-
-
-def said_of_each(models: dict[str, Path], *words: str) -> dict[str, dict[str, Any]]:
-    """By name; MODELS_AT_ONCE in one process, since to import vLLM takes longer than to start a tiny model."""
-    names, said = list(models), dict[str, dict[str, Any]]()
-    for first in range(0, len(names), MODELS_AT_ONCE):
-        some = names[first : first + MODELS_AT_ONCE]
-        entries = program("family_tokens.py", *(models[name] for name in some), *words)
-        said |= dict(zip(some, entries, strict=True))
-    return said
-
-
-def said_of(model: Path, *words: str) -> dict[str, Any]:
-    stand_ins = (
-        {"PYTHONPATH": str(ROOT / "tests" / "integration" / "stand_ins")} if model.name in WITH_STAND_INS else {}
-    )
-    (said,) = program("family_tokens.py", model, *words, **stand_ins)
-    assert isinstance(said, dict)
-    return said
 
 
 def note(family: str, entry: dict[str, Any]) -> None:
@@ -169,7 +167,7 @@ def noted(name: str, ours: dict[str, Any], stock: dict[str, Any], dtype: str) ->
 
 
 @pytest.mark.parametrize("family", _families())
-def test_every_token_is_stocks(ran: dict[str, dict[str, Any]], family: str) -> None:
+def test_every_token_is_stocks(ran: Runs, family: str) -> None:
     """3 prompts x 32 tokens, twice: in chunks of 64 tokens, and out of the prefix cache where the model allows one."""
     said = ran[family]
     stock, ours = said["stock"], said["ndp"]
@@ -188,9 +186,7 @@ def test_every_token_is_stocks(ran: dict[str, dict[str, Any]], family: str) -> N
         assert all(mine[0] == theirs[0] for mine, theirs in zip(ours["passes"][0], stock["passes"][0], strict=True))
 
 
-def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits(
-    ran: dict[str, dict[str, Any]],
-) -> None:
+def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at_3_bits(ran: Runs) -> None:
     """At full precision every token; quantized, what prefill gives, which is not: the first of each prompt."""
     said = ran[TRAINED.name]
     stock, ours, quantized = said["stock"], said["ndp"], said["quantized"]
@@ -213,7 +209,7 @@ def test_the_second_trained_model_gives_stocks_tokens_and_reports_both_clocks_at
 
 @pytest.mark.families
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_served_here_is_refused_by_name(refusals: dict[str, dict[str, Any]], family: str) -> None:
+def test_what_cannot_be_served_here_is_refused_by_name(refusals: Runs, family: str) -> None:
     error = refusals[family]["ndp"]["error"]
     note(family, {"refused": error})
     assert REFUSED[family] in error

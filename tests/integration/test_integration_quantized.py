@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from family_tokens import PROMPT_COUNT, TOKENS
 from paths import ROOT
-from test_integration_families import models, note, noted, program, said_of_each, selected
+from test_integration_families import Runs, models, note, noted, program, selected
 
 __all__ = ["models"]
 pytestmark = pytest.mark.vllm
@@ -25,12 +25,11 @@ def _marked(name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest, models: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What the plugin said of each checkpoint that this run has a test of, and stock of its dequantized twin."""
+def ran(request: pytest.FixtureRequest, models: Path) -> tuple[Runs, Runs]:
+    """The plugin on each checkpoint that this run has a test of, and stock on its dequantized twin."""
     paths = made(models, *selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name"))
     twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
-    ours, stock = said_of_each(paths, "ndp"), said_of_each(twins, "stock")
-    return {name: (ours[name]["ndp"], stock[name]["stock"]) for name in paths}
+    return Runs(paths, "ndp"), Runs(twins, "stock")
 
 
 def made(models: Path, *names: str) -> dict[str, Path]:
@@ -38,10 +37,8 @@ def made(models: Path, *names: str) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in SERVED])
-def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(
-    ran: dict[str, tuple[dict[str, Any], dict[str, Any]]], name: str
-) -> None:
-    ours, stock = ran[name]
+def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(ran: tuple[Runs, Runs], name: str) -> None:
+    ours, stock = ran[0][name]["ndp"], ran[1][name]["stock"]
     assert "error" not in ours, ours
     assert "error" not in stock, stock
     identical, total, totals = noted(name, ours, stock, "float32")
@@ -54,7 +51,7 @@ def test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin(
 def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(models: Path) -> None:
     """FP8 linear layers need AMX on a CPU; stock vLLM says the same in many lines."""
     name = "qwen3_moe-fp8-all"
-    error = said_of_each(made(models, name), "ndp", "bfloat16")[name]["ndp"]["error"]
+    error = Runs(made(models, name), "ndp", "bfloat16")[name]["ndp"]["error"]
     note(name, {"refused": error})
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error
