@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -13,9 +14,9 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 WORKERS ?= 2
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: wheel-check site gpu-check fuzz simulate audit setup-locked docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-families check gate format wheel setup clean
 
-demo: $(READY)
+demo: $(SERVES)
 	$(BIN)/vllm-ndp demo
 
 test: $(READY)
@@ -63,14 +64,6 @@ simulate: $(READY)
 audit: $(READY)
 	$(BIN)/python patches/audit.py
 
-# The environment of the tests from files with known hashes, and no other. Takes the place of `make setup`.
-setup-locked:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r patches/lock-cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(BIN)/vllm-ndp doctor --mend
-	touch $(READY)
-
 # MINUTES on a machine with a GPU: what is missing of docs/measured/gpu_*.json, in pieces; docs/gpu.md.
 gpu-check:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --minutes $(or $(MINUTES),50) $(GPU_CHECK)
@@ -109,16 +102,34 @@ setup: $(READY)
 
 KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
-# Why each line: docs/compatibility.md.
-$(READY): pyproject.toml patches/constraints-cpu.txt $(KERNELS)
+# Bytecode is left to the first import of each module: half of pip's time goes into modules that nothing imports.
+INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
+# Files with known hashes and no others, for the Python that they are of; elsewhere pip resolves, under the versions of the tests.
+LOCKED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import platform, sys; print("yes" if sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64" else "")')
+FROM_LOCK := $(INSTALL) --require-hashes --no-deps --no-build-isolation -r
+RESOLVED := $(INSTALL) -c patches/constraints-cpu.txt
+TORCH := torch 2.13.0+cpu is in the package index of PyTorch for CPUs: name that to pip (pip config set global.extra-index-url URL) and run make again
+
+# Why each line: docs/compatibility.md. Packages unpack on one core while the compiler works on another.
+$(SERVES): pyproject.toml patches/lock-build.txt patches/lock-cpu.txt patches/constraints-cpu.txt $(KERNELS)
+	@echo "setting up $(VENV): packages of 1.3 GB are fetched and unpacked while the kernels compile; 1 to 3 minutes on two cores"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c patches/constraints-cpu.txt -e '.[cpu,dev]'
+	$(if $(LOCKED),$(FROM_LOCK) patches/lock-build.txt)
+	$(MAKE) --no-print-directory -j2 packages $(if $(LOCKED),kernels)
 	$(BIN)/vllm-ndp doctor --mend
-	$(BIN)/python -m pip install --quiet --no-deps --only-binary :all: -c patches/constraints-cpu.txt auto-gptq \
-		|| echo "auto-gptq has no wheel for this Python: its tests will be skipped"
-	touch $(READY)
+	touch $@
+
+.PHONY: packages kernels
+packages:
+	$(if $(LOCKED),$(FROM_LOCK) patches/lock-cpu.txt,$(INSTALL) torch==2.13.0 && $(RESOLVED) -e '.[cpu]') || { echo "$(TORCH)"; exit 1; }
+
+kernels:
+	$(INSTALL) --no-deps --no-build-isolation -e .
+
+# What tests need beside it.
+$(READY): $(SERVES) patches/lock-dev.txt
+	$(if $(LOCKED),$(FROM_LOCK) patches/lock-dev.txt,$(RESOLVED) -e '.[cpu,dev]')
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -44,7 +44,7 @@ class HardwareOptions:
 
     hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512"
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
     ] = None
     pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
 

@@ -1,8 +1,9 @@
 """What the command lines of `ndp-device` and `vllm-ndp` share: examples in every help, old spellings, how commands end.
 
-A command prints one JSON object as its last line. An error is one sentence on stderr and exit code 2. What a command
-works on (a trace, a model, the address of a device) is an argument; how it works is an option. Knows typer, and imports
-nothing that takes time, so that a help appears at once. Knows no command.
+A command prints one JSON object as its last line; at a terminal, one that has shown its result as a table leaves that
+line out. An error is one sentence on stderr and exit code 2. What a command works on (a trace, a model, the address of
+a device) is an argument; how it works is an option. Knows typer, and imports nothing that takes time, so that a help
+appears at once. Knows no command.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ def run(app: typer.Typer, name: str) -> None:
         sentence = " ".join(error.format_message().split()).rstrip(".") + see
     except NdpError as error:
         sentence = str(error)
+    except ImportError as error:
+        if not str(error.path or "").endswith(".so"):
+            raise
+        sentence = (
+            f"{error.name} was compiled from other sources than this program's ({error.msg.split(' (')[0]}): "
+            "run make setup, or pip install again"
+        )
     except OSError as error:
         if error.filename is None:
             raise
@@ -73,9 +81,11 @@ def run(app: typer.Typer, name: str) -> None:
     sys.exit(2)
 
 
-def print_json(result: Mapping[str, Any]) -> None:
-    """Print the last line of a command."""
-    print(json.dumps(result, allow_nan=False), flush=True)
+def print_json(result: Mapping[str, Any], *, shown: bool = False) -> None:
+    """Print the last line of a command. shown: a person at a terminal has the same as a table already."""
+    line = json.dumps(result, allow_nan=False)
+    if not (shown and sys.stdout.isatty()):
+        print(line, flush=True)
 
 
 def assignments(pairs: Sequence[str] | None, option: str, form: str = "name=value") -> dict[str, str]:

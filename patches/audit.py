@@ -1,6 +1,6 @@
 """`make audit`: is what is installed what the tests passed with, and free of what is known? Asks no network.
 
-Compares installed versions with patches/lock-cpu.txt, the files of each package with the hashes in its own RECORD
+Compares installed versions with patches/lock-*.txt, the files of each package with the hashes in its own RECORD
 (--files, slow), and both with patches/advisories.json, a list that is kept by hand. Prints a sentence for each finding,
 and one JSON line last. Knows this environment only; `pip-audit` asks the world.
 """
@@ -27,7 +27,7 @@ def main() -> int:
     given = parser.parse_args()
     installed = {canonical(found.metadata["Name"]): found for found in distributions() if found.metadata["Name"]}
     versions = {name: found.version for name, found in installed.items()}
-    locked = pins((HERE / "lock-cpu.txt").read_text())
+    locked = all_pins()
     known = json.loads((HERE / "advisories.json").read_text())
     findings = differing(versions, locked) + affected(versions, known["advisories"])
     if given.files:
@@ -51,6 +51,17 @@ def main() -> int:
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def all_pins() -> dict[str, str]:
+    """Of every lock file. Raises ValueError for a package that two of them pin."""
+    found: dict[str, str] = {}
+    for path in sorted(HERE.glob("lock-*.txt")):
+        here = pins(path.read_text())
+        if twice := here.keys() & found.keys():
+            raise ValueError(f"{path.name} pins {', '.join(sorted(twice))}, which another lock file pins already")
+        found |= here
+    return found
 
 
 def pins(text: str) -> dict[str, str]:

@@ -36,17 +36,19 @@ def doctor(
 
     Exit code 1 if something would fail.
     """
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.operating.doctor import Asked, Machine, examine
 
     if mend:
         from vllm_ndp.operating import mending
 
         done = mending.mend(Machine().version_of)
-        for sentence in done:
+        for sentence in done or ["nothing to mend"]:
             print(f"vllm-ndp: {sentence}")
-        print_json({"mended": done})
+        print_json({"mended": done}, shown=True)
         return
-    checks = examine(Machine(), Asked(device, key, bandwidth))
+    with waiting("looking at this machine"):
+        checks = examine(Machine(), Asked(device, key, bandwidth))
     if not as_json:
         _print(checks)
     failed = [check.name for check in checks if check.state == "fail"]
@@ -56,15 +58,17 @@ def doctor(
             "failed": failed,
             "warned": [check.name for check in checks if check.state == "warn"],
             "checks": [vars(check) for check in checks],
-        }
+        },
+        shown=not as_json,
     )
     if failed:
         raise typer.Exit(1)
 
 
 def _print(checks: list[Check]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from vllm_ndp.cli.terminal import print_table
 
     table = Table(title="vllm-ndp doctor", title_justify="left")
     for name in ("check", "", "found", "what to do"):
@@ -72,4 +76,4 @@ def _print(checks: list[Check]) -> None:
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
     for check in checks:
         table.add_row(check.name, f"[{styles[check.state]}]{check.state}[/]", check.found, check.fix)
-    Console(width=118, highlight=False).print(table)
+    print_table(table, width=118)

@@ -34,7 +34,7 @@ def demo(
 
     Runs vLLM with the plugin and a real device process.
     """
-    print_json(_integration("demo").run(model, replicas, hot_experts, avg_bits, tokens))
+    print_json(_integration("demo").run(model, replicas, hot_experts, avg_bits, tokens), shown=True)
 
 
 @command(app, "verify", examples=("vllm-ndp verify models/tiny-mixtral --tokens 16",))

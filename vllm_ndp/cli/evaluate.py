@@ -29,11 +29,15 @@ def lm_eval(
     tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, with commas between them.")],
     decode_from: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows from this position on are decode's; default: a context's last token."),
+        typer.Option(
+            metavar="N", min=1, help="Rows from this position on are decode's; default: a context's last token."
+        ),
     ] = None,
-    concurrent: Annotated[int, typer.Option(min=1, help="Requests at once, which share hot slots.")] = 1,
-    limit: Annotated[int | None, typer.Option(min=1, help="So many examples of each task.")] = None,
-    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in each context; default: the task's.")] = None,
+    concurrent: Annotated[int, typer.Option(metavar="N", min=1, help="Requests at once, which share hot slots.")] = 1,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many examples of each task.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Examples in each context; default: the task's.")
+    ] = None,
     include: Annotated[Path | None, typer.Option(help="Directory with tasks of your own.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or id; default: the served checkpoint's.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key.")] = None,

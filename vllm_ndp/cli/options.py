@@ -49,7 +49,7 @@ class HardwareOptions:
     ] = "mixtral-8x7b"
     hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512"
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
     ] = None
 
     def overrides(self) -> dict[str, str | int]:
@@ -66,7 +66,7 @@ class GridOptions:
     hardware: Annotated[str, typer.Option(help="Hardware presets with commas between them.")] = "h100-ndp512"
     memory: Annotated[str, typer.Option(help="GPU memory in GB, with commas; default: as the hardware has it.")] = ""
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of every hardware, as section.field=value.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of every hardware.")
     ] = None
 
 
@@ -160,7 +160,8 @@ class SystemOptions:
     ] = True
     affinity: Annotated[bool, typer.Option(help="Batch requests whose prompts route alike.")] = False
     option: Annotated[
-        list[str] | None, typer.Option(help="Option of a system, e.g. spill_bits=2 or frequency=lru.")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Option of a system, e.g. spill_bits=2 or frequency=lru."),
     ] = None
 
     def of_systems(self) -> dict[str, float | str]:

@@ -39,7 +39,7 @@ def plan(
         "h100-ndp512"
     ),
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure this machine for a few seconds: expected wall time.")
@@ -51,6 +51,7 @@ def plan(
     Reads sizes only. Exit code 2 with one sentence where nothing fits.
     """
     from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.operating.proposal import propose
     from vllm_ndp.operating.sizing import Demand, Machine, Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
@@ -64,10 +65,11 @@ def plan(
     source = source_named(model)
     sizing = Sizing(source.model, machine, Demand(context, batch))
     costs = Costs(load_hardware(hardware, **hardware_values(set_)), source.model)
-    proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
+    with waiting("measuring this machine" if probe else "laying out the model"):
+        proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)
     if not as_json:
         _print(proposal)
-    print_json(proposal.as_dict())
+    print_json(proposal.as_dict(), shown=not as_json)
 
 
 def _this_machine() -> int:
@@ -91,13 +93,18 @@ def _print(proposal: Proposal) -> None:
         f"{human(sizing.checkpoint_bytes)} as {model.dtype}; {model.num_layers} MoE layers with {model.num_experts} "
         f"experts of {human(model.expert_bytes)}, {model.top_k} per token"
     )
-    ways = Table(title=f"ways that fit; times for batch {sizing.demand.batch}, {sizing.demand.context} tokens each")
+    ways = Table(
+        title=f"ways that fit; times for batch {sizing.demand.batch}, {sizing.demand.context} tokens each",
+        title_justify="left",
+    )
     for name in ("replicas\nup to", "hot experts\nper layer", "KV tokens\nleft", "checkpoint\nin memory"):
         ways.add_column(name, justify="right")
-    for name in ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms", "measured\nTPOT ms, at best"):
+    times = ("simulated\nTPOT us", "simulated\ntokens/s", "simulated\nTTFT ms")
+    for name in times if proposal.measured is None else (*times, "measured\nTPOT ms, at best"):
         ways.add_column(name, justify="right")
     for way in proposal.ways:
         option, step_s = way.option, way.measured_decode_step_s
+        measured = () if step_s is None else (f"{1e3 * step_s:.2f}",)
         ways.add_row(
             f"{option.widest} bit",
             f"{option.num_hot} of {model.num_experts}",
@@ -106,12 +113,12 @@ def _print(proposal: Proposal) -> None:
             f"{way.simulated.decode_step_ps / 1e6:.1f}",
             f"{way.simulated.decode_tokens_per_s:.1f}",
             f"{way.simulated.prefill_ps / 1e9:.2f}",
-            "-" if step_s is None else f"{1e3 * step_s:.2f}",
+            *measured,
         )
     console.print(ways)
-    parts = Table(title="the first of them, in bytes")
-    for name in ("where", "what", "bytes"):
-        parts.add_column(name, justify="right" if name == "bytes" else "left")
+    parts = Table(title="the first of them", title_justify="left")
+    for name in ("where", "what", "size"):
+        parts.add_column(name, justify="right" if name == "size" else "left")
     for where, held in (("GPU", best.gpu), ("host", best.host), ("moves", sizing.moved(best))):
         for what, num_bytes in held.items():
             parts.add_row(where, what, human(num_bytes))

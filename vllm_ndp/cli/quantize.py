@@ -46,10 +46,14 @@ def quantize(
     ] = None,
     shrink: Annotated[
         float,
-        typer.Option(min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."),
+        typer.Option(
+            metavar="X", min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."
+        ),
     ] = 0.0,
-    samples: Annotated[int, typer.Option(min=8, help="Calibration sequences; every 8th is held out.")] = 128,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per calibration sequence.")] = 512,
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=8, help="Calibration sequences; every 8th is held out.")
+    ] = 128,
+    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per calibration sequence.")] = 512,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
         typer.Option(help="Where calibration computes; auto: on a GPU where there is one."),
@@ -103,9 +107,9 @@ def tune(
     replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
     out: Annotated[Path, typer.Option(help="Directory of the tuned replicas.")],
     calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 300,
-    samples: Annotated[int, typer.Option(min=8, help="Sequences of text; every 8th is held out.")] = 256,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 300,
+    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text; every 8th is held out.")] = 256,
+    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where training computes; auto: on a GPU where there is one.")
     ] = "auto",

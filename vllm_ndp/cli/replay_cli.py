@@ -48,11 +48,13 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
 
     Under its own policy, to the picosecond. Exit code 1 if any step differs.
     """
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.replay.exact.live import replay_live
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
-    replayed = replay_live(recorded, losses_of_run(recorded, replicas))
+    with waiting("replaying the recorded steps"):
+        replayed = replay_live(recorded, losses_of_run(recorded, replicas))
     off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
     print_json(
         {
@@ -90,10 +92,11 @@ def compare(
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
-    All times are simulated.
+    All times are simulated. What each column says: docs/systems.md.
     """
     require_writable(csv_file)
     from vllm_ndp.cli.tables import print_comparison
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.replay.sweep.jobs import parse_jobs
     from vllm_ndp.replay.sweep.run import compare_by
@@ -105,7 +108,8 @@ def compare(
     settings = _settings(what, where, plans)
     loss = None if plans.replicas is None else losses(recorded, plans.replicas)
     prior = None if plans.prior is None else read_prior(plans.prior)
-    result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
+    with waiting(f"replaying {len(recorded.prompt_len)} requests"):
+        result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
     print_comparison(result, settings)
     if csv_file is not None:
         _write_csv([row.as_dict() for row in result.rows], csv_file)
@@ -120,7 +124,8 @@ def compare(
             "skipped": result.skipped,
             "measured_decisions_per_s": [round(done.num_decisions / done.measured_seconds) for done in result.replayed],
             "measured_seconds": round(time.perf_counter() - started, 3),
-        }
+        },
+        shown=True,
     )
 
 
@@ -144,7 +149,8 @@ def sweep(
 
     May be stopped and started again. All times are simulated.
     """
-    from vllm_ndp.cli.tables import print_sweep, progress
+    from vllm_ndp.cli.tables import print_sweep
+    from vllm_ndp.cli.terminal import progress
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.replay.sweep.grid import Axes, Grid
     from vllm_ndp.replay.sweep.jobs import parse_jobs
@@ -175,7 +181,8 @@ def sweep(
             "refused": [{**point.columns(), "why": why} for point, why in result.refused],
             "skipped": result.skipped,
             "measured_seconds": round(time.perf_counter() - started, 3),
-        }
+        },
+        shown=True,
     )
 
 
@@ -202,6 +209,7 @@ def reproduce(
 ) -> None:
     """Print published figures beside ours, with assumptions."""
     from vllm_ndp.cli.tables import print_reproduction
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.replay import reproduce as figures
     from vllm_ndp.traces.trace import Trace
 
@@ -210,18 +218,20 @@ def reproduce(
     if trace is not None and source not in ("paper", "hobbit"):
         raise ConfigError(f"a trace belongs to paper and hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
-    if source == "paper":
-        result = figures.reproduce_paper(recorded)
-    elif source == "cxl-expert":
-        result = figures.reproduce_cxl_expert(physical)
-    elif source == "hobbit":
-        result = figures.reproduce_hobbit(recorded)
-    elif source == "monde":
-        result = figures.reproduce_monde()
-    else:
-        result = figures.reproduce_moepic()
+    with waiting(f"computing the figures of {source}"):
+        if source == "paper":
+            result = figures.reproduce_paper(recorded)
+        elif source == "cxl-expert":
+            result = figures.reproduce_cxl_expert(physical)
+        elif source == "hobbit":
+            result = figures.reproduce_hobbit(recorded)
+        elif source == "monde":
+            result = figures.reproduce_monde()
+        else:
+            result = figures.reproduce_moepic()
     print_reproduction(result)
-    print_json({"source": result.source, "rows": [row.as_dict() for row in result.rows], "notes": list(result.notes)})
+    rows = [row.as_dict() for row in result.rows]
+    print_json({"source": result.source, "rows": rows, "notes": list(result.notes)}, shown=True)
 
 
 @command(
@@ -250,6 +260,7 @@ def analyze(
     import numpy as np
 
     from vllm_ndp.cli.tables import print_agreement, print_analysis
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.planning.plan import Budget
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.replay.analysis import analyse, calibration_sensitivity
@@ -257,7 +268,8 @@ def analyze(
     from vllm_ndp.traces.trace import Trace
 
     recorded = Trace.load(trace)
-    result = analyse(recorded, hot_experts, prior=None if prior is None else read_prior(prior))
+    with waiting(f"analysing {len(recorded.prompt_len)} requests"):
+        result = analyse(recorded, hot_experts, prior=None if prior is None else read_prior(prior))
     summary = {**dataclasses.asdict(result), "layers_outside_null": result.layers_outside_null}
     agreement = None
     if calibrations is not None:
@@ -269,7 +281,7 @@ def analyze(
     print_analysis(result)
     if agreement is not None:
         print_agreement(agreement)
-    print_json({"trace": str(trace), **summary})
+    print_json({"trace": str(trace), **summary}, shown=True)
 
 
 @command(
@@ -296,13 +308,14 @@ def report(
     perfetto: Annotated[
         Path | None, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in that file.")] = 64,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64,
 ) -> None:
     """Draw one self-contained page of plots about a trace.
 
     The plots show the first batch size.
     """
     require_writable(out, perfetto)
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.replay.compare import CompareSettings
     from vllm_ndp.replay.frontier import SHAPES
     from vllm_ndp.replay.report import write_report, write_timeline
@@ -320,10 +333,11 @@ def report(
     nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
     loss = losses(recorded, replicas, nominal=nominal)
     models = () if shapes is None else SHAPES if shapes == "published" else names(shapes, SHAPES)
-    result: dict[str, Any] = write_report(recorded, settings, out, loss, models)
-    if perfetto is not None:
-        result["perfetto"] = str(perfetto)
-        result["steps"] = write_timeline(recorded, settings, perfetto, loss, steps)
+    with waiting(f"replaying {len(recorded.prompt_len)} requests on every system"):
+        result: dict[str, Any] = write_report(recorded, settings, out, loss, models)
+        if perfetto is not None:
+            result["perfetto"] = str(perfetto)
+            result["steps"] = write_timeline(recorded, settings, perfetto, loss, steps)
     print_json(result)
 
 

@@ -34,14 +34,18 @@ def scaling(
     devices: Annotated[str, typer.Option(help="Numbers of devices.")] = "1,2,3,4,5,6,7,8",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs that split each layer.")] = "1,2,4,8",
     batch: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4,16,64,256",
-    hosts: Annotated[int, typer.Option(help="Hosts that share a pool of devices; 0 = leave that out.", min=0)] = 8,
-    pool_batch: Annotated[int, typer.Option(help="Requests that each of those decodes together.", min=1)] = 8,
-    bits: Annotated[int, typer.Option(help="Of experts on devices.", min=1, max=4)] = 3,
-    context: Annotated[int, typer.Option(help="Cached tokens of each request.", min=1)] = 4096,
+    hosts: Annotated[
+        int, typer.Option(help="Hosts that share a pool of devices; 0 = leave that out.", metavar="N", min=0)
+    ] = 8,
+    pool_batch: Annotated[
+        int, typer.Option(help="Requests that each of those decodes together.", metavar="N", min=1)
+    ] = 8,
+    bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3,
+    context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096,
     split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False,
     hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
@@ -52,6 +56,7 @@ def scaling(
     """
     require_writable(out)
     from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.replay.scaling import MODELS, Scale, Setup, curve, pool, stops_paying
 
     started = time.perf_counter()
@@ -61,11 +66,12 @@ def scaling(
     points: list[Point] = []
     pools: list[Pool] = []
     for model in names(models, MODELS):
-        scale = Scale(model, setup, max(*batches, hosts * pool_batch))
-        found = curve(scale, batches, sizes, counts)
-        points += found
-        shared = [pool(scale, pool_batch, size, counts, hosts) for size in sizes] if hosts else []
-        pools += [one for one in shared if one is not None][:1]  # on the fewest GPUs that hold it
+        with waiting(f"scaling {model}"):
+            scale = Scale(model, setup, max(*batches, hosts * pool_batch))
+            found = curve(scale, batches, sizes, counts)
+            points += found
+            shared = [pool(scale, pool_batch, size, counts, hosts) for size in sizes] if hosts else []
+            pools += [one for one in shared if one is not None][:1]  # on the fewest GPUs that hold it
     _print(points, pools)
     if out is not None:
         from vllm_ndp.replay.report.scaling import render
@@ -84,7 +90,7 @@ def scaling(
         "page": None if out is None else str(out),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    print_json(result)
+    print_json(result, shown=True)
 
 
 def _rounded(point: Point) -> dict[str, Any]:
@@ -114,6 +120,7 @@ def _print(points: list[Point], pools: list[Pool]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from vllm_ndp.cli.terminal import print_table
     from vllm_ndp.replay.scaling import stops_paying
 
     counts = sorted({point.num_devices for point in points})
@@ -128,8 +135,8 @@ def _print(points: list[Point], pools: list[Pool]) -> None:
         table.add_row(
             model, str(size), str(count), str(line[0].num_hot), *cells, str(stops_paying(line) or "-"), ", ".join(ends)
         )
+    print_table(table, width=200)
     console = Console(width=200)
-    console.print(table)
     for pool in pools:
         private = pool.num_hosts * pool.num_private
         enough = "no size asked for" if pool.enough is None else f"{pool.enough} devices"

@@ -48,6 +48,7 @@ def arrivals(
     """
     require_writable(csv_file)
     from vllm_ndp.cli.tables import print_latencies
+    from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.planning.policies import read_prior
     from vllm_ndp.replay.serving.latency import percentiles, tokens_of
     from vllm_ndp.replay.serving.run import serve, serve_again
@@ -65,7 +66,8 @@ def arrivals(
     else:
         loss = None if server.replicas is None else losses(recorded[0], server.replicas)
         prior = None if server.prior is None else read_prior(server.prior)
-        served = serve(recorded, settings, prior=prior, loss=loss)
+        with waiting(f"serving {when.process} arrivals"):
+            served = serve(recorded, settings, prior=prior, loss=loss)
     tokens = [tokens_of(one) for one in served]
     found = [
         {kind: list(percentiles(some)) for kind, some in zip(LATENCIES, (one.first(), one.later()), strict=True)}
@@ -78,7 +80,7 @@ def arrivals(
         "hosts": [_summary(one, some, kinds) for one, some, kinds in zip(served, tokens, found, strict=True)],
         "measured_seconds": round(time.perf_counter() - started, 3),
     }
-    print_json(last if identical is None else last | {"identical": identical})
+    print_json(last if identical is None else last | {"identical": identical}, shown=True)
     if identical is False:
         raise typer.Exit(1)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ndp_device.widths import WIDTHS
+from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.replay.analysis import Analysis, Sensitivity
 from vllm_ndp.replay.compare import CompareSettings, Comparison
 from vllm_ndp.replay.reproduce import Reproduction
@@ -18,29 +15,35 @@ from vllm_ndp.replay.serving.latency import CAUSES, Percentile
 from vllm_ndp.replay.sweep.run import SweepResult
 from vllm_ndp.replay.systems import SYSTEMS
 
+EXPENDABLE = (
+    "MoE ms/layer",
+    "NDP busy %",
+    "moved GB",
+    "hit mass",
+    "p99 ms",
+    "GPU GB",
+    "mJ/token",
+    "regret %",
+    "TTFT ms",
+)
+"""Columns of a comparison that a narrow terminal goes without, the least first."""
+
 
 def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     where = f"{settings.model} on {settings.hardware} ({result.config_hash})"
     table = Table(title=f"{where}, {result.num_requests} requests; simulated times")
     for name in result.rows[0].cells():
-        table.add_column(name, justify="left" if name in ("system", "policy") else "right")
+        table.add_column(
+            name.replace(" ", "\n"), justify="left" if name in ("system", "policy") else "right", no_wrap=True
+        )
     for row in result.rows:
         table.add_row(*row.cells().values())
-    Console(width=230).print(table)
+    print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--csv FILE has all columns")
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")
     for note in result.skipped:
         print(f"  skipped {note}")
-
-
-@contextmanager
-def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, shown to people only; what it yields is called with how many are done, of how many."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def print_sweep(result: SweepResult) -> None:
@@ -78,7 +81,7 @@ def print_sweep(result: SweepResult) -> None:
             cells["loss"],
             *other,
         )
-    Console(width=200).print(table)
+    print_table(table, width=200)
     for point, why in result.refused:
         print(f"  refused {', '.join(map(str, point.columns().values()))}: {why}")
     for note in result.skipped:
@@ -95,7 +98,7 @@ def print_latencies(hosts: Sequence[Mapping[str, Sequence[Percentile]]], title: 
             for one in found:
                 shares = (f"{one.causes_ps[cause] / 1e9:.3f}" if one.causes_ps[cause] else "-" for cause in CAUSES)
                 table.add_row(str(number), kind, f"p{one.percent:g}", f"{one.latency_ps / 1e9:.3f}", *shares)
-    Console(width=160).print(table)
+    print_table(table, width=160)
 
 
 def print_reproduction(result: Reproduction) -> None:
@@ -106,7 +109,7 @@ def print_reproduction(result: Reproduction) -> None:
         off = "" if row.deviation is None else f"{100 * row.deviation:+.1f} %"
         published = "" if row.published is None else f"{row.published:g}"
         table.add_row(row.name, row.quantity, published, f"{row.ours:.4g}", row.unit, off, row.assumptions)
-    Console(width=200).print(table)
+    print_table(table, width=200)
     for note in result.notes:
         print(f"  note: {note}")
 
@@ -120,7 +123,7 @@ def print_analysis(result: Analysis) -> None:
         table.add_row(
             str(layer), f"{result.gini[layer]:.3f}", f"{cosine:.3f}", band, f"{result.cosine_across[layer]:.3f}"
         )
-    Console(width=140).print(table)
+    print_table(table, width=140)
     coverage = Table(title=f"share of decode choices in {result.num_hot} hot experts, 95 % interval over requests")
     coverage.add_column("hot set from")
     for name in ("covered", "interval", "minus static", "interval "):
@@ -138,7 +141,7 @@ def print_analysis(result: Analysis) -> None:
     ):
         for tokens, value in curve.items():
             coverage.add_row(title.format(tokens), f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", "", "")
-    Console(width=140).print(coverage)
+    print_table(coverage, width=140)
 
 
 def print_agreement(agreement: Sensitivity) -> None:

@@ -33,8 +33,8 @@ SERVER = "http://127.0.0.1:8000"
 )
 def top(
     target: Annotated[str, typer.Argument(metavar="ADDR", help="http:// of vllm serve; ipc:// or tcp:// of a device.")],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    count: Annotated[int, typer.Option(min=0, help="So many looks, then end; 0: until Ctrl-C.")] = 0,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    count: Annotated[int, typer.Option(metavar="N", min=0, help="So many looks, then end; 0: until Ctrl-C.")] = 0,
     api_key: Annotated[
         str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key, for /v1/ndp/status.")
     ] = None,
@@ -54,7 +54,7 @@ def top(
         view.lines()
     else:
         view.live()
-        print_json(view.last())
+        print_json(view.last(), shown=True)
 
 
 class _View:
