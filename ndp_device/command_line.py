@@ -67,18 +67,24 @@ def run(app: typer.Typer, name: str) -> None:
     except NdpError as error:
         sentence = str(error)
     except ImportError as error:
-        if not str(error.path or "").endswith(".so"):
+        sentence = _not_compiled(error)
+        if not sentence:
             raise
-        sentence = (
-            f"{error.name} was compiled from other sources than this program's ({error.msg.split(' (')[0]}): "
-            "run make setup, or pip install again"
-        )
     except OSError as error:
         if error.filename is None:
             raise
         sentence = f"{error.filename} cannot be used: {error.strerror}"
     print(f"{name}: {sentence}", file=sys.stderr)
     sys.exit(2)
+
+
+def _not_compiled(error: ImportError) -> str:
+    """Say what to do where an import fails since native modules are absent or older than the sources; else nothing."""
+    compiled = (error.name or "").rpartition(".")[2].startswith("_")
+    if not (compiled and (error.name or "").startswith(("ndp_device.", "vllm_ndp."))):
+        return ""
+    what = "is not compiled" if error.path is None else "was compiled from older sources than these"
+    return f"{error.name} {what}: run make setup, or pip install vllm-ndp again"
 
 
 def print_json(result: Mapping[str, Any], *, shown: bool = False) -> None:

@@ -36,7 +36,7 @@ app = program("Simulated times of the hardware model.", examples=("ndp-device ti
 
 HardwareOption = Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a value of the hardware, as section.field=value.")
+    list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
 ]
 OLD_PRESET: dict[str, str | None] = {"--preset": "--hardware"}
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

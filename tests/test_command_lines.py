@@ -21,6 +21,8 @@ import typer
 from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
+from ndp_device.command_line import command, program
+from ndp_device.command_line import run as run_command
 from vllm_ndp.cli.app import app as vllm_ndp
 from vllm_ndp.cli.options import HardwareOptions, PlanOptions
 
@@ -282,3 +284,31 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is(
     assert (done.returncode, done.stdout) == (2, "")
     assert says.replace("{tmp}", str(tmp_path)) in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_modules_compiled_from_older_sources_cost_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a pull without `make setup` leaves behind: the sources name what the compiled module does not have."""
+    app = program("Summary.", examples=())
+
+    @command(app, "work", examples=("x work",))
+    def work() -> None:
+        from ndp_device.kernels._native import no_such_kernel  # type: ignore[attr-defined]  # noqa: F401
+
+    @command(app, "rest", examples=("x rest",))
+    def rest() -> None: ...
+
+    monkeypatch.setattr(sys, "argv", ["x", "work"])
+    with pytest.raises(SystemExit, match="2"):
+        run_command(app, "x")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("x: ndp_device.kernels._native was compiled from older sources than these: run make setup")
+
+
+def test_a_help_names_values_in_words_and_not_in_types() -> None:
+    """typer's own words for a list and for a number with bounds are Python's."""
+    for path in commands():
+        node = node_of(path)
+        words = node.get_help(node.context_class(node, info_name=" ".join(path)))
+        assert not re.search(r"<(list\[str\]|\w+ range)>", words), path

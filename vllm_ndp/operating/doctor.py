@@ -163,7 +163,15 @@ def _torch(machine: Machine) -> Iterator[Check]:
 
 
 def _native_modules(machine: Machine) -> Iterator[Check]:
-    names = ["ndp_device.kernels._native", "ndp_device.replicas._mapping", "vllm_ndp.replay._lanes"]
+    names = [
+        "ndp_device.kernels._native",
+        "ndp_device.replicas._mapping",
+        "ndp_device.transport._shm",
+        "ndp_device.calibration._data_free",
+        "ndp_device._commands",
+        "vllm_ndp.integration._decode_layers",
+        "vllm_ndp.replay.systems",  # takes more of _lanes than any other module, so that an older one is found
+    ]
     missing = []
     for name in names:
         try:
