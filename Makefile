@@ -115,16 +115,19 @@ $(SERVES): pyproject.toml patches/lock-build.txt patches/lock-cpu.txt patches/co
 	@echo "setting up $(VENV): packages of 1.3 GB are fetched and unpacked while the kernels compile; 1 to 3 minutes on two cores"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(LOCKED),$(FROM_LOCK) patches/lock-build.txt)
-	$(MAKE) --no-print-directory -j2 packages $(if $(LOCKED),kernels)
+	@$(MAKE) --no-print-directory -j2 packages $(if $(LOCKED),kernels)
 	$(BIN)/vllm-ndp doctor --mend
 	touch $@
 
 .PHONY: packages kernels
+START := $(shell date +%s)
 packages:
-	$(if $(LOCKED),$(FROM_LOCK) patches/lock-cpu.txt,$(INSTALL) torch==2.13.0 && $(RESOLVED) -e '.[cpu]') || { echo "$(TORCH)"; exit 1; }
+	@$(if $(LOCKED),$(FROM_LOCK) patches/lock-cpu.txt,$(INSTALL) torch==2.13.0 && $(RESOLVED) -e '.[cpu]') || { echo "$(TORCH)"; exit 1; }
+	@echo "  packages: $$(( $$(date +%s) - $(START) )) s"
 
 kernels:
-	$(INSTALL) --no-deps --no-build-isolation -e .
+	@$(INSTALL) --no-deps --no-build-isolation -e .
+	@echo "  kernels: $$(( $$(date +%s) - $(START) )) s"
 
 # What tests need beside it.
 $(READY): $(SERVES) patches/lock-dev.txt

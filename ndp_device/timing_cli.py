@@ -16,6 +16,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.dram_map import PLACEMENTS
 from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.presets import PRESETS
 from ndp_device.timing.shapes import SHAPES, public_shape, single_expert_work
 from ndp_device.timing.spec import (
     LAUNCH_PATHS,
@@ -85,7 +86,9 @@ def dram(
             "rate": f"{transfer.gb_per_s:,.1f} GB/s, {transfer.efficiency:.1%} of peak",
         },
     )
-    print_json({**asdict(transfer), "bytes": size, "channel_lines": lines, "config_hash": chosen.config_hash})
+    print_json(
+        {**asdict(transfer), "bytes": size, "channel_lines": lines, "config_hash": chosen.config_hash}, shown=True
+    )
 
 
 @command(app, "idle", examples=("ndp-device time idle conflict",), renamed=OLD_PRESET | {"--case": None})
@@ -141,7 +144,8 @@ def expert(
             "tokens": tokens,
             **timing.as_dict(),
             "total_ps_by_pe_mode": {mode: other.total_ps for mode, other in beside.items()},
-        }
+        },
+        shown=True,
     )
 
 
@@ -152,7 +156,7 @@ def expert(
     renamed={"--preset": None},
 )
 def hardware(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="Hardware preset.")] = "h100-ndp512",
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help=f"{', '.join(PRESETS)}.")] = "h100-ndp512",
     set_: SetOption = None,
 ) -> None:
     """Print every number of a preset with its unit and source."""
@@ -167,7 +171,7 @@ def hardware(
         source = quantity.source if value == quantity.value else f"set by hand, preset has {quantity.value}"
         table.add_row(key, str(value), quantity.unit, source)
     _show(table)
-    print_json({"preset": preset, "config_hash": chosen.config_hash, "values": values})
+    print_json({"preset": preset, "config_hash": chosen.config_hash, "values": values}, shown=True)
 
 
 def _hardware(preset: str, set_: list[str] | None, options: dict[str, Any]) -> Hardware:

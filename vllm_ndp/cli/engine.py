@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +78,8 @@ def record(
 
 
 def _integration(module: str) -> Any:
+    """Import a command that starts vLLM; that alone takes ten seconds, the first time twenty."""
+    print("vllm-ndp: starting vLLM and a device; half a minute, the first time a minute", file=sys.stderr, flush=True)
     try:
         return importlib.import_module(f"vllm_ndp.integration.commands.{module}")
     except ModuleNotFoundError as error:
