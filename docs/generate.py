@@ -3,7 +3,8 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
-    docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options
+    docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
+                            how long installing takes, from docs/measured/install_times.json
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
@@ -395,6 +396,32 @@ def loss_cell(row: dict[str, Any]) -> str:
     return f"{text}; {row['bits_read']:.2f}"
 
 
+# -- how long installing takes -----------------------------------------------------------------------------------------
+
+WAYS = {
+    "demo": "`make demo` in a fresh clone",
+    "cpu": "`pip install 'vllm-ndp[cpu]'` of a wheel, until a request is answered",
+    "device": "`pip install vllm-ndp` of a wheel, until a device answers",
+}
+
+
+def install_times(root: Path) -> str:
+    """The ways to install, and of each what took how long."""
+    found = load_measured(root / "docs" / "measured")["install_times"]
+    lines = ["| way | wall | processor | on disk |", "|---|---|---|---|"]
+    for name, figures in found.figures.items():
+        disk = figures["disk_bytes"] / 1e9
+        lines.append(f"| {WAYS[name]} | {figures['seconds']:.0f} s | {figures['processor_s']:.0f} s | {disk:.1f} GB |")
+    lines += ["", "| step | wall | processor | load then |", "|---|---|---|---|"]
+    for name, figures in found.figures.items():
+        lines.append(f"| **{WAYS[name]}** | | | |")
+        for step in figures["steps"]:
+            whole = "load" in step
+            used = f"{step['processor_s']:.0f} s | {step['load']:.1f}" if whole else "|"
+            lines.append(f"| {step['step']} | {step['seconds']:.0f} s | {used} |")
+    return "\n".join([*lines, "", about(found)])
+
+
 # -- options of vLLM ---------------------------------------------------------------------------------------------------
 
 
@@ -436,7 +463,10 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "measured on a GPU": lambda: gpu_results(root),
         "dry run without a GPU": lambda: gpu_dry_run(root),
         "options of vLLM": option_answers,
+<<<<<<< HEAD
         "quality on uncovered subjects": lambda: quality_uncovered(root),
+=======
+        "install times": lambda: install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
 

@@ -32,8 +32,10 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     if replicas is None and (beside / "manifest.json").exists():
         replicas = beside
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    began = time.perf_counter()
     from vllm import LLM, SamplingParams
 
+    imported = time.perf_counter()
     settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits}
     if replicas is not None:
         settings["replicas"] = str(replicas.resolve())
@@ -50,9 +52,9 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(["warm up"], SamplingParams(max_tokens=2), use_tqdm=False)  # keep first-call costs out of the table
     before = llm.collective_rpc("ndp_totals")[0]
-    start = time.perf_counter()
+    ready = time.perf_counter()
     outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - ready
     status, totals = llm.collective_rpc("ndp_status")[0], llm.collective_rpc("ndp_totals")[0]
     llm.llm_engine.engine_core.shutdown()
     reports = [output.kv_transfer_params["ndp"] for output in outputs]
@@ -74,6 +76,9 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
         "fallback_pairs": totals["fallback_pairs"] - before["fallback_pairs"],
         "measured_tpot_ms": _mean([report["measured_tpot_ms"] for report in reports]),
         "simulated_tpot_us": _mean([report["simulated_tpot_us"] for report in reports]),
+        "measured_import_s": round(imported - began, 1),
+        "measured_start_s": round(ready - imported, 1),
+        "measured_generate_s": round(seconds, 1),
         "texts": texts,
     }
 
