@@ -190,7 +190,6 @@ def test_the_parameter_has_one_name() -> None:
 
 def test_lm_eval_runs_tasks_on_decodes_precision(server: scoring.ScoringServer) -> None:
     """As a user starts it. Every token of the choices is scored by decode; of documents all but their beginnings."""
-    pytest.importorskip("lm_eval")
     tasks = ("--include", TASKS, "--limit", "6", "--concurrent", "3")
     done = run_program(
         *(NDP_PROGRAM, "lm-eval", server.name, "--tasks", "held_out_next,held_out_text", "--decode-from", "256", *tasks)
@@ -231,7 +230,6 @@ class _Asked:
 
 def test_lm_eval_says_what_is_missing() -> None:
     """Before it reads a thousand files of tasks."""
-    pytest.importorskip("lm_eval")
     done = run_program(NDP_PROGRAM, "lm-eval", "http://127.0.0.1:9", "--tasks", "held_out_next")
     assert done.returncode == 2
     assert "no server answers at http://127.0.0.1:9" in done.stderr
