@@ -463,9 +463,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "measured on a GPU": lambda: gpu_results(root),
         "dry run without a GPU": lambda: gpu_dry_run(root),
         "options of vLLM": option_answers,
-<<<<<<< HEAD
         "quality on uncovered subjects": lambda: quality_uncovered(root),
-=======
         "install times": lambda: install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
