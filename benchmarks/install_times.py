@@ -1,7 +1,7 @@
 """How long does somebody wait who has nothing of this, and for what: packages, compiler, first import, engine?
 
-    python benchmarks/install_times.py --json docs/measured/install_times.json            all of it, 6 GB in --room
-    python benchmarks/install_times.py --only demo device                                 some of it
+    python benchmarks/install_times.py --json install_times.json      all of it, 6 GB in --room; for docs/measured/
+    python benchmarks/install_times.py --only demo device             some of it
 
 Each way begins in an empty directory with a HOME of its own: `make demo` in a fresh clone of what is committed; the
 wheel in an empty environment, once with `[cpu]` until it has answered a request, once alone as a device. The package

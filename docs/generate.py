@@ -4,7 +4,7 @@
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
-                            how long installing takes, from docs/measured/install_times.json
+                            how long installing takes, where that was measured
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
