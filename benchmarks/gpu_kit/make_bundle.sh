@@ -5,6 +5,7 @@
 # THIN=0 keeps the device code of every GPU generation (then more parts; 0.33.0 may not fit), PLUGIN= the plugin's
 # checkout (default: this one, if it is; "none" leaves it out), PYTHON312, MODELS=1 (the plugin's bundled model, for a
 # checkout that is not the plugin's), ONLY=plugin (nothing but the plugin: seconds), XZ_LEVEL (default 9; 1 for a trial),
+# WHEEL=FILE (this project's for Python 3.12, as `make wheel` leaves it in dist/: then nothing is compiled here),
 # REUSE=FOLDER (a .gpu of the same vLLM that was built before: its archives are taken, and only the plugin is made anew).
 set -euo pipefail
 
@@ -70,7 +71,9 @@ if [ "$PLUGIN" != none ]; then
     cp -r "$work/src/." "$work/ndp/.ndp-source/"
     [ "${MODELS:-0}" = 0 ] || git -C "$PLUGIN" archive HEAD -- models benchmarks tests | tar -C "$work/ndp/.ndp-source" -xf -
     py312=${PYTHON312:-$(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python /usr/bin/python3.12 2>/dev/null | head -1 || true)}
-    if [ -n "$py312" ]; then
+    if [ -n "${WHEEL:-}" ]; then
+        "$py" -m zipfile -e "$WHEEL" "$work/ndp"
+    elif [ -n "$py312" ]; then
         "$py312" -m venv "$work/build"
         "$work/build/bin/pip" install -q --disable-pip-version-check "scikit-build-core>=0.10" "nanobind>=2.2" cmake ninja build
         (cd "$work/src" && CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-2} "$work/build/bin/python" -m build -q --wheel --no-isolation --outdir "$work/wheel" . >"$work/build.log" 2>&1) ||
