@@ -102,6 +102,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "300",
 }
 PATIENCE_S = 1200.0
 Result = dict[str, Any]
@@ -162,14 +163,17 @@ def forked(environments: list[dict[str, str]], act: Callable[[int], Result]) -> 
         waiting = set(pids)
         while waiting and time.monotonic() < give_up_at:
             waiting -= {pid for pid in list(waiting) if os.waitpid(pid, os.WNOHANG)[0]}
+            if any(pid not in waiting and not out.exists() for pid, out in zip(pids, outs, strict=True)):
+                break  # the others of the group would wait for the one that failed
             time.sleep(0.1)
+        late = waiting if time.monotonic() >= give_up_at else set()
         for pid in pids:  # and what the engine has left behind
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         for pid in waiting:
             os.waitpid(pid, 0)
         return [
-            json.loads(out.read_text()) if out.exists() else failure(log.read_text(errors="replace"), pid in waiting)
+            json.loads(out.read_text()) if out.exists() else failure(log.read_text(errors="replace"), pid in late)
             for out, log, pid in zip(outs, logs, pids, strict=True)
         ]
 
