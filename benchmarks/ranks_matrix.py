@@ -102,9 +102,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "300",
 }
 PATIENCE_S = 1200.0
+RAY_GAVE_UP = "The current node timed out during startup"
 Result = dict[str, Any]
 """`passes` [pass][prompt][token], `totals` by rank, `seconds` by pass; or `failed`: why not, and the `log`."""
 
@@ -173,14 +173,17 @@ def forked(environments: list[dict[str, str]], act: Callable[[int], Result]) -> 
         for pid in waiting:
             os.waitpid(pid, 0)
         return [
-            json.loads(out.read_text()) if out.exists() else failure(log.read_text(errors="replace"), pid in late)
+            json.loads(out.read_text())
+            if out.exists()
+            else failure(log.read_text(errors="replace"), is_late=pid in late, is_ended=pid in waiting - late)
             for out, log, pid in zip(outs, logs, pids, strict=True)
         ]
 
 
-def failure(log: str, is_late: bool) -> Result:
+def failure(log: str, *, is_late: bool, is_ended: bool) -> Result:
+    """is_ended: by us, since another of its group had failed."""
     last = (log.strip().splitlines() or ["it ended without a word"])[-1]
-    return {"failed": f"no answer within {PATIENCE_S:.0f} s" if is_late else last, "log": log}
+    return {"failed": f"no answer within {PATIENCE_S:.0f} s" if is_late else last, "log": log, "is_ended": is_ended}
 
 
 class Runs:
@@ -245,9 +248,8 @@ class Runs:
 
 def together(results: list[Result]) -> Result:
     """What two replicas did, as if it were one engine."""
-    for result in results:
-        if "failed" in result:
-            return result
+    if failed := [result for result in results if "failed" in result]:
+        return min(failed, key=lambda result: bool(result["is_ended"]))
     by_prompt = {prompt: (rank, at) for rank, own in enumerate(OF_REPLICA) for at, prompt in enumerate(own)}
     places = [by_prompt[prompt] for prompt in sorted(by_prompt)]
     passes = [[results[rank]["passes"][number][at] for rank, at in places] for number in range(2)]
@@ -287,6 +289,9 @@ class Cells:
         options |= self._runs.family(mode)
         run = self._runs.run_replicas if mode == "DP2" else self._runs.run
         result = run(options, settings)
+        for _ in range(2):  # a cluster of Ray's that is not there after 30 s gives up, which a busy machine makes it do
+            if RAY_GAVE_UP in result.get("failed", ""):
+                result = run(options, settings)
         if "failed" in result:
             print(result["log"][-3000:], file=sys.stderr)
             return {"reason": result["failed"]}
