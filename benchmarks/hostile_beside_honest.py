@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -218,13 +219,15 @@ class Honest:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each phase")
+    parser.add_argument("--newcomers", type=int, default=5, help="hosts that come while the attack lasts")
     parser.add_argument("--attack", action="append", choices=sorted(ATTACKS), help="only these")
     parser.add_argument("--transport", action="append", choices=("socket", "memory"), help="only these")
     add_json_option(parser)
     given = parser.parse_args()
     measurement = Measurement(__doc__ or "")
     figures: dict[str, Any] = {}
-    print(f"{'attack':18} {'transport':9} {'p50 us before/during/after':>32} {'p99 us before/during/after':>36} lost")
+    of = "us before/during/after"
+    print(f"{'attack':24} {'transport':9} {'p50 ' + of:>32} {'p99 ' + of:>36} lost  slowest newcomer s")
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "private", "device"))
         device = subprocess.Popen(
@@ -238,11 +241,16 @@ def main() -> None:
         try:
             for transport in given.transport or ("socket", "memory"):
                 for name in given.attack or ATTACKS:
-                    found = one(f"ipc://{path}", path, ATTACKS[name], transport == "memory", given.seconds)
+                    found = one(
+                        f"ipc://{path}", path, ATTACKS[name], transport == "memory", given.seconds, given.newcomers
+                    )
                     figures[f"{name}, {transport}"] = found
                     phases = [found[phase] for phase in ("before", "during", "after")]
                     p50, p99 = (" / ".join(f"{phase[key]:8.1f}" for phase in phases) for key in ("p50_us", "p99_us"))
-                    print(f"{name:18} {transport:9} {p50:>32} {p99:>36} {sum(phase['lost'] for phase in phases):4}")
+                    print(
+                        f"{name:24} {transport:9} {p50:>32} {p99:>36} {sum(phase['lost'] for phase in phases):4}"
+                        f"  {max(found['newcomers_s'], default=0.0):8.3f}"
+                    )
             figures["device_rss_mib"] = _rss_mib(device.pid)
             assert device.poll() is None, "the device ended"
         finally:
@@ -251,7 +259,31 @@ def main() -> None:
     measurement.end(figures, given.json)
 
 
-def one(address: str, path: str, attack: Attack, shared_memory: bool, seconds: float) -> dict[str, Any]:
+def newcomers(address: str, host: Honest, shared_memory: bool, count: int) -> list[float]:
+    """Seconds until a host that comes now has had its first answer, one after the other, while `host` goes on."""
+    ended = threading.Event()
+
+    def go_on() -> None:
+        while not ended.is_set():
+            host.call_for(0.05)
+
+    beside, taken = threading.Thread(target=go_on), []
+    beside.start()
+    for _ in range(count):
+        begun_s = time.monotonic()
+        newcomer = Honest(address, shared_memory=shared_memory)
+        while not newcomer.call_for(0.0001)["calls"] or not newcomer.client.counters.executed:
+            pass
+        taken.append(round(time.monotonic() - begun_s, 3))
+        newcomer.client.close()
+    ended.set()
+    beside.join()
+    return taken
+
+
+def one(
+    address: str, path: str, attack: Attack, shared_memory: bool, seconds: float, num_newcomers: int
+) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     host, stop = Honest(address, shared_memory=shared_memory), spawn.Event()
     host.call_for(seconds / 5)
@@ -260,6 +292,7 @@ def one(address: str, path: str, attack: Attack, shared_memory: bool, seconds: f
     attacker.start()
     time.sleep(1.5)  # its imports
     found["during"] = host.call_for(seconds)
+    found["newcomers_s"] = newcomers(address, host, shared_memory, num_newcomers)
     stop.set()
     attacker.join(10)
     attacker.kill()

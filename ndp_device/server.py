@@ -25,6 +25,7 @@ from ndp_device.transport.zmq_server import ZmqServer
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
+_FAILS_AT_MOST = 100  # one after the other: then there is no hope
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
@@ -61,8 +62,18 @@ class Server:
         if self._parent_pid is not None:
             self._follow(self._parent_pid)
         announce()
+        failed = 0
         while not (self._stopping or self._handler.stopping or self._orphaned()):
-            if (received := self._wait()) is not None:
+            try:
+                received = self._wait()
+                failed = 0
+            except Exception:  # a mistake of this program, or a system without memory: nobody loses the device by one
+                failed += 1
+                if failed == _FAILS_AT_MOST:
+                    raise
+                _log.exception("to look for requests failed")
+                continue
+            if received is not None:
                 self.serve(received)
         if self._orphaned():
             self._remove_private_dir()
@@ -86,6 +97,7 @@ class Server:
         """Answer one request."""
         handler, client = self._handler, received.client
         start_ns, executed = self._clock.monotonic_ns(), handler.num_executed
+        busy_ns = self._clock.thread_time_ns()
         handler.queue_depth = self._transport.num_waiting
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
@@ -105,6 +117,7 @@ class Server:
             self._served_ns - start_ns,
             computed=handler.num_executed > executed,
             greeted=handler.knows(client),
+            busy_ns=self._clock.thread_time_ns() - busy_ns,
         )
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:

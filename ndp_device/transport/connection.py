@@ -36,6 +36,11 @@ MESSAGE_NS = 10_000_000_000
 READ_AT_ONCE = 1 << 20
 """Bytes of one peer, before the others are looked at."""
 
+_CHECKED_LATER_BYTES = 1 << 20
+"""To check a longer body takes milliseconds: that is done in the turn of its host, and charged to it."""
+
+_NOT_LOOKED_AT = "not looked at yet"
+
 DOORBELL = b""
 """The message that only says: look into the shared memory."""
 
@@ -110,6 +115,11 @@ class Connection:
         return len(self.waiting) < MAX_WAITING and self._waiting_bytes < MAX_WAITING_BYTES
 
     @property
+    def is_ready(self) -> bool:
+        """Its handshake is over."""
+        return self._reader.is_ready
+
+    @property
     def is_unparsed(self) -> bool:
         """Bytes were read whose turn has not come."""
         return self._has_more and not self._is_unwelcome
@@ -145,6 +155,11 @@ class Connection:
         self._waiting_bytes -= _size(received.frames)
         if self._began_ns and not could_wait:
             self._began_ns = self._clock.monotonic_ns()
+        frames = received.frames
+        if received.damage == _NOT_LOOKED_AT:
+            received = received._replace(damage=checksum.damage(frames[0], frames[1]))
+        if len(frames) == 2 and received.damage is None:
+            self._version = codec.peek_version(frames[0])
         return received
 
     def close(self) -> None:
@@ -226,11 +241,11 @@ class Connection:
                 message = joined
             except RemoteProtocolError as error:
                 message, damage = (self.joining.header if self.joining is not None else b"", b""), str(error)
+        elif len(message) == 2 and len(message[1]) > _CHECKED_LATER_BYTES:
+            damage = _NOT_LOOKED_AT
         elif len(message) == 2:
             damage = checksum.damage(message[0], message[1])
         self.joining = None
-        if len(message) == 2 and damage is None:
-            self._version = codec.peek_version(message[0])
         self.waiting.append(Received(self._client, message, damage, now_ns))
         self._waiting_bytes += _size(message)
         self._began_ns = 0  # what follows it in the same bytes begins now

@@ -17,7 +17,7 @@ from pathlib import Path
 from ndp_device.errors import ConfigError
 from ndp_device.transport.address import Address, make_private, require_private, take
 
-_CREDENTIALS = struct.Struct("3i")
+CREDENTIALS = struct.Struct("3i")
 _NOTICE_THE_DEAD = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -120,8 +120,8 @@ class Listener:
             for level, option, value in _NOTICE_THE_DEAD:
                 connection.setsockopt(level, option, value)
             return True
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        pid, uid, _ = CREDENTIALS.unpack(credentials)
         if uid in (os.geteuid(), 0):
             return True
         _log.warning("process %d of user %d was refused: this device belongs to user %d", pid, uid, os.geteuid())

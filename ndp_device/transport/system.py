@@ -5,6 +5,7 @@ Knows no protocol. Sockets never block, and come back as soon as they have begun
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from ndp_device.protocol.codec import Buffer
 from ndp_device.transport.address import Address
-from ndp_device.transport.listener import Listener
+from ndp_device.transport.listener import CREDENTIALS, Listener
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLHUP | select.EPOLLERR
 
@@ -26,6 +27,8 @@ class Clock(Protocol):
     def monotonic(self) -> float: ...
 
     def monotonic_ns(self) -> int: ...
+
+    def thread_time_ns(self) -> int: ...
 
     def sleep(self, seconds: float, /) -> None: ...
 
@@ -56,6 +59,10 @@ class Poller(Protocol):
     def close(self) -> None: ...
 
 
+class ForeignListener(OSError):
+    """Who listens at a path is another user."""
+
+
 class HostSystem(Protocol):
     """What the host's end of a connection needs."""
 
@@ -63,7 +70,8 @@ class HostSystem(Protocol):
     def clock(self) -> Clock: ...
 
     def connect(self, address: Address) -> Stream:
-        """A socket on its way to the address. Raises OSError where nobody listens."""
+        """A socket on its way to the address. Raises OSError where nobody listens, ForeignListener where the wrong
+        user does."""
         ...
 
     def poller(self) -> Poller: ...
@@ -118,6 +126,8 @@ class System:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.connect(where)
+            if address.ipc_path is not None:
+                _require_own(connection)
         except BlockingIOError:
             if address.ipc_path is not None:  # its queue of new connections is full
                 connection.close()
@@ -135,6 +145,14 @@ class System:
 
     def run_beside(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="ndp-beside", daemon=True).start()
+
+
+def _require_own(connection: socket.socket) -> None:
+    """A device sees activations and is believed its numbers: one of root's or of this user. Root may use anybody's."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    _, uid, _ = CREDENTIALS.unpack(credentials)
+    if uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+        raise ForeignListener(f"user {uid} listens there, this host belongs to user {os.geteuid()}")
 
 
 SYSTEM = System()

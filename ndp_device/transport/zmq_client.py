@@ -23,7 +23,7 @@ from ndp_device.transport.base import require_intact
 from ndp_device.transport.curve import CurveHost
 from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.shm import ShmChannel
-from ndp_device.transport.system import ENDED, READABLE, SYSTEM, WRITABLE, HostSystem, Stream
+from ndp_device.transport.system import ENDED, READABLE, SYSTEM, WRITABLE, ForeignListener, HostSystem, Stream
 
 MAX_UNSENT_BYTES = 8 * MAX_BODY_BYTES
 """That wait for the device to read: all requests a host may have in flight; above that it takes no more."""
@@ -207,14 +207,16 @@ class ZmqTransport:
             if self._take_in() is not None:
                 raise RemoteProtocolError("the device spoke before it was asked")
             has_heard = self._heard_s > self._opened_s
-            limit_s = _HANDSHAKE_S if has_heard or self._address.ipc_path is not None else _CONNECT_S
+            limit_s = _HANDSHAKE_S if has_heard else _CONNECT_S  # who tries anew waits behind all others again
             if not self._reader.is_ready and now > self._opened_s + limit_s:
-                self._again()
+                self._shut()  # and try another: to be slow says nothing about keys
         elif now >= self._try_again_s:
             self._try_again_s = now + _TRY_AGAIN_S
             self._reader, self._opened_s, self._heard_s, self._pinged_s = self._new_reader(), now, now, None
             try:
                 self._socket = self._system.connect(self._address)
+            except ForeignListener as error:
+                raise DeviceUnavailable(f"{self._address.text}: {error}; name a path of your own") from None
             except OSError:
                 return
             self._events = READABLE

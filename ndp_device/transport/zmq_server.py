@@ -47,18 +47,24 @@ STRANGERS_SHARE = 10
 
 _STRANGERS_WAIT_NS = 250_000_000  # at most, after one of them was served
 _STRANGERS_LOOK_NS = 500_000  # for their connections, before they rest
-_STRANGERS_REST_NS = 250_000_000  # at most; the half of a millisecond above earns 4.5
+_STRANGERS_LONG_LOOK_NS = 5_000_000  # where the last one was long ago, because this process had no core
+_STRANGERS_CREDIT_NS = 20_000_000  # of time that was not used for their requests
+_STRANGERS_REST_NS = 50_000_000  # at most; the half of a millisecond above earns 4.5
 _COMPUTED_LATELY_NS = 1_000_000_000
 _NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connections gain nothing
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
 _HEARTBEAT_S = 0.2  # how long a computation may last before another thread looks after the sockets
 _ACCEPT_AT_ONCE = 4
+_BACKLOG = 2 * MAX_PEERS  # so that a newcomer has a place in the queue, and its turn before it gives up (half a second)
 _CHECK_NS = 50_000_000
+_QUEUE_AGAIN_NS = 5_000_000  # after there was no place for a new connection
 _FULL_AGAIN_NS = 100_000_000  # after the system had no descriptor for a new connection
 _KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to compute for the first time before others may want its memory
 _ASLEEP_NS = 300_000_000_000
+_YOUNG_NS = 250_000_000
 _FLUSH_S = 0.5
 _LAST_ANSWER_S = 0.05
+_HELLO = b"\xa5hello"  # as MessagePack writes the type of a Hello, which stands first where this project wrote it
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
@@ -77,6 +83,8 @@ class _Peer:
         self.events = 0  # of its connection that the system wakes us for
         self.rank = Rank.STRANGER
         self.computed_ns = 0
+        self.was_served = False
+        self.turn_ns = connection.opened_ns  # or when it was served last
         self.channel: ShmChannel | None = None
         self.ring_seen_ns = 0  # when a message in the ring was first seen; 0 = none was
         self.spent_ns = spent_ns  # the start tag of its next request (start-time fair queueing)
@@ -87,6 +95,12 @@ class _Peer:
         if self.connection.unread_bytes > MAX_UNREAD_BYTES:
             return False
         return bool(self.connection.waiting) or (self.channel is not None and bool(self.channel.ring.readable()))
+
+    @property
+    def place_among_strangers(self) -> tuple[int, bool, int]:
+        """Who said Hello comes before who says it now, and then the others; of each kind, who waits longest."""
+        greets = bool(self.connection.waiting) and _HELLO in bytes(self.connection.waiting[0].frames[0][:32])
+        return -self.rank, not greets, self.turn_ns
 
 
 class ZmqServer:
@@ -106,9 +120,12 @@ class ZmqServer:
         self._last_name = 0
         self._spent_ns = 0.0  # the start tag of the request that is or was being served
         self._strangers_from_ns = 0
+        self._taking_ns = 0  # processor time that it took to take the request of a stranger
         self._computed_ns = 0
         self._rest_until_ns = 0  # connections of strangers, the listener among them; 0 = they are looked after
         self._last_turns: dict[int, int] = {}  # of the same
+        self._accepted_last = False
+        self._strangers_looked_ns = 0
         self._resting: dict[int, int] = {}  # those that something has happened to meanwhile, and until when
         self._checked_ns = self._polled_ns = 0
         self._unparsed: dict[_Peer, None] = {}  # with bytes that were read but not looked at
@@ -119,7 +136,7 @@ class ZmqServer:
         self._looked_ns = self._clock.monotonic_ns()
         self._looks_soon = False  # the serving loop itself
         self._closed = threading.Event()
-        self._listener = system.listen(address, has_keys=keys is not None, backlog=MAX_PEERS)
+        self._listener = system.listen(address, has_keys=keys is not None, backlog=_BACKLOG)
         self._poll.register(self._listener.fileno(), READABLE)
         system.run_beside(self._heartbeat)
 
@@ -158,21 +175,27 @@ class ZmqServer:
                 self._looks_soon = False
         return received
 
-    def served(self, client: bytes, cost_ns: int, *, computed: bool, greeted: bool) -> None:
-        """How long the request last received took, and what it showed of its peer."""
+    def served(self, client: bytes, cost_ns: int, *, computed: bool, greeted: bool, busy_ns: int | None = None) -> None:
+        """How long the request last received took, and what it showed of its peer.
+
+        busy_ns: of processor time, None = all of it. A stranger is charged for that: on a machine that others use, too,
+        time on the wall would keep newcomers out for as long as it is busy.
+        """
         now = self._clock.monotonic_ns()
         peer = self._peers.get(client)
         if computed:
             self._computed_ns = now
         if peer is None:
             return
-        peer.spent_ns = self._spent_ns + cost_ns
+        peer.spent_ns, peer.was_served, peer.turn_ns = self._spent_ns + cost_ns, True, now
         if computed:
             peer.rank, peer.computed_ns = Rank.COMPUTES, now
         elif greeted:
             peer.rank = max(peer.rank, Rank.GREETED)
         if peer.rank < Rank.COMPUTES:
-            self._strangers_from_ns = now + min(cost_ns * (STRANGERS_SHARE - 1), _STRANGERS_WAIT_NS)
+            busy_ns = self._taking_ns + (cost_ns if busy_ns is None else busy_ns)
+            wait_ns = min(busy_ns * STRANGERS_SHARE, _STRANGERS_WAIT_NS)
+            self._strangers_from_ns = max(self._strangers_from_ns, now - _STRANGERS_CREDIT_NS) + wait_ns
 
     def others_compute(self, client: bytes) -> bool:
         """Whether another host than this one has computed lately, and so is likely to wait for what is done now."""
@@ -250,26 +273,37 @@ class ZmqServer:
     # -- which request is next -----------------------------------------------------------------------------------
 
     def _next(self) -> Received | None:
-        """The request of the peer that has the least of the device's time so far."""
+        """The request of the host that has the least of the device's time so far; or a stranger's, in their part.
+
+        Strangers come in turns, those that said Hello first: to count what each has had would be of no use, since who
+        comes anew has had nothing.
+        """
         now = 0
         best: _Peer | None = None
+        stranger: _Peer | None = None
         for peer in self._peers.values():
             if not peer.is_waiting:
                 continue
             now = now or self._clock.monotonic_ns()
             if not peer.connection.waiting and not peer.ring_seen_ns:
                 peer.ring_seen_ns = now
-            if peer.rank < Rank.COMPUTES and not self._may_strangers(now):
-                continue
-            if best is None or peer.spent_ns < best.spent_ns:
-                best = peer
+            if peer.rank is Rank.COMPUTES:
+                if best is None or peer.spent_ns < best.spent_ns:
+                    best = peer
+            elif stranger is None or peer.place_among_strangers < stranger.place_among_strangers:
+                stranger = peer
+        if stranger is not None and self._may_strangers(now):
+            best = stranger
         if best is None:
             return None
+        self._taking_ns = 0
         self._spent_ns = best.spent_ns = max(best.spent_ns, self._spent_ns)
         best.connection.heard_ns = now
         received = self._from_memory(best, now) if best.channel is not None else None
         if received is None and best.connection.waiting:
+            begun_ns = self._clock.thread_time_ns() if best.rank < Rank.COMPUTES else 0
             received = self._do(best, best.connection.take)
+            self._taking_ns = self._clock.thread_time_ns() - begun_ns if begun_ns else 0
         return received
 
     def _may_strangers(self, now_ns: int) -> bool:
@@ -371,13 +405,19 @@ class ZmqServer:
     def _look_after_strangers(self, happened: list[tuple[int, int]], now_ns: int) -> None:
         """Accept, read and write for peers that never computed. An event 0: what was read is to be looked at.
 
-        While a host computes this takes half a millisecond and is then left alone for nine times as long, so that
-        whatever these peers send, a tenth of the device's time goes into it.
+        While a host computes this takes half a millisecond of processor time, or a tenth of the time since the last
+        look, and is then left alone for nine times as long: whatever these peers send, it gets a tenth of the time.
         """
-        begun_ns = at_ns = self._clock.monotonic_ns()
-        end_ns = begun_ns + (_STRANGERS_LOOK_NS if now_ns < self._computed_ns + _COMPUTED_LATELY_NS else 1 << 62)
+        begun_ns = at_ns = self._clock.thread_time_ns()
+        length_ns = min((now_ns - self._strangers_looked_ns) // STRANGERS_SHARE, _STRANGERS_LONG_LOOK_NS)
+        is_shared = now_ns < self._computed_ns + _COMPUTED_LATELY_NS
+        end_ns = begun_ns + (max(length_ns, _STRANGERS_LOOK_NS) if is_shared else 1 << 62)
+        if not self._rest_until_ns:
+            self._strangers_looked_ns = now_ns
         late: list[int] = []
-        for fd, event in sorted(happened, key=lambda one: self._last_turns.get(one[0], 0)):
+        self._last_turns[self._listener.fileno()] = 0 if (accepts := not self._accepted_last) else 1 << 62
+        self._accepted_last = accepts  # every other time it comes first, else last: as many are let in as can be heard
+        for fd, event in sorted(happened, key=self._order_of_turns):
             peer = self._by_fd.get(fd)
             if at_ns >= end_ns or self._rest_until_ns:
                 if event:
@@ -385,18 +425,26 @@ class ZmqServer:
                 continue
             if peer is None and fd != self._listener.fileno():
                 continue  # sent away for one before it
-            self._last_turns[fd] = at_ns
+            if peer is not None:
+                self._last_turns[fd] = now_ns
             if peer is None:
                 self._accept(now_ns)
             elif event:
                 self._attend(peer, event, now_ns)
             else:
                 self._do(peer, peer.connection.parse, now_ns)
-            at_ns = self._clock.monotonic_ns()
-        if end_ns < 1 << 62 and not self._rest_until_ns:
-            self._rest_until_ns = at_ns + min((at_ns - begun_ns) * (STRANGERS_SHARE - 1), _STRANGERS_REST_NS)
+            at_ns = self._clock.thread_time_ns()
+        if is_shared and not self._rest_until_ns:
+            rest_ns = min((at_ns - begun_ns) * (STRANGERS_SHARE - 1), _STRANGERS_REST_NS)
+            self._rest_until_ns = self._clock.monotonic_ns() + rest_ns
         for fd in late:
-            self._let_rest(fd, self._rest_until_ns)
+            if fd in self._by_fd or fd == self._listener.fileno():  # else it was sent away meanwhile
+                self._let_rest(fd, self._rest_until_ns)
+
+    def _order_of_turns(self, happened: tuple[int, int]) -> tuple[bool, int]:
+        """Handshakes first, which are short and whose hosts give up soon; then whose last turn was longest ago."""
+        peer = self._by_fd.get(happened[0])
+        return peer is not None and peer.connection.is_ready, self._last_turns.get(happened[0], 0)
 
     def _may_parse(self, peer: _Peer) -> bool:
         return peer.connection.may_wait and (peer.rank is Rank.COMPUTES or not self._rest_until_ns)
@@ -442,6 +490,10 @@ class ZmqServer:
 
     def _accept(self, now_ns: int) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
+            is_full = len(self._peers) >= MAX_PEERS
+            if is_full and self._to_send_away(spares_young=True) is None and self._to_send_away() is not None:
+                self._let_rest(self._listener.fileno(), now_ns + _QUEUE_AGAIN_NS)
+                return  # whoever has come just now is given the time to greet; others wait in the listener's queue
             try:
                 connected = self._listener.accept()
             except BlockingIOError:
@@ -453,7 +505,7 @@ class ZmqServer:
                 return
             if connected is None:
                 continue
-            if len(self._peers) >= MAX_PEERS and not self._send_one_away():
+            if is_full and not self._send_one_away():
                 _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
                 connected.close()
                 continue
@@ -479,19 +531,33 @@ class ZmqServer:
         return CurveSession(keys.secret, keys.public, lambda key: allowed.name(key) is not None)
 
     def _send_one_away(self) -> bool:
-        """Make room by ending the connection of lowest rank that was silent longest; False: all of them compute.
+        """Make room for another connection; False: all of them compute."""
+        peer = self._to_send_away()
+        if peer is not None:
+            self._drop(peer)
+        return peer is not None
+
+    def _to_send_away(self, *, spares_young: bool = False) -> _Peer | None:
+        """The peer of lowest rank that was silent longest; None: all of them compute.
 
         A host that computed once and was silent for minutes since gives way, too: it may be gone without a word, and
-        if not it comes back when it needs the device.
+        if not it comes back when it needs the device. Who asked for other things before it said Hello goes before those
+        that are still on their way to it; spares_young: they do not go at all for a quarter of a second.
         """
-        before = self._clock.monotonic_ns() - _ASLEEP_NS
+        now = self._clock.monotonic_ns()
+
+        def is_on_its_way(peer: _Peer) -> bool:
+            return peer.rank is Rank.STRANGER and not peer.was_served
+
         candidates = [
-            peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES or peer.connection.heard_ns < before
+            peer
+            for peer in self._peers.values()
+            if (peer.rank < Rank.COMPUTES or peer.connection.heard_ns < now - _ASLEEP_NS)
+            and not (spares_young and is_on_its_way(peer) and peer.connection.opened_ns > now - _YOUNG_NS)
         ]
-        if not candidates:
-            return False
-        self._drop(min(candidates, key=lambda peer: (peer.rank, peer.connection.heard_ns)))
-        return True
+        return min(
+            candidates, key=lambda peer: (peer.rank, is_on_its_way(peer), peer.connection.heard_ns), default=None
+        )
 
     def _make_room_for_memory(self) -> bool:
         """False: every segment belongs to a host that computes, or that has just been given it."""

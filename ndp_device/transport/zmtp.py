@@ -95,7 +95,7 @@ class Reader:
         self.max_frame_bytes = MAX_BODY_BYTES
         self._greeted = False
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._held = b""  # not looked at yet
+        self._held, self._at = b"", 0  # what has arrived, and how far it was looked at
         self._frames: list[Buffer] = []  # of the message that has begun
         self._long: memoryview | None = None  # its frame that is being filled
         self._long_more = False
@@ -103,12 +103,12 @@ class Reader:
 
     @property
     def held_bytes(self) -> int:
-        return len(self._held) + self._num_filled + sum(map(len, self._frames))
+        return len(self._held) - self._at + self._num_filled + sum(map(len, self._frames))
 
     @property
     def is_empty(self) -> bool:
         """Nothing that has begun is unfinished."""
-        return not self._held and not self._frames and self._long is None
+        return self._at == len(self._held) and not self._frames and self._long is None
 
     @property
     def is_long(self) -> bool:
@@ -131,7 +131,8 @@ class Reader:
     def filled(self, count: int) -> None:
         """The first `count` bytes of `buffer` have arrived."""
         if self._long is None:
-            self._held += bytes(self._scratch[:count])
+            self._held = b"".join((memoryview(self._held)[self._at :], self._scratch[:count]))
+            self._at = 0
             return
         self._num_filled += count
 
@@ -145,10 +146,10 @@ class Reader:
                 return None, False
             frame, self._long, self._num_filled = self._long.toreadonly(), None, 0
             if completed := self._take(frame, self._long_more):
-                return completed, bool(self._held)
+                return completed, self._at < len(self._held)
         if not self._greeted and not self._greet():
             return None, False
-        at, held = 0, self._held
+        at, held = self._at, self._held
         message: Frames | None = None
         for _ in range(steps):
             if len(held) - at < 2:
@@ -177,10 +178,10 @@ class Reader:
             elif message := self._take(held[start:end], bool(flags & _MORE)):
                 break
         else:
-            self._held = held[at:]
+            self._at = at
             return None, True
-        self._held = held[at:]
-        return message, message is not None and bool(self._held)
+        self._at = at
+        return message, message is not None and at < len(held)
 
     def _check(self, flags: int, size: int) -> None:
         if flags & ~7 or (flags & _COMMAND and flags & _MORE):
@@ -193,7 +194,7 @@ class Reader:
 
     def _greet(self) -> bool:
         """Look at the greeting as far as it has arrived."""
-        held = self._held[:_GREETING_BYTES]
+        held = self._held[:_GREETING_BYTES]  # nothing was looked at before
         if held[:1] not in (b"", b"\xff") or (len(held) >= _SIGNATURE_BYTES and not held[9] & 1):
             raise RemoteProtocolError("this is not ZeroMQ's protocol")
         if len(held) > _SIGNATURE_BYTES and held[_SIGNATURE_BYTES] < 3:
@@ -203,7 +204,7 @@ class Reader:
         if held[12:32] != (wanted := self.greeting[12:32]):
             spoken = "keys are wanted here (CURVE)" if wanted == _CURVE else "only the NULL mechanism is spoken here"
             raise OtherMechanism(f"{spoken}, the peer speaks {held[12:32].rstrip(bytes(1))!r}")
-        self._held = self._held[_GREETING_BYTES:]
+        self._at = _GREETING_BYTES
         self._greeted = True
         if self.curve is None:
             self.replies += HOST_READY if self._is_host else READY

@@ -99,6 +99,64 @@ def test_a_device_is_added_behind_keys_only(keys: list[str], asked: dict[str, An
     assert said in sent[1]["body"].decode()
 
 
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [([b" " * 1000] * 100_000, 413), ([b"[" * 4000], 400), ([b'{"address": "ipc:', b'///a"}'], 200)],
+)
+def test_a_body_without_an_end_or_of_any_depth_is_refused_as_soon_as_that_shows(parts: list[bytes], status: int):
+    from vllm_ndp.integration.serving.routes import NdpRoutes
+
+    left, sent = list(parts), list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        return [{"refused": ""}]
+
+    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
+    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=["secret"]))
+    headers = [(b"authorization", b"Bearer secret")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
+    asyncio.run(NdpRoutes(None)(scope | {"app": SimpleNamespace(state=state)}, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    assert len(left) == max(len(parts) - 5, 0)
+
+
+def test_one_device_is_added_at_a_time():
+    """The engine waits while it meets one; whoever has the key must not keep it waiting by many at once."""
+    from vllm_ndp.integration.serving.routes import NdpRoutes
+
+    answers = list[int]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"address": "ipc:///a"}', "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answers.append(message["status"])
+
+    async def collective_rpc(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        await asyncio.sleep(0.05)
+        return [{"refused": ""}]
+
+    client = SimpleNamespace(engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
+    state = SimpleNamespace(engine_client=client, args=SimpleNamespace(api_key=["secret"]))
+    headers = [(b"authorization", b"Bearer secret")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/ndp/devices", "headers": headers, "query_string": b""}
+    routes = NdpRoutes(None)  # type: ignore[arg-type]
+
+    async def many() -> None:
+        asked = scope | {"app": SimpleNamespace(state=state)}
+        await asyncio.gather(*(routes(dict(asked), receive, send) for _ in range(5)))
+
+    asyncio.run(many())
+    assert sorted(answers) == [200, 429, 429, 429, 429]
+
+
 def test_sums_of_two_steps_add_up_and_the_last_state_of_the_device_counts():
     from vllm_ndp.integration.serving.metrics import DEVICE_UP, NdpStats
 

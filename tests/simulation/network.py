@@ -48,6 +48,9 @@ class SimClock:
         process = self._process
         return process.offset_ns + process.world.now_ns + process.spent_ns
 
+    def thread_time_ns(self) -> int:
+        return self.monotonic_ns()
+
     def monotonic(self) -> float:
         return self.monotonic_ns() / 1e9
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
 from ndp_device.protocol import messages as msg
@@ -54,7 +54,7 @@ class Member:
             "calls": asdict(self.client.counters),
         }
         if self.client.state == "up":
-            with contextlib.suppress(DeviceUnavailable, DeviceError):
+            with contextlib.suppress(DeviceUnavailable, DeviceError, ProtocolError):
                 self.describe(_LOOK_PATIENCE_S)
         assert self.description is not None
         return now | {"resident_bytes": self.description.resident_bytes, "sessions": self.description.num_sessions}

@@ -389,6 +389,9 @@ class Ticking(System):
         self.now_ns += 1_000_000
         return self.now_ns
 
+    def thread_time_ns(self) -> int:
+        return self.monotonic_ns()
+
     def monotonic(self) -> float:
         return self.monotonic_ns() / 1e9
 

@@ -34,8 +34,12 @@ CHUNK = "ndp.report"
 FORMAT = 1
 """Of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one number."""
 _DONE = b"data: [DONE]\n\n"
+_MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
 """The worker learns of a finished request with the step after it, a few milliseconds later."""
+
+
+_adding = asyncio.Lock()
 
 
 class NdpRoutes:
@@ -173,13 +177,20 @@ async def _request(request: Request) -> Response:
 
 
 async def _add_device(request: Request) -> Response:
+    body = b""
+    async for part in request.stream():  # as far as an address can need: a server holds no more of it
+        if len(body := body + part) > _MOST_BODY_BYTES:
+            return JSONResponse({"error": f"the body may have {_MOST_BODY_BYTES} bytes"}, status_code=413)
     try:
-        address = json.loads(await request.body())["address"]
-    except (ValueError, KeyError, TypeError):
+        address = json.loads(body)["address"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         address = None
     if not isinstance(address, str):
         return JSONResponse({"error": 'the body must be {"address": "tcp://..."}'}, status_code=400)
-    answers = await _ask(request.app, "ndp_add_device", address)
+    if _adding.locked():  # the engine waits while a device is met: for one at a time
+        return JSONResponse({"error": "another device is being added: try again"}, status_code=429)
+    async with _adding:
+        answers = await _ask(request.app, "ndp_add_device", address)
     refusals = [answer["refused"] for answer in answers if answer["refused"]]
     return JSONResponse({"workers": answers}, status_code=409 if refusals else 200)
 
