@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
 import gpu_timeline  # noqa: E402
 import pieces as runner  # noqa: E402
+from pieces import Run  # noqa: E402
 
 SCRIPT = """
 import os, sys, time
@@ -250,6 +252,68 @@ def test_every_piece_ends_within_ten_minutes() -> None:
     assert max(piece.minutes for piece in gpu_check.PIECES.values()) < 10
     assert all(piece.limit_s() <= runner.LIMIT_S for piece in gpu_check.PIECES.values())
     assert sum(gpu_check.PIECES[name].minutes for name in MOST_VALUABLE) < 20
+
+
+# -- each piece's own code, around an engine that is made up ----------------------------------------------------------
+
+
+class MadeUpEngine:
+    """Says what an engine would say, about no model."""
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self.settings = settings
+
+    def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        totals = {"row_checks": 1, "sidecar_mismatches": 0, "cold_pairs": 2, "fallback_pairs": 0, "device_state": "up"}
+        status = {"decode_layers": "", "slot_kernel": "", "hot_bytes": 1, "device_pid": 2**22 + 1}
+        return [totals if name == "ndp_totals" else status]
+
+
+def outputs(llm: MadeUpEngine, prompts: list[Any], tokens: int, **params: Any) -> list[Any]:
+    given = [len(prompt["prompt_token_ids"]) if isinstance(prompt, dict) else 4 for prompt in prompts]
+    chosen = [{9: SimpleNamespace(logprob=-0.5)}] * tokens
+    return [
+        SimpleNamespace(
+            prompt_token_ids=[9] * count,
+            prompt_logprobs=[None, *[{9: SimpleNamespace(logprob=-1.0)}] * (count - 1)],
+            outputs=[SimpleNamespace(token_ids=[9] * tokens, logprobs=chosen, text="text")],
+        )
+        for count in given
+    ]
+
+
+NEEDS_MORE = {"versions", "routing", "wide", "link", "quantizing", "training", "waits", "timeline", "device_killed"}
+"""Pieces that start programs, profile a GPU or kill a process."""
+
+
+@pytest.mark.parametrize("name", sorted(set(gpu_check.PIECES) - NEEDS_MORE))
+def test_a_piece_that_a_gpu_is_needed_for_makes_its_rows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its way of counting and comparing, in every way: no GPU branch is run for the first time in the hour."""
+    asked: list[dict[str, Any] | None] = []
+
+    def engine(settings: dict[str, Any] | None = None, *args: Any, **options: Any) -> MadeUpEngine:
+        asked.append(settings)
+        return MadeUpEngine(settings)
+
+    monkeypatch.setattr(gpu_check, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check, "engine", engine)
+    monkeypatch.setattr(gpu_check, "end", lambda llm: None)
+    monkeypatch.setattr(gpu_check, "greedy", outputs)
+    monkeypatch.setattr(gpu_check, "WIDE_REPLICAS", tmp_path)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    piece, before = gpu_check.PIECES[name], list[dict[str, Any]]()
+    if not piece.ways:
+        assert piece.run(Run(False, tmp_path))
+    for way in piece.ways:
+        before += [{"way": way, **row} for row in piece.run(Run(False, tmp_path, before), way)]
+    json.dumps(before)
+    assert len({row["way"] for row in before}) == len(piece.ways)
+    assert all(row.get("equal", 1) for row in before)
+    compares = {"identity", "narrow_slots"}  # with stock vLLM, which runs once
+    assert len(asked) == (len(piece.ways) + (name in compares) if piece.ways else len(asked))
 
 
 # -- its timeline ------------------------------------------------------------------------------------------------------
