@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT, LossTable
-from vllm_ndp.planning.joint import Choice
+from vllm_ndp.planning.joint_problem import Choice
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
 

@@ -18,7 +18,8 @@ from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.joint import JointProblem, least_time
+from vllm_ndp.planning.joint import least_time
+from vllm_ndp.planning.joint_problem import JointProblem
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
 from vllm_ndp.simulation.costs import Costs

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning import joint
-from vllm_ndp.planning.joint import Choice, JointProblem, least_loss, least_time
+from vllm_ndp.planning.joint import least_loss, least_time
+from vllm_ndp.planning.joint_problem import Choice, JointProblem
 
 FULL = 1600
 RATES = {"gpu": 30.0, "host": 3.0, "device": 5.0}  # bytes a picosecond

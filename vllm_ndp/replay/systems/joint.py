@@ -21,7 +21,8 @@ from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.planning.joint import JointPlan, JointProblem, least_loss, least_time
+from vllm_ndp.planning.joint import least_loss, least_time
+from vllm_ndp.planning.joint_problem import JointPlan, JointProblem
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.replay.systems.context_aware import gate_loss

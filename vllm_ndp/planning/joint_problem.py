@@ -1,0 +1,161 @@
+"""What a joint plan chooses among and what each choice takes: one tier and width for every expert. Values only.
+
+    choices [C] of each expert:  time and loss in one step,  bytes held in its tier,  bytes over the link to get there
+
+Knows numbers: prices of reads come from the caller. Does not know how a plan is found (joint.py), models or hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.planning.stats import frozen_array
+
+TIERS = ("gpu", "host", "device")
+JOINT_WIDTHS = (16, 8, 4, 3, 2, 1)
+RESOURCES = (*TIERS, "link")
+"""Bytes of the three memories, and bytes that must move over the link before the plan is in force."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tier and a width that an expert may have, and what that takes."""
+
+    tier: str
+    bits: int
+    held_bytes: int
+    """In the memory of its tier."""
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise ConfigError(f"an expert lives in one of the tiers {', '.join(TIERS)}, got {self.tier!r}")
+        if self.bits not in JOINT_WIDTHS:
+            raise ConfigError(f"an expert has one of {list(JOINT_WIDTHS)} bits, got {self.bits}")
+        if self.held_bytes <= 0:
+            raise ConfigError(f"an expert of {self} must hold some bytes, got {self.held_bytes}")
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits on the {self.tier}"
+
+
+@dataclass(frozen=True)
+class JointProblem:
+    """What may be chosen, C choices for each expert, and what it costs."""
+
+    choices: tuple[Choice, ...]
+    ps: NDArray[np.float64]  # [C, L, E], expected in one step
+    loss: NDArray[np.float64]  # [C, L, E], expected in one step
+    budgets: Mapping[str, float]
+    """Of RESOURCES; what is not named is not limited."""
+    moved: NDArray[np.float64] | None = None
+    """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise ConfigError("a joint plan needs at least one tier and width to choose: none is available")
+        for name in ("ps", "loss", *(["moved"] if self.moved is not None else [])):
+            object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
+        shape = (len(self.choices), *self.ps.shape[1:])
+        moved = self.ps if self.moved is None else self.moved
+        if self.ps.ndim != 3 or 0 in shape or not self.ps.shape == self.loss.shape == moved.shape == shape:
+            raise ValueError(f"times, losses and moves must be {list(shape)}, got {list(self.ps.shape)}")
+        for what, values in (("price", self.ps), ("loss", self.loss)):
+            bad = (~np.isfinite(values) | (values < 0)).any(axis=(1, 2))
+            if bad.any():
+                named = self.choices[int(bad.argmax())]
+                raise ConfigError(f"{named} has no {what} for some experts: measure it first, or leave it out")
+        for name, budget in self.budgets.items():
+            if name not in RESOURCES:
+                raise ConfigError(f"a budget is for one of {', '.join(RESOURCES)}, got {name!r}")
+            if not budget >= 0:
+                raise ConfigError(f"the budget of {name} bytes must be at least 0, got {budget}")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """C, L, E."""
+        c, layers, experts = self.ps.shape
+        return c, layers, experts
+
+    @cached_property
+    def takes(self) -> dict[str, NDArray[np.float64]]:
+        """Resource with a budget -> bytes of each choice, [C, 1, 1] or [C, L, E]."""
+        takes = {
+            tier: np.array([c.held_bytes if c.tier == tier else 0 for c in self.choices], np.float64)[:, None, None]
+            for tier in TIERS
+        }
+        takes["link"] = np.zeros((len(self.choices), 1, 1)) if self.moved is None else self.moved
+        return {name: takes[name] for name in self.budgets}
+
+    def layers(self, which: slice) -> JointProblem:
+        """Some of the layers, with their share of every budget."""
+        share = self.ps[0, which].size / self.ps[0].size
+        return replace(
+            self,
+            ps=self.ps[:, which],
+            loss=self.loss[:, which],
+            budgets={name: budget * share for name, budget in self.budgets.items()},
+            moved=None if self.moved is None else self.moved[:, which],
+        )
+
+    def time_ps(self, chosen: NDArray[np.int64]) -> float:
+        """Of all layers, in one step."""
+        return total(self.ps, chosen)
+
+    def lost(self, chosen: NDArray[np.int64]) -> float:
+        return total(self.loss, chosen)
+
+    def uses(self, chosen: NDArray[np.int64]) -> dict[str, float]:
+        """Bytes of every resource that has a budget."""
+        return {name: total(takes, chosen) for name, takes in self.takes.items()}
+
+    def moved_bytes(self, chosen: NDArray[np.int64]) -> float:
+        """Over the link before the plan is in force."""
+        return 0.0 if self.moved is None else total(self.moved, chosen)
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """One plan, what it takes, and the bound of what was asked to be least."""
+
+    problem: JointProblem
+    chosen: NDArray[np.int64]  # [L, E], index into the problem's choices
+    time_ps: float
+    loss: float
+    bound: float
+    """No plan within the limits has less time (or less loss, where that was asked for)."""
+    reached: float
+
+    @property
+    def gap(self) -> float:
+        """The share of what was reached by which the best plan may be better."""
+        return max(1 - self.bound / self.reached, 0.0) if self.reached > 0 else 0.0
+
+    @property
+    def bits(self) -> NDArray[np.uint8]:
+        """[L, E]."""
+        widths: NDArray[np.uint8] = np.array([c.bits for c in self.problem.choices], np.uint8)[self.chosen]
+        return widths
+
+    def is_on(self, tier: str) -> NDArray[np.bool_]:
+        """[L, E]."""
+        here: NDArray[np.bool_] = np.array([c.tier == tier for c in self.problem.choices])[self.chosen]
+        return here
+
+
+def total(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> float:
+    if values.shape[1:] == (1, 1):
+        return float(np.bincount(chosen.ravel(), minlength=len(values)) @ values[:, 0, 0])
+    return float(at(values, chosen).sum())
+
+
+def at(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
+    """values [C, L, E] or [C, 1, 1] of each expert's choice [L, E]."""
+    if values.shape[1:] == (1, 1):
+        return np.asarray(values[:, 0, 0][chosen])
+    return values.take(chosen * chosen.size + np.arange(chosen.size).reshape(chosen.shape))
