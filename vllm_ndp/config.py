@@ -15,6 +15,7 @@ from typing import Any
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import GAINS, LOSSES, OVER_LAYERS, LossTable
+from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
@@ -36,6 +37,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "layers": ("auto", "eager", "asynchronous"),
     "prefill": ("auto", "split", "streamed"),
     "migration": ("kept", "difference"),
+    "replan": ("prefill", "drift"),
+    "prices": ("simulated", "measured"),
     "bits_for": BITS_FOR,
     "bit_rule": (*GAINS, OVER_LAYERS),
     "losses": LOSSES,
@@ -93,6 +96,9 @@ class NdpSettings:
     max_moves: int | None = None
     """How many experts one plan may copy to the GPU, those that gain the most first; None = all that the policy wants.
     Matters with many small experts, of which a new prompt wants thousands."""
+    replan: str = "prefill"
+    """`prefill`: plans change where a prompt ends; `drift`: also while requests decode, once their own routing shows
+    another subject: experts are exchanged, as many as can be copied beside decode."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +126,9 @@ class NdpSettings:
     device_keys: str | tuple[str, ...] | None = None
     """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys; a list of them
     where several devices have keys of their own."""
+    prices: str = "simulated"
+    """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
+    start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case."""
     hardware: str = "h100-ndp512"
     """Timing preset; see docs/timing.md."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -151,6 +160,7 @@ class NdpSettings:
         if self.slot_bits not in (*PLAN_BITS, 8):
             raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
         self._check_joint()
+        self._check_replan()
         if self.has_quantized_slots and self.cold_precision == "full":
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {self.slot_bits} beside cold_precision 'full', which quantizes nothing: "
@@ -224,6 +234,15 @@ class NdpSettings:
                 "ndp setting 'plan' is 'joint', which knows one device, and there are or may be several: use one, not "
                 "a list, or 'plan': 'fixed'"
             )
+
+    def _check_replan(self) -> None:
+        beside = {"plan": self.plan == "joint", "warm_experts": self.warm_experts > 0, "max_moves": self.max_moves == 0}
+        for name, hinders in beside.items():
+            if self.replan == "drift" and hinders:
+                raise ConfigError(
+                    f"ndp setting 'replan' is 'drift', which exchanges hot and cold experts of fixed plans, but "
+                    f"{name!r} is {getattr(self, name)!r}: drop one of the two"
+                )
 
     def _check_devices(self) -> None:
         for address in self.addresses:
@@ -346,6 +365,9 @@ class NdpSettings:
 
     def make_policy(self) -> Policy:
         """The placement policy these settings name. Raises ConfigError for options it does not have."""
+        return load_policy(self.policy, self._policy_settings())
+
+    def _policy_settings(self) -> PolicySettings:
         options = _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None)
         known = {field.name for field in fields(PolicySettings)}
         if unknown := sorted(set(options) - known):
@@ -354,7 +376,15 @@ class NdpSettings:
             )
         if isinstance(options.get("prior"), str):
             options["prior"] = read_prior(Path(options["prior"]))
-        return load_policy(self.policy, PolicySettings(**{"alpha": self.alpha, "bit_rule": self.bit_rule, **options}))
+        return PolicySettings(**{"alpha": self.alpha, "bit_rule": self.bit_rule, **options})
+
+    def require_followable(self, num_experts: int) -> None:
+        """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
+        if self.replan == "drift" and not 0 < (num_hot := self.resolve_hot_experts(num_experts)) < num_experts:
+            raise ConfigError(
+                f"ndp setting 'replan' is 'drift', which exchanges hot and cold experts, but {num_hot} of "
+                f"{num_experts} are hot: use 'replan': 'prefill', or another number of 'hot_experts'"
+            )
 
     def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
         """How plans are made under these settings, live and when a recorded run is replayed."""
@@ -366,6 +396,7 @@ class NdpSettings:
             keeps_streamed=self.keeps_streamed,
             max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
+            follow=FollowRules(prior=self._policy_settings().prior) if self.replan == "drift" else None,
         )
 
     @classmethod

@@ -111,6 +111,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "'plan' 'joint' on CUDA, where all slots have one width so far: drop it, or use 'slot_bits'"),
         (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
          "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
+        (settings.replan == "drift" and parallel.pipeline_parallel_size > 1,
+         "'replan' 'drift' beside pipeline parallelism, where stages would change plans at other times: "
+         "drop one of the two"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),
@@ -160,6 +163,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_odd_sizes(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)
+    settings.require_followable(shape.num_experts)
     hardware_of(settings)
     settings.make_policy()
     _refuse_ineffective_bit_rule(settings)

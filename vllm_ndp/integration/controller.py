@@ -44,7 +44,7 @@ from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.devices import DeviceRules, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
-from vllm_ndp.simulation.joint_rule import JointRule
+from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.traces.format import Provenance, Scheduling
 
@@ -145,10 +145,7 @@ class NdpController:
         self.locator = RowLocator(runner, make.make_late_check())
         losses, costs = make.load_losses(replicas), make.make_costs(self.device)
         self.clock.model = replace(self.clock.model, slot_bytes=costs.slot_bytes)
-        rules = settings.planner_rules(shape.num_experts, losses)
-        if settings.joint_tiers:
-            joint = JointRule(costs, settings.joint_tiers, losses, rules.budget.num_hot)
-            rules = replace(rules, joint=joint)
+        rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers)
         replanner = Replanner(rules, shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
@@ -401,6 +398,7 @@ class NdpController:
             "prefills": self.planner.prefills,
             "migrated_experts": self.planner.migrated_experts,
             "kept_experts": self.planner.kept_experts,
+            "exchanges": self.planner.exchanges,
             "preempted": self.num_preempted,
             "row_checks": self.locator.row_checks,
             "sidecar_mismatches": self.locator.mismatches,

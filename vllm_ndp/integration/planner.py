@@ -7,6 +7,7 @@ one epoch from its first layer to its last.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import union_of_widths
-from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.planning.replanner import PlanChange, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.gpu_timing import StepClock
 
@@ -40,7 +41,10 @@ class Planner:
         self._ended: list[TrackedRequest] = []  # their prefill ended in the step before
         self.checksum = 0
         """Of the plans in force, to be compared between ranks."""
+        self._arrives_ps = 0  # when what is copied beside decode is there, simulated
         self.prefills = 0
+        self.exchanges = 0
+        """Plans that changed while requests decoded."""
         self.migrated_experts = 0
         self.kept_experts = 0
 
@@ -53,13 +57,14 @@ class Planner:
             self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
 
     def replan(self) -> dict[str, TrackedRequest]:
-        """Make new plans if a prefill has ended whose request is still there. Returns the requests that got one.
+        """Make new plans if a prefill has ended whose request is still there, or if decode asks for it. Returns the
+        requests that got one.
 
         Experts are on their way into their slots and to the device when this returns.
         """
         ended, self._ended = self._ended, []
         if not ended:
-            return {}
+            return self._follow()
         alive = [request for request in ended if self._requests.requests.get(request.request_id) is request]
         if not alive:
             self._migrate(int(self.replanner.restore().sum()))
@@ -67,6 +72,33 @@ class Planner:
         running = {name: request for name, request in self._requests.requests.items() if request.score is not None}
         self._device.wait_installed()
         change = self.replanner.replan({name: r.score for name, r in running.items() if r.score is not None})
+        self._carry_out(change, running)
+        self._migrate(change.num_moved, change.moved_bytes)
+        self.prefills += len(alive)
+        self.kept_experts += change.num_kept
+        return running
+
+    def _follow(self) -> dict[str, TrackedRequest]:
+        """Exchange experts that decode asks for, if their copies are due."""
+        if not self.replanner.follows:
+            return {}
+        running = {name: request for name, request in self._requests.requests.items() if request.plan is not None}
+        followed = self.replanner.follow({name: r.plan for name, r in running.items() if r.plan is not None})
+        if (change := followed.change) is not None:
+            self._device.wait_installed()
+            self._clock.wait_until(self._arrives_ps)
+            for request in running.values():
+                request.score = change.score
+            self._carry_out(change, running)
+            self._place()
+            self.migrated_experts += change.num_moved
+            self.exchanges += 1
+        if followed.begun:
+            self._arrives_ps = self._clock.now_ps + self._clock.model.migration_ps(followed.begun)
+        return running if change is not None else {}
+
+    def _carry_out(self, change: PlanChange[str], running: Mapping[str, TrackedRequest]) -> None:
+        """Give the requests their plans, and say to the device what may be asked for under them."""
         for name, plan in change.plans.items():
             running[name].plan = plan
         if (devices := self._device.devices) is not None:
@@ -75,22 +107,26 @@ class Planner:
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
         widths[change.placement.warm] = 0  # no decode row of theirs goes to the device
         self._device.begin_install(change.epoch, widths, change.placement.hot)
-        self._migrate(change.num_moved, change.moved_bytes)
-        self.prefills += len(alive)
-        self.kept_experts += change.num_kept
         placement = change.placement
         self.checksum = zlib.crc32(placement.tiers.tobytes(), change.epoch)
         for plan in change.plans.values():
             self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
-        return running
+
+    def _place(self) -> None:
+        self._hot.place(self.replanner.placement.hot, self.replanner.placement.widths)
 
     def _migrate(self, num_experts: int, num_bytes: int | None = None) -> None:
-        self._hot.place(self.replanner.placement.hot, self.replanner.placement.widths)
+        self._place()
         self._clock.migrate(num_experts, num_bytes)
         self.migrated_experts += num_experts
 
     def score_ended(self, step: Step) -> None:
-        """A step has ended: score the prompts that ended in it, and note which of its experts the slots keep."""
+        """A step has ended: score the prompts that ended in it, and note which of its experts the slots keep. Where
+        plans follow decode, look at what its decode rows chose."""
+        if self.replanner.follows and step.started:
+            rows = step.rows
+            entries = rows.expected_slot_mapping(self._sidecar.block_size)[rows.decode]
+            self.replanner.see(self._sidecar.read(entries)[0])
         for request in step.ending:
             request.score = self.replanner.score(self.stats(request))
             request.prefilled = True

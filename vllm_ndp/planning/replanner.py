@@ -3,6 +3,7 @@
     score    when a prefill ends                    RoutingStats -> ImportanceScore
     replan   before the step after it               scores of the running requests -> one Plan each, and what moves
     keep     when a step with ending prefills ends  which of the experts that it streamed the hot slots keep
+    see, follow   after a step, before the next     experts that change places because decode shows another subject
 
 The plugin and the exact replay feed the same object, so their plans agree to the bit. Knows values only: no requests of
 vLLM, no tensors, no device. `K` is whatever names a request.
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
+from vllm_ndp.planning.follower import Follower, FollowRules, exchanged_bits
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
 from vllm_ndp.planning.placement import top_experts, with_warm
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
@@ -66,6 +68,8 @@ class PlannerRules:
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
     joint: JointPlanner | None = None
     """Who decides tier and width of every expert instead; None: a fixed number of experts is hot, and of warm ones."""
+    follow: FollowRules | None = None
+    """How plans change while requests decode; None: only where a prefill ends."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,22 @@ class PlanChange(Generic[K]):
     num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
     moved_bytes: int | None = None
     """Over the link for it; None: as much as that many slots hold."""
+    score: ImportanceScore | None = None
+    """What counts as the score of these requests from now on; None: their prompts' own, as before."""
 
     @property
     def num_moved(self) -> int:
         return int(self.moved.sum())
+
+
+@dataclass(frozen=True)
+class Followed(Generic[K]):
+    """What decode's own routing makes of the plans in force, before one step."""
+
+    change: PlanChange[K] | None = None
+    """Exchanges whose copies are complete."""
+    begun: int = 0
+    """Experts that are copied beside the steps to come."""
 
 
 class Replanner:
@@ -100,6 +116,7 @@ class Replanner:
         self.resident: NDArray[np.bool_] = self.placement.hot
         """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
         self.epoch = 0
+        self._follower: Follower | None = None  # of the requests planned last
         self._layers = [rules.policy.at_layer(layer) for layer in range(num_layers)]
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
@@ -117,6 +134,7 @@ class Replanner:
             placement = limit_moves(self.resident, placement, together, rules.max_moves)
         if rules.budget.num_warm:
             placement = with_warm(placement, together, rules.budget.num_warm)
+        self._watch(placement, list(scores.values()))
         became_hot = placement.moves_from(self.placement)
         moved = placement.hot & ~self.resident
         self.epoch += 1
@@ -147,6 +165,46 @@ class Replanner:
             ImportanceScore.from_weights(mean), placement, self.rules.loss, self.rules.budget
         )
         return joint.plan(mean, len(scores), placement, bits)
+
+    def _watch(self, placement: Placement, scores: Sequence[ImportanceScore]) -> None:
+        if (follow := self.rules.follow) is not None:
+            self._follower = Follower(follow, placement, scores, lambda score: self._place([score]))
+
+    @property
+    def follows(self) -> bool:
+        """Whether plans depend on what decode rows choose."""
+        return self._follower is not None
+
+    @property
+    def noticed(self) -> int:
+        """How often decode has shown another subject under the plan in force."""
+        return 0 if self._follower is None else self._follower.noticed
+
+    def see(self, ids: NDArray[np.int64]) -> None:
+        """A step has run: ids [T, L, k] are what its decode rows chose, in the order of the batch."""
+        if self._follower is not None:
+            self._follower.see(ids)
+
+    def follow(self, plans: Mapping[K, Plan]) -> Followed[K]:
+        """Before a step that no prefill ended before: exchange what is due. plans: of all requests that have one."""
+        if self._follower is None or not plans:
+            self._follower = None  # whom it was about is gone
+            return Followed()
+        before = self.placement.hot
+        after, begun = self._follower.advance(before, self.rules.max_moves)
+        if after is None:
+            return Followed(None, begun)
+        self.epoch += 1
+        self.placement = Placement(after)
+        self.resident = after
+        made: dict[int, BitwidthPlan] = {}  # of each distinct one before
+        changed = {}
+        for key, plan in plans.items():
+            if id(plan.bits) not in made:
+                made[id(plan.bits)] = BitwidthPlan(exchanged_bits(plan.bits.bits, before, after))
+            changed[key] = Plan(self.epoch, self.placement, made[id(plan.bits)])
+        score = self._follower.wanted
+        return Followed(PlanChange(self.epoch, self.placement, changed, after & ~before, 0, score=score), begun)
 
     def restore(self) -> NDArray[np.bool_]:
         """Give up a change of plan because its requests are gone. Experts [L, E] that must move back into the slots."""

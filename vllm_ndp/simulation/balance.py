@@ -12,15 +12,15 @@ Of several hosts that share the device each expects the others to ask for as muc
 once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does; offloading in
 one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
 
-A pure function of sizes, gates and the number of hosts, so the live plugin and replay decide alike. Knows simulated
-costs of experts. Does not know clocks, requests or tensors.
+A pure function of sizes, gates, prices and the number of hosts, so the live plugin and replay decide alike. Knows
+prices of experts, simulated or measured. Does not know clocks, requests or tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.widths import WIDTHS
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.prices import Prices, SimulatedPrices
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Balancer:
     offload_bits: int
     hosts: int = 1
     """That share the device, this one included."""
+    prices: Prices | None = None
+    """Of this machine; None: of the simulated hardware."""
 
     def __post_init__(self) -> None:
         if self.hosts < 1:
@@ -112,9 +115,9 @@ class Balancer:
         if load.cold:
             device_ps += self.message_ps(*load.message)
         order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
-        gpu_ps = [float(known.shared(load.rows))]
+        gpu_ps = [known.shared_ps(load.rows)]
         for expert in reversed(order):
-            gpu_ps.append(gpu_ps[-1] + known.gpu(load.hot[expert][0]))
+            gpu_ps.append(gpu_ps[-1] + known.hot_ps(load.hot[expert][0]))
         best, best_ps, moved = 0, max(gpu_ps[-1], device_ps, load.host_ps), 0.0
         opening = 0.0 if load.cold else self.message_ps(1, 1)
         for count, expert in enumerate(order, start=1):
@@ -126,30 +129,20 @@ class Balancer:
 
     def device_ps(self, bits: int, rows: int) -> float:
         """What an expert with so many rows adds to the device's command, and to those of the other hosts."""
-        return self.hosts * self._known.device(bits, rows)
+        return self.hosts * self._known.device_ps(bits, rows)
 
     def gpu_ps(self, rows: int) -> float:
         """What an expert with so many rows takes on the GPU."""
-        return self._known.gpu(rows)
+        return self._known.hot_ps(rows)
 
     def shared_ps(self, rows: int) -> float:
         """What the layer's shared experts take on the GPU."""
-        return float(self._known.shared(rows))
+        return self._known.shared_ps(rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
         """What a message takes beside its experts; it waits for those of the other hosts."""
-        return self.hosts * self._known.message(rows, pairs)
+        return self.hosts * self._known.message_ps(rows, pairs)
 
     @cached_property
-    def _known(self) -> _Known:
-        return _Known(self.costs)
-
-
-class _Known:
-    """Costs in simulated ps, each computed once."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.device = lru_cache(4096)(costs.device_expert_ps)
-        self.gpu = lru_cache(4096)(lambda rows: float(costs.resident_ps(1, rows)))
-        self.shared = lru_cache(4096)(costs.shared_ps)
-        self.message = lru_cache(4096)(lambda rows, pairs: costs.link_ps(rows, pairs) + costs.device_fill_ps)
+    def _known(self) -> Prices:
+        return self.prices or SimulatedPrices(self.costs)

@@ -21,6 +21,7 @@ from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT, LossTable
 from vllm_ndp.planning.joint_problem import Choice
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.prices import MeasuredPrices
 
 TIER_SETS = ("gpu+device", "gpu+host+device", "gpu")
 STEPS_TO_COME = 256
@@ -37,6 +38,8 @@ class Menu:
     widths: Mapping[str, Sequence[int]]
     """Of each tier that there is, in the order of its choices."""
     max_rows: int
+    prices: MeasuredPrices | None = None
+    """Of this machine; None: of the simulated hardware."""
 
     @property
     def tiers(self) -> str:
@@ -58,6 +61,9 @@ class Menu:
     @cached_property
     def ps(self) -> NDArray[np.float64]:
         """[C, rows], one expert's time on its side."""
+        if (prices := self.prices) is not None:
+            rows = range(1, self.max_rows + 1)
+            return np.array([[0.0, *(prices.expert_ps(c.tier, c.bits, n) for n in rows)] for c in self.choices])
         costs, flops = self.costs, 2 * self.costs.shape.weights_per_expert
         device, cpu = costs.device_experts_ps(self.max_rows), HostCpu.of(costs)
         table = np.zeros((len(self.choices), self.max_rows + 1))
@@ -114,6 +120,8 @@ class Menu:
             "host": float(cpu.hops_ps(costs, 1)[1]),
             "device": float(costs.link_ps(1, 1)) + costs.device_fill_ps,
         }
+        if self.prices is not None:  # the CPU's own experts need no message
+            opening |= {"host": 0.0, "device": self.prices.message_ps(1, 1)}
         return np.stack(
             [
                 np.interp(chance, shares, likely @ table[: rows + 1]) + used * opening[choice.tier] / reads

@@ -24,6 +24,7 @@ from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, relative_losses
+from vllm_ndp.simulation.prices import MeasuredPrices
 
 LIVE_WIDTHS = {"gpu": (16, 4, 3, 2), "host": (16,), "device": (4, 3, 2, 1)}
 """8 bits, which the lab has too, have no kernel here."""
@@ -32,13 +33,17 @@ _MOST_ROWS = 64
 
 
 class JointRule:
-    def __init__(self, costs: Costs, tiers: str, loss: LossTable, num_hot: int) -> None:
-        """tiers: names with + between them. num_hot: K, whose full precision is the budget."""
+    def __init__(
+        self, costs: Costs, tiers: str, loss: LossTable, num_hot: int, prices: MeasuredPrices | None = None
+    ) -> None:
+        """tiers: names with + between them. num_hot: K, whose full precision is the budget. prices: of this machine;
+        None: of the simulated hardware."""
         layers, experts = loss.mse.shape[:2]
         widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
         self._costs, self._relative = costs, relative_losses(loss)
         self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
-        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows))
+        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices))
+        self._bytes_per_s = costs.hardware.link.bulk_bytes_per_s if prices is None else prices.bulk_bytes_per_s
         self._chosen: NDArray[np.int64] | None = None
         self.shape = layers, experts
 
@@ -52,11 +57,11 @@ class JointRule:
         moved = np.zeros((len(menu.choices), *self.shape))
         if before is not None:
             moved = np.moveaxis(menu.moved_bytes[before], 2, 0)
-        shape, link = self._costs.shape, self._costs.hardware.link.bulk_bytes_per_s
+        shape = self._costs.shape
         ps = menu.expected_ps(np.minimum(shape.top_k * importance, 1.0), rows)
         problem = JointProblem(
             menu.choices,
-            ps + moved * (PS_PER_S / link / STEPS_TO_COME),
+            ps + moved * (PS_PER_S / self._bytes_per_s / STEPS_TO_COME),
             np.moveaxis(importance[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / self.shape[0],
             self._budgets,
             moved,

@@ -4,7 +4,7 @@
 
 To stream an expert costs one copy, however few rows need it; what the device takes for it grows with its rows. So the
 experts that would take the device longest are streamed, the others stay where they are, in full precision on either
-side. A pure function of integers, so the live plugin and every replay split alike. Knows simulated costs of experts.
+side. A pure function of integers, so the live plugin and every replay split alike. Knows prices of experts.
 Does not know clocks, requests or tensors.
 """
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ndp_device.timing.work import PAIR_BYTES
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.prices import Prices, SimulatedPrices
 
 _MOST_ROWS, _MOST_BYTES = 8192, 64 << 20
 """Of a message, as the protocol allows."""
@@ -58,6 +59,8 @@ class PrefillSplit:
     """The rule for one model on one hardware."""
 
     costs: Costs
+    prices: Prices | None = None
+    """Of this machine; None: of the simulated hardware."""
 
     def on_device(
         self,
@@ -95,7 +98,7 @@ class PrefillSplit:
         too_many = int(pairs[-1]) - self.most_pairs + (0 if decode_experts is None else len(decode_experts))
         streamed = num_streamed(
             device_ps[order].tolist(),
-            lambda n: self.costs.gpu.prefill_stream_ps(n, int(pairs[n - 1])) if n else 0,
+            lambda n: self._prices.streamed_ps(n, int(pairs[n - 1])) if n else 0,
             beside_ps=beside_ps,
             opening_ps=opening_ps,
             least=int(np.searchsorted(pairs, too_many)) + 1 if too_many > 0 else 0,
@@ -128,15 +131,19 @@ class PrefillSplit:
         return prices[places]
 
     @cached_property
+    def _prices(self) -> Prices:
+        return self.prices or SimulatedPrices(self.costs)
+
+    @cached_property
     def _known(self) -> Callable[[int, int], int]:
-        return lru_cache(4096)(lambda bits, rows: round(self.costs.device_expert_ps(bits, rows)))
+        return lru_cache(4096)(lambda bits, rows: round(self._prices.device_ps(bits, rows)))
 
     @cached_property
     def _pair_ps(self) -> int:
         """On the link, both ways. Every pair counts as a row of its own, which a message sends but once."""
-        return self.costs.link_ps(2, 2) - self.costs.link_ps(1, 1)
+        return max(round(self._prices.message_ps(2, 2) - self._prices.message_ps(1, 1)), 0)
 
     @cached_property
     def _opening_ps(self) -> int:
         """What a message takes beside its experts and rows."""
-        return self.costs.link_ps(1, 1) + round(self.costs.device_fill_ps)
+        return round(self._prices.message_ps(1, 1))

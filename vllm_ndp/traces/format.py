@@ -115,6 +115,8 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Tiers among which a joint plan chose (simulation/joint_rule.py), with + between them; empty: plans were fixed."""
     warm_experts: int = 0
     """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
+    prices: dict[str, Any] | None = None
+    """That plans were made by where they were measured, as simulation/prices.py records them; None: simulated ones."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

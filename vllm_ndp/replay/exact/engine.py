@@ -34,8 +34,9 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 from vllm_ndp.simulation.host_cpu import HostCpu
-from vllm_ndp.simulation.joint_rule import JointRule
+from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
+from vllm_ndp.simulation.prices import MeasuredPrices
 from vllm_ndp.traces.format import REJECTED, LiveSetup
 from vllm_ndp.traces.trace import Trace
 
@@ -98,8 +99,11 @@ class Engine:
         costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus, slot_bits=setup.slot_bits)
         self.clock = StepClock(replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages))
         self.costs = costs
-        self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts) if setup.spill_bits else None
-        self.prefill_split = PrefillSplit(self.costs) if setup.splits_prefill else None
+        prices = None if setup.prices is None else MeasuredPrices.of_recorded(setup.prices)
+        self.balancer = None
+        if setup.spill_bits:
+            self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts, prices)
+        self.prefill_split = PrefillSplit(self.costs, prices) if setup.splits_prefill else None
         self.devices: Devices | None = None
         if setup.num_devices > 1 or setup.may_join:
             device_rules = DeviceRules(
@@ -111,8 +115,7 @@ class Engine:
             )
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
-        if setup.joint_tiers:
-            rules = replace(rules, joint=JointRule(costs, setup.joint_tiers, rules.loss, rules.budget.num_hot))
+        rules = on_hardware(rules, costs, setup.joint_tiers, prices)
         self._bytes_of_width = costs.bytes_of_width if setup.joint_tiers else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._cpu = HostCpu.of(self.costs)
@@ -121,6 +124,7 @@ class Engine:
         self._own(self.hot)
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
+        self._arrives_ps = 0  # when what is copied beside decode is there
         self._timings: list[Timing | None] = []
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
 
@@ -147,12 +151,13 @@ class Engine:
         if self.devices is not None:
             self._alive = self.devices.all_alive if alive is None else alive
         epoch, self._timings = self.epoch, []
-        (moved, num_bytes), before = self._replan(), self.clock.now_ps
+        waited_ps = 0 if self._ended else self._follow()
+        (moved, num_bytes), before = self._replan() if self._ended else (0, None), self.clock.now_ps
         self._own(self.hot)
         if moved:
             arrived = yield Migration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
             self.clock.wait_until(arrived)
-        migration_ps = self.clock.now_ps - before
+        migration_ps = self.clock.now_ps - before + waited_ps
         time, decode_only = yield from self._run_rows(rows)
         self._end_prefills()
         timings = tuple(self._timings)
@@ -181,6 +186,26 @@ class Engine:
             scores = [score for request in change.plans if (score := self.requests[request].score) is not None]
             self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
         return change.num_moved, change.moved_bytes
+
+    def _follow(self) -> int:
+        """Where no prefill ended: exchange experts that decode asks for, if their copies are due. How long they were
+        waited for."""
+        if not self.planner.follows:
+            return 0
+        running = {i: r for i, r in enumerate(self.requests) if not r.finished}
+        followed = self.planner.follow({i: r.plan for i, r in running.items() if r.plan is not None})
+        before = self.clock.now_ps
+        if (change := followed.change) is not None:
+            self.clock.wait_until(self._arrives_ps)
+            for request, plan in change.plans.items():
+                self.requests[request].plan, self.requests[request].score = plan, change.score
+            if self.devices is not None:
+                scores = [change.score] * len(change.plans) if change.score is not None else []
+                self.clock.wait_until(self.clock.now_ps + self.devices.follow(change.plans.values(), scores))
+        waited_ps = self.clock.now_ps - before
+        if followed.begun:
+            self._arrives_ps = self.clock.now_ps + self.clock.model.migration_ps(followed.begun)
+        return waited_ps
 
     def _scores(self) -> dict[int, ImportanceScore]:
         """Of requests that are still there and whose prefill has ended."""
@@ -235,6 +260,8 @@ class Engine:
             if not request.prefilled and end >= request.prompt_len:
                 request.prefilled = True
                 self._ended.append(r)
+        if self.planner.follows:
+            self.planner.see(trace.ids[rows[decode]].astype(np.int64))
         return self.clock.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
     def _run_layer(

@@ -1,0 +1,148 @@
+"""Plans that follow decode: nothing while the subject stays, exchanges within a budget once it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.follower import FollowRules, exchanged_bits
+from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.plan import Budget, Plan
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
+from vllm_ndp.planning.stats import RoutingStats
+
+LAYERS, EXPERTS, TOP_K, HOT = 4, 16, 2, 5
+
+
+def tokens(generator: np.random.Generator, count: int, logits: np.ndarray) -> np.ndarray:
+    """[count, L, k]: drawn without replacement, as a router does."""
+    noise = generator.gumbel(size=(count, LAYERS, EXPERTS))
+    return np.argsort(-(logits + noise), axis=2)[:, :, :TOP_K]
+
+
+def subject(generator: np.random.Generator) -> np.ndarray:
+    return 1.5 * generator.standard_normal((LAYERS, EXPERTS))
+
+
+def score_of(ids: np.ndarray) -> ImportanceScore:
+    return importance(RoutingStats.from_choices(ids, np.full(ids.shape, 1 / TOP_K), EXPERTS))
+
+
+def planner(copies: float, max_moves: int | None = None) -> Replanner:
+    rules = PlannerRules(
+        load_policy("prefill", PolicySettings()),
+        Budget(HOT, 2.0),
+        LossTable.nominal(LAYERS, EXPERTS),
+        max_moves=max_moves,
+        follow=FollowRules(copies=lambda rows: copies),
+    )
+    return Replanner(rules, LAYERS, EXPERTS)
+
+
+def decode(
+    replanner: Replanner, plans: dict[str, Plan], ids: np.ndarray
+) -> list[tuple[int, PlanChange[str] | None, int]]:
+    """One row a step, as the plugin calls it: (step, what changed before it, what began to be copied)."""
+    events = []
+    for step, row in enumerate(ids):
+        followed = replanner.follow(plans)
+        if followed.change is not None:
+            plans.update(followed.change.plans)
+        if followed.change is not None or followed.begun:
+            events.append((step, followed.change, followed.begun))
+        replanner.see(row[None])
+    return events
+
+
+def planned(replanner: Replanner, generator: np.random.Generator) -> tuple[np.ndarray, dict[str, Plan]]:
+    own = subject(generator)
+    return own, dict(replanner.replan({"a": score_of(tokens(generator, 64, own))}).plans)
+
+
+def test_while_the_subject_stays_plans_do_not_change():
+    for seed in range(6):
+        generator, replanner = np.random.default_rng(seed), planner(1.0)
+        own, plans = planned(replanner, generator)
+        assert decode(replanner, plans, tokens(generator, 300, own)) == []
+        assert (replanner.epoch, replanner.noticed) == (1, 0)
+
+
+@pytest.mark.parametrize(("copies", "steps"), [(0.3, 4), (1.0, 1), (3.0, 1)])
+def test_after_a_change_experts_are_exchanged_as_fast_as_they_can_be_copied(copies: float, steps: int):
+    """A copy that takes 3.3 steps is in force 4 steps after it began; 3 that fit beside a step come together."""
+    generator, replanner = np.random.default_rng(7), planner(copies)
+    _, plans = planned(replanner, generator)
+    new = subject(generator)
+    ids = tokens(generator, 400, new)
+    before, start = replanner.placement.hot, plans["a"]
+    events = decode(replanner, plans, ids)
+    began = [(step, begun) for step, _, begun in events if begun]
+    changes = [(step, change) for step, change, _ in events if change is not None]
+    assert all(begun <= max(int(copies), 1) for _, begun in began)
+    for (ordered, begun), (came, change) in zip(began, changes, strict=False):
+        assert came - ordered == steps
+        assert change.num_moved == begun
+    here = np.arange(LAYERS)[:, None]
+    assert replanner.placement.hot[here, ids].mean() > before[here, ids].mean() + 0.15
+    last = plans["a"]
+    assert last.epoch == 1 + len(changes) == replanner.epoch
+    assert (np.sort(last.bits.bits, axis=1) == np.sort(start.bits.bits, axis=1)).all()  # each layer spends what it did
+    assert last.placement.num_hot.tolist() == [HOT] * LAYERS
+
+
+def test_moves_are_bounded_by_the_setting_too_and_none_happen_without_a_request():
+    generator, replanner = np.random.default_rng(3), planner(8.0, max_moves=2)
+    _, plans = planned(replanner, generator)
+    events = decode(replanner, plans, tokens(generator, 120, subject(generator)))
+    assert 0 < max(begun for _, _, begun in events) <= 2
+    assert replanner.follow({}).change is None
+    assert not replanner.follows
+
+
+def test_what_decode_has_shown_counts_when_the_next_prompt_ends_and_what_was_on_its_way_is_given_up():
+    generator, replanner = np.random.default_rng(11), planner(0.01)
+    own, plans = planned(replanner, generator)
+    ids = tokens(generator, 80, subject(generator))
+    events = decode(replanner, plans, ids)
+    assert [change for _, change, _ in events] == [None]  # one copy, which takes a hundred steps
+    change = replanner.replan({"a": score_of(ids), "b": score_of(tokens(generator, 64, own))})
+    assert replanner.noticed == 0
+    assert decode(replanner, dict(change.plans), tokens(generator, 3, own)) == []
+
+
+def test_those_that_leave_take_over_the_bits_of_those_that_come():
+    bits = np.array([[0, 0, 4, 2, 1], [0, 3, 0, 2, 1]], np.uint8)
+    before = bits == 0
+    after = np.array([[1, 0, 0, 1, 0], [1, 0, 1, 0, 0]], bool)
+    assert exchanged_bits(bits, before, after).tolist() == [[0, 2, 4, 0, 1], [0, 3, 0, 2, 1]]
+
+
+def test_a_step_of_ninety_four_layers_is_seen_in_little_time():
+    """Counted in calls of Python's own code, which do not depend on the machine: no loop over experts."""
+    import sys
+
+    shape = (94, 128)
+    rules = PlannerRules(
+        load_policy("prefill", PolicySettings()),
+        Budget(32, 3.0),
+        LossTable.nominal(*shape),
+        follow=FollowRules(),
+    )
+    replanner = Replanner(rules, *shape)
+    generator = np.random.default_rng(0)
+    replanner.replan({"a": ImportanceScore.from_weights(generator.random(shape))})
+    ids = np.stack([np.stack([generator.permutation(128)[:8] for _ in range(94)]) for _ in range(8)])
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        replanner.see(ids)
+    finally:
+        sys.setprofile(None)
+    assert calls < 500
