@@ -161,6 +161,7 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
         self._check_joint()
         self._check_replan()
+        self._check_prices()
         if self.has_quantized_slots and self.cold_precision == "full":
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {self.slot_bits} beside cold_precision 'full', which quantizes nothing: "
@@ -243,6 +244,13 @@ class NdpSettings:
                     f"ndp setting 'replan' is 'drift', which exchanges hot and cold experts of fixed plans, but "
                     f"{name!r} is {getattr(self, name)!r}: drop one of the two"
                 )
+
+    def _check_prices(self) -> None:
+        if self.prices == "measured" and (self.addresses or self.devices > 1):
+            raise ConfigError(
+                "ndp setting 'prices' is 'measured', which asks a device of its own as the embedded one, but the run's "
+                "are others or several: use 'prices': 'simulated', or one embedded device"
+            )
 
     def _check_devices(self) -> None:
         for address in self.addresses:

@@ -18,6 +18,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.cuda import limits
@@ -31,6 +32,7 @@ from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
+from vllm_ndp.integration.price_probe import Asked, PriceProbe, Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.warm_experts import WarmExperts
@@ -38,6 +40,8 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices
+from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
+from vllm_ndp.simulation.prices import MeasuredPrices
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -169,6 +173,30 @@ class Assembly:
     def make_costs(self, device: Device) -> Costs:
         group_size, bits = device.group_size, self.settings.slot_bits
         return Costs(self.hardware, self.shape, group_size=group_size, num_gpus=self.ranks.size, slot_bits=bits)
+
+    def measure_prices(self, device: Device, replicas: Path | None, shared: Shared | None) -> MeasuredPrices | None:
+        """By the leader, for all ranks; None where prices are those of the simulated hardware. shared: the shared
+        experts of a layer, where there are any."""
+        if self.settings.prices != "measured":
+            return None
+        recorded = None
+        if isinstance(device, DeviceLink):
+            probe = PriceProbe(self.hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
+            prices = probe.measure(self._asked_of_probe(device), device.members.start_embedded, self.digest)
+            recorded = prices.recorded()
+        return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
+
+    def _asked_of_probe(self, device: DeviceLink) -> Asked:
+        settings, served = self.settings, sorted(device.expert_bytes)
+        engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
+        tiers = ["gpu"]
+        if settings.plan == "joint":
+            tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
+            engine = set(LIVE_WIDTHS["gpu"])
+        device_widths = [bits for bits in served if bits in WIDTHS and self.is_quantized]
+        if FULL_PRECISION_BITS in served and (device.computes_prompts or settings.cold_precision == "full"):
+            device_widths.append(FULL_PRECISION_BITS)
+        return Asked(settings.slot_bits, sorted(engine), tiers, device_widths)
 
     def open_pool(self, replicas: Path | None) -> None:
         """Where the hot slots are filled from."""

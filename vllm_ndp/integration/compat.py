@@ -114,6 +114,9 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.replan == "drift" and parallel.pipeline_parallel_size > 1,
          "'replan' 'drift' beside pipeline parallelism, where stages would change plans at other times: "
          "drop one of the two"),
+        (settings.prices == "measured" and (parallel.tensor_parallel_size > 1 or not on_cpu()),
+         "'prices' 'measured' on CUDA or beside tensor or expert parallelism, where no probe measures them so far: use "
+         "'simulated'"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),

@@ -46,6 +46,7 @@ from vllm_ndp.simulation.devices import DeviceRules, DevicesBalancer
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
+from vllm_ndp.simulation.prices import MeasuredPrices
 from vllm_ndp.traces.format import Provenance, Scheduling
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class NdpController:
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._unsimulated = compat.unsimulated(vllm_config)
         self._weighs_input = False
-        self._planned: dict[str, dict[str, float]] = {}  # before the running step, for its report
+        self._prices: MeasuredPrices | None = None  # simulated ones
+        self._planned: dict[str, dict[str, Any]] = {}  # before the running step, for its report
         self._step_start_s = 0.0
         self._ended_ps = 0
         self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
@@ -145,14 +147,15 @@ class NdpController:
         self.locator = RowLocator(runner, make.make_late_check())
         losses, costs = make.load_losses(replicas), make.make_costs(self.device)
         self.clock.model = replace(self.clock.model, slot_bytes=costs.slot_bytes)
-        rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers)
+        shared = compat.shared_experts(runner.model)
+        prices = self._prices = make.measure_prices(self.device, replicas, next(iter(shared.values()), None))
+        rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers, prices)
         replanner = Replanner(rules, shape.num_layers, shape.num_experts)
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
         self._device_rules = make.share_among_devices(self.device, costs)
-        self._balancer = Balancer(costs, offload_bits, settings.device_hosts) if offload_bits else None
-        prefill_split = PrefillSplit(costs) if self.device.computes_prompts else None
-        shared = compat.shared_experts(runner.model)
+        self._balancer = Balancer(costs, offload_bits, settings.device_hosts, prices) if offload_bits else None
+        prefill_split = PrefillSplit(costs, prices) if self.device.computes_prompts else None
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
         self._warm = make.make_warm(costs)
@@ -193,6 +196,7 @@ class NdpController:
         self.locator.group = group
         splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
         fits = self._exchange is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
+        fits = fits and (self._prices is None or self._prices.beside == 1)  # native layers know no other rule
         if fits and not (self.ranks.holds_whole_experts or splits_here or self._warm is not None):
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
@@ -295,7 +299,7 @@ class NdpController:
         round_trips, is_up = self.device.take_round_trips(), any(self.device.up)
         return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up)
 
-    def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, float]]:
+    def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, Any]]:
         """New plans for the report and the recording, by request."""
         if not planned:
             return {}
@@ -308,6 +312,7 @@ class NdpController:
                 "epoch": request.plan.epoch,
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
+                "prices": self.settings.prices,
                 "avg_bits": request.plan.average_bits if placement.num_cold.any() else 0.0,
             }
             for name, request in planned.items()
@@ -451,4 +456,5 @@ class NdpController:
             device_rules=self._device_rules,
             activation_bytes=self._activation_bytes,
             scheduling=scheduling,
+            prices=self._prices,
         )

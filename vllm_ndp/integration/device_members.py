@@ -104,7 +104,13 @@ class DeviceMembers:
         self._agreement.check_part(part)
         if settings.addresses:
             return self._reach(settings.addresses[number], settings.keys_of(number), part=part)
-        process = DeviceProcess.spawn(
+        process = self.start_embedded()
+        return self._reach(process.address, None, process, part)
+
+    def start_embedded(self) -> DeviceProcess:
+        """A private device as the settings describe it."""
+        settings = self._settings
+        return DeviceProcess.spawn(
             self._model_dir,
             self.replicas,
             hardware=settings.hardware,
@@ -114,7 +120,6 @@ class DeviceMembers:
             cores=self.cores,
             extra_arguments=("--prepare", settings.prepare),
         )
-        return self._reach(process.address, None, process, part)
 
     def _reach(
         self, address: str, keys: Path | None, process: DeviceProcess | None = None, part: Part = WHOLE

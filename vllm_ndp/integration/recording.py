@@ -32,6 +32,7 @@ from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
 from vllm_ndp.simulation.devices import DeviceRules
 from vllm_ndp.simulation.gpu_timing import StepTime
+from vllm_ndp.simulation.prices import MeasuredPrices
 from vllm_ndp.traces.format import (
     CACHED,
     CHANGED,
@@ -178,10 +179,11 @@ def run_provenance(
     device_rules: DeviceRules | None,
     activation_bytes: int,
     scheduling: Scheduling,
+    prices: MeasuredPrices | None,
 ) -> Provenance:
     """Everything that a replay needs to make the same plans and the same simulated times again.
 
-    device_rules: None where there is one device.
+    device_rules: None where there is one device. prices: measured ones, None where the simulated hardware's count.
     """
     tokenizer = model_dir / "tokenizer.json"
     return Provenance(
@@ -227,5 +229,6 @@ def run_provenance(
             slot_bits=settings.slot_bits,
             joint_tiers=settings.joint_tiers,
             warm_experts=settings.warm_experts,
+            prices=None if prices is None else prices.recorded(),
         ),
     )

@@ -98,7 +98,7 @@ class StepReport:
     start_ps: int
     end_ps: int
     pairs: dict[str, dict[str, int]]  # of every request of the step
-    plans: dict[str, dict[str, float]]  # requests planned before this step: epoch, hot_experts, avg_bits
+    plans: dict[str, dict[str, Any]]  # requests planned before this step: epoch, hot_experts, avg_bits, prices
     drafts: dict[str, int]  # tokens guessed by a proposer and checked in this step, of requests with any
     pairs_per_row: int
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
@@ -168,7 +168,7 @@ class RequestReport:
     token_ps: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     pairs: dict[str, int] = field(default_factory=dict)
-    plan: dict[str, float] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     drafted: int = 0
     rejected: int = 0
     pairs_per_row: int = 0

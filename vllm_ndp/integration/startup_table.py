@@ -23,6 +23,12 @@ from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
+_PRICES = {
+    "simulated": "the simulated hardware's",
+    "measured": "this machine's, measured at start-up; simulated times stay those of the simulated hardware",
+}
+_REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
+
 
 def status(
     settings: NdpSettings,
@@ -68,6 +74,8 @@ def status(
         "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
         "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
+        "prices": settings.prices,
+        "replan": settings.replan,
         "slot_kernel": hot.slot_kernel,
         "decode_layers": decode_layers,
         "record": settings.record or "off",
@@ -199,6 +207,8 @@ def startup_table(status: dict[str, Any]) -> Table:
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),
+        ("prices of plans", _PRICES[status["prices"]]),
+        ("plans change", _REPLAN[status["replan"]]),
         ("slot kernel", status["slot_kernel"]),
         ("decode layers", status["decode_layers"]),
         ("routing trace", status["record"]),

@@ -158,7 +158,7 @@ class Step:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def report(self, plans: dict[str, dict[str, float]]) -> tuple[StepReport, StepTime] | None:
+    def report(self, plans: dict[str, dict[str, Any]]) -> tuple[StepReport, StepTime] | None:
         """Close the simulated clock and say what happened, once per step; None if that was done or nothing ran.
 
         plans: what was planned before this step, by request.

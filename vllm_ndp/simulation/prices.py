@@ -44,9 +44,21 @@ class Prices(Protocol):
         """So many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
         ...
 
+    @property
+    def beside(self) -> float:
+        """0..1, how much of the shorter side, GPU or device, is over while the longer one runs."""
+        ...
+
+
+def together_ps(prices: Prices, one: float, other: float) -> float:
+    """What two sides take that begin at the same time."""
+    return max(one, other) + (1 - prices.beside) * min(one, other)
+
 
 class SimulatedPrices:
     """Of the modelled hardware, each asked for once."""
+
+    beside = 1.0
 
     def __init__(self, costs: Costs) -> None:
         self.device_ps = lru_cache(4096)(costs.device_expert_ps)
@@ -77,6 +89,8 @@ class MeasuredPrices:
     """Ps of one expert into GPU memory, in full precision."""
     expert_bytes: int
     """Of the expert that was copied."""
+    beside: float = 1.0
+    """Below 1 where engine and device have to share cores or memory."""
     shared: tuple[int, ...] = ()
     """Ps of the shared experts of a layer; empty where there are none."""
 
@@ -86,6 +100,8 @@ class MeasuredPrices:
             raise ConfigError(f"prices are measured for ascending numbers of rows from 1 on, got {list(self.rows)}")
         if any(len(each) != len(self.rows) for each in series) or min(map(min, series)) <= 0 or self.copied <= 0:
             raise ConfigError(f"measured prices must be above 0, one for each of {len(self.rows)} numbers of rows")
+        if not 0 <= self.beside <= 1:
+            raise ConfigError(f"the shorter side runs beside the longer one by a share in 0..1, got {self.beside}")
 
     @classmethod
     def of_recorded(cls, recorded: Mapping[str, Any]) -> MeasuredPrices:

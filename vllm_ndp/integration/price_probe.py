@@ -1,0 +1,216 @@
+"""What experts take on this machine, measured for some seconds at start-up: `"prices": "measured"`.
+
+    slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
+    copies     an expert from the pool into a slot, or through one for a prompt
+
+The device that is asked is a process of its own on the device's cores, started for this and ended after it: commands
+would leave their traces on the simulated clock of the run's own device. Experts take turns, so that none stays in a
+cache because the one before was itself. Medians. Knows kernels, pool and one device. Does not know plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable
+from ndp_device.kernels.kernel import Kernel
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.device.client import DeviceClient
+from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.integration.hot_experts import HotExperts
+from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.simulation.prices import MeasuredPrices
+
+ROWS = (1, 4, 16, 64)
+_REPEATS, _SECONDS = 7, 0.5
+"""Of one price: so many times, or for so long if that is over sooner; twice at least."""
+_PATIENCE_MS = 60_000.0
+
+Shared = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run will ask prices of."""
+
+    slot_bits: int
+    engine_widths: Sequence[int]
+    """Of experts that the device's kernel computes in this process."""
+    tiers: Sequence[str]
+    """That such an expert may be in: gpu, host."""
+    device_widths: Sequence[int]
+
+
+class PriceProbe:
+    def __init__(
+        self,
+        hot: HotExperts,
+        kernel: Callable[[], Kernel],
+        model_dir: Path,
+        replicas: Path | None,
+        first_layer: int,
+        shared: Shared | None,
+    ) -> None:
+        """kernel: the device's, in this process. first_layer: of the model, which this worker counts as 0. shared: the
+        shared experts of a layer."""
+        self._hot, self._kernel, self._model_dir, self._replicas = hot, kernel, model_dir, replicas
+        self._first_layer, self._shared = first_layer, shared
+        self._shape, self._held = hot.pool.shape, hot.layers[0].held
+        self._many = torch.randn(max(ROWS), self._shape.hidden_size).to(self._held.w13.dtype)
+        self._turn = 0
+
+    @torch.inference_mode()
+    def measure(self, asked: Asked, start_device: Callable[[], DeviceProcess], digest: str) -> MeasuredPrices:
+        """Raises ConfigError where a price that is asked for cannot be had, or DeviceUnavailable."""
+        experts: dict[str, tuple[int, ...]] = {}
+        if asked.engine_widths:
+            kernel, store = self._kernel(), ExpertStore(self._model_dir, self._replicas, kernel=self._kernel())
+            for bits in asked.engine_widths:
+                prices = [self._in_engine(kernel, store, bits, rows) for rows in ROWS]
+                experts |= {f"{tier}:{bits}": tuple(prices) for tier in asked.tiers}
+        if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
+            experts["gpu:16"] = tuple(self._in_slots(rows) for rows in ROWS)
+        messages, on_device, beside = self._on_device(asked.device_widths, start_device, digest)
+        staging = self._held.empty_like(1)
+        return MeasuredPrices(
+            rows=ROWS,
+            experts=experts | on_device,
+            slot_bits=asked.slot_bits,
+            messages=messages,
+            streamed=tuple(self._streamed(rows) for rows in ROWS),
+            copied=_median_ps(lambda: self._hot.streamer.fill(0, self._next(), staging, 0)),
+            expert_bytes=self._hot.pool.expert_bytes,
+            beside=beside,
+            shared=() if self._shared is None else tuple(self._of_shared(self._shared, rows) for rows in ROWS),
+        )
+
+    def _next(self) -> int:
+        self._turn = (self._turn + 1) % self._shape.num_experts
+        return self._turn
+
+    def _in_slots(self, rows: int) -> int:
+        """One of two experts that all rows go through, in vLLM's kernel."""
+        return max(_median_ps(self._slots_of_two(rows)) // 2, 1)
+
+    def _slots_of_two(self, rows: int) -> Callable[[], object]:
+        slots, held = self._hot.layers[0], self._held.empty_like(2)
+        for slot in range(2):
+            self._hot.streamer.fill(0, self._next(), held, slot)
+        x, ids = self._many[:rows], torch.tensor([[0, 1]], dtype=torch.int32).repeat(rows, 1)
+        weights = torch.full((rows, 2), 0.5)
+        return lambda: slots.kernel.run(x, held, weights, ids)
+
+    def _in_engine(self, kernel: Kernel, store: ExpertStore, bits: int, rows: int) -> int:
+        """The same in the device's kernel, at a width."""
+        x, ids = self._many[:rows].float().numpy(), np.repeat(np.arange(2, dtype=np.int32)[None], rows, axis=0)
+        owner, weights = np.repeat(np.arange(rows, dtype=np.int32), 2), np.full(2 * rows, 0.5, np.float32)
+        sets = [[store.get(self._first_layer, self._next(), bits) for _ in range(2)] for _ in range(2)]
+
+        def run() -> None:
+            sets.append(sets.pop(0))
+            kernel.execute(x, sets[0], owner, ids.ravel(), weights)
+
+        return max(_median_ps(run) // 2, 1)
+
+    def _streamed(self, rows: int) -> int:
+        """Rows of a prompt through an expert that has no slot."""
+        x, owner = self._many[:rows], np.arange(rows, dtype=np.int64)
+        weights = np.ones(rows, np.float32)
+
+        def run() -> None:
+            self._hot.stream(0, x, Pairs(owner, np.full(rows, self._next(), np.int64), weights), {})
+
+        return _median_ps(run)
+
+    def _of_shared(self, shared: Shared, rows: int) -> int:
+        return _median_ps(lambda: shared(self._many[:rows]))
+
+    def _on_device(
+        self, widths: Sequence[int], start_device: Callable[[], DeviceProcess], digest: str
+    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
+        """(What a command takes by its rows, `device:bits` -> what one expert more does, how much of the shorter side
+        runs beside the longer one)."""
+        process = start_device()
+        client = DeviceClient(process.address, digest, deadline_ms=_PATIENCE_MS)
+        try:
+            client.connect()
+            asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
+            for bits in widths:
+                asked[self._first_layer, :4] |= FLAG_OF_BITS[bits]
+            if missing := client.install_plan(1, asked):
+                layer, expert, bits = missing[0]
+                raise ConfigError(
+                    f"prices are to be measured, but the device cannot serve expert {expert} of layer {layer} at "
+                    f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
+                )
+            client.activate_plan(1)
+            messages = tuple(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
+            prices = {
+                f"device:{bits}": tuple(
+                    max((self._asked(client, rows, 2, bits) - message) // 2, 1)
+                    for rows, message in zip(ROWS, messages, strict=True)
+                )
+                for bits in widths
+            }
+            return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
+        except (DeviceError, DeviceUnavailable) as error:
+            raise ConfigError(
+                f"prices are to be measured, but the device that was started for it gave none ({error}): use 'prices': "
+                "'simulated', or look at the device's own words above"
+            ) from error
+        finally:
+            client.close()
+            process.terminate()
+
+    def _beside(self, client: DeviceClient, bits: int) -> float:
+        """The device computes two experts while this process computes two others."""
+        in_slots, ask = self._slots_of_two(ROWS[1]), self._command(client, ROWS[1], 2, bits)
+
+        def both() -> None:
+            finish = ask()
+            in_slots()
+            finish()
+
+        alone = _median_ps(in_slots), _median_ps(lambda: ask()())
+        return min(max((sum(alone) - _median_ps(both)) / min(alone), 0.0), 1.0)
+
+    def _asked(self, client: DeviceClient, rows: int, experts: int, bits: int) -> int:
+        """A command there and back."""
+        ask = self._command(client, rows, experts, bits)
+        return _median_ps(lambda: ask()())
+
+    def _command(self, client: DeviceClient, rows: int, experts: int, bits: int) -> Callable[[], Callable[[], object]]:
+        """Sends all rows through so many experts when it is called, and waits when what that gives is."""
+        x = self._many[:rows].float().numpy()
+        owner = np.repeat(np.arange(rows, dtype=np.int32), experts)
+        ids: NDArray[Any] = np.tile(np.arange(experts, dtype=np.int32), rows)
+        widths, weights = np.full(len(ids), bits, np.uint8), np.full(len(ids), 0.5, np.float32)
+
+        def ask() -> Callable[[], object]:
+            nonlocal ids
+            handle = client.begin_execute(self._first_layer, 0, 0, x, owner, ids, widths, weights)
+            ids = (ids + 2) % min(4, self._shape.num_experts) if experts else ids
+            return lambda: client.finish_execute(handle)
+
+        return ask
+
+
+def _median_ps(run: Callable[[], object]) -> int:
+    """Picoseconds on the wall, the first time apart."""
+    run()
+    taken: list[int] = []
+    while len(taken) < 2 or (len(taken) < _REPEATS and sum(taken) < _SECONDS * 1e9):
+        begin = time.perf_counter_ns()
+        run()
+        taken.append(time.perf_counter_ns() - begin)
+    return max(int(median(taken) * 1000), 1)
