@@ -69,6 +69,9 @@ def _no_device_is_left_behind() -> Iterator[None]:
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
         ({"policy_options": {"batchrule": "sum"}}, "'policy_options' has no 'batchrule': known are alpha, batch_rule"),
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
+        ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
+        ({"replan": "drift", "warm_experts": 1}, "of fixed plans, but 'warm_experts' is 1: drop one of the two"),
+        ({"prices": "measured", "devices": 2}, "use 'prices': 'simulated', or one embedded device"),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):

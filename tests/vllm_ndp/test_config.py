@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,3 +224,29 @@ def test_losses_are_relative_unless_told_otherwise_and_other_words_are_refused()
     assert NdpSettings.from_mapping({"losses": "absolute"}).losses == "absolute"
     with pytest.raises(ConfigError, match="'losses' must be one of relative, absolute, got 'mse'"):
         NdpSettings(losses="mse")
+
+
+@pytest.mark.parametrize("beside", [{"plan": "joint"}, {"warm_experts": 2}, {"max_moves": 0}])
+def test_plans_that_follow_decode_are_refused_beside_what_leaves_nothing_to_exchange(beside: dict[str, Any]):
+    name, value = next(iter(beside.items()))
+    with pytest.raises(ConfigError, match=f"hot and cold experts of fixed plans, but '{name}' is {value!r}: drop one"):
+        NdpSettings(replan="drift", **beside)
+    with pytest.raises(ConfigError, match="0 of 8 are hot: use 'replan': 'prefill'"):
+        NdpSettings(replan="drift", hot_experts=0).require_followable(8)
+    NdpSettings(replan="drift").require_followable(8)
+
+
+def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: Path):
+    np.save(tmp_path / "prior.npy", np.ones((2, 8)))
+    settings = NdpSettings(replan="drift", policy_options={"prior": str(tmp_path / "prior.npy")})
+    rules = settings.planner_rules(8, LossTable.nominal(2, 8))
+    assert rules.follow is not None
+    assert rules.follow.prior is not None
+    assert NdpSettings().planner_rules(8, LossTable.nominal(2, 8)).follow is None
+    assert NdpSettings(replan="drift").planner_rules(8, LossTable.nominal(2, 8)).follow.prior is None
+
+
+@pytest.mark.parametrize("others", [{"device": ("ipc:///run/ndp/a",)}, {"device": "tcp://host:1"}, {"devices": 2}])
+def test_prices_are_measured_on_one_embedded_device_only(others: dict[str, Any]):
+    with pytest.raises(ConfigError, match="or one embedded device"):
+        NdpSettings(prices="measured", **others)

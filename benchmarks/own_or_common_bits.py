@@ -1,0 +1,137 @@
+"""From how many running requests on do common bits with half a bit more beat bits of each request's own?
+
+What `bits_for: auto` decides, at both ends: batches of 1 to 64 requests that decode together, `balanced` with 3-bit
+offload, synthetic routing (signal 1), Mixtral-8x7B on h100-ndp512 with ideal DRAM, half of the experts hot. Each batch
+twice: by the vectorised engine of `compare`, and step by step by the engine that a live run of the plugin equals to the
+picosecond. Tokens/s of decode, and the loss that the plans expect of the choices that were made. Simulated.
+
+    python benchmarks/own_or_common_bits.py [--batches 1,4,8,16,32,64] [--decode 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import numpy as np
+from measured import Measurement, add_json_option
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import WIDTHS
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.replay.exact.modelled import modelled_host
+from vllm_ndp.replay.exact.recorded import RecordedRun
+from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.replay.vectorised.outcome import step_times
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+MODEL, HARDWARE, IDEAL = "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}
+LAYERS, EXPERTS, OFFLOAD = 32, 8, 3
+ARMS = (("own", "request", 3.0), ("common", "batch", 3.5), ("own", "request", 2.0), ("common", "batch", 2.5))
+
+
+def together(trace: Trace) -> Trace:
+    """The same requests in one batch: prompts one after the other, then every step a token of each."""
+    decoding = trace.position >= trace.prompt_len[trace.request]
+    after = trace.position - trace.prompt_len[trace.request] + len(trace.prompt_len)
+    step = np.where(decoding, after, trace.request).astype(np.int32)
+    order = np.lexsort((trace.position, trace.request, step))
+    columns = ("request", "position", "phase", "ids", "weights")
+    return dataclasses.replace(trace, step=step[order], **{name: getattr(trace, name)[order] for name in columns})
+
+
+def relative(loss: LossTable) -> NDArray[np.float64]:
+    """[L, E, 5] by width, in units of each expert's loss at 1 bit; 0 where hot."""
+    table = np.zeros((*loss.mse.shape[:2], WIDTHS[-1] + 1))
+    table[:, :, 1:] = loss.mse / loss.mse[:, :, :1]
+    return table
+
+
+def stepwise(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float) -> tuple[float, float]:
+    """(tokens/s of decode, loss of the plans' bits; what is offloaded on top is not in it)."""
+    policy, budget = load_policy("prefill", PolicySettings()), Budget(EXPERTS // 2, avg_bits)
+    setup, rules = modelled_host(
+        *(trace.provenance, MODEL, HARDWARE, IDEAL),
+        policy=policy,
+        budget=budget,
+        loss=loss,
+        offload_bits=OFFLOAD,
+        keeps_streamed=True,
+    )
+    host = RecordedRun(trace, setup, dataclasses.replace(rules, bits_for=bits_for))
+    runs = [host.run(step) for step in host.steps.tolist()][len(trace.prompt_len) :]
+    decode_ps = runs[-1].time.end_ps - runs[0].time.start_ps
+    table, lost, weight = relative(loss), 0.0, 0.0
+    for sequence, request in zip(trace.sequences, host.engine.requests, strict=True):
+        assert request.plan is not None
+        here = np.arange(LAYERS)[:, None]
+        lost += float(
+            (
+                sequence.decode_weights
+                * table[here, sequence.decode_ids, request.plan.bits.bits[here, sequence.decode_ids]]
+            ).sum()
+        )
+        weight += float(sequence.decode_weights.sum())
+    tokens = sum(len(sequence.decode_ids) for sequence in trace.sequences)
+    return tokens / (decode_ps * 1e-12), lost / weight
+
+
+def vectorised(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float, batch: int) -> tuple[float, float]:
+    options = ReplayOptions(
+        policy=load_policy("prefill", PolicySettings()),
+        budget=Budget(EXPERTS // 2, avg_bits),
+        loss=loss,
+        prior=ImportanceScore.from_weights(np.ones((LAYERS, EXPERTS))),
+        bits_for=bits_for,
+        migration="free",  # the hot set has moved before the first step that counts, as step by step
+        own={"spill_bits": OFFLOAD},
+    )
+    costs, batches = Costs(load_hardware(HARDWARE, **IDEAL), model_named(MODEL)), Batches.of(trace, batch)
+    outcome = SYSTEMS["balanced"].replay(batches, costs, options)
+    decode_ps = float(step_times(outcome, batches, costs).sum())
+    return int(batches.valid.sum()) / (decode_ps * 1e-12), float(outcome.loss)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,4,8,16,32,64")
+    parser.add_argument("--decode", type=int, default=16)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    measurement, loss, rows = Measurement(__doc__), LossTable.nominal(LAYERS, EXPERTS), []
+    for batch in map(int, arguments.batches.split(",")):
+        sizes = {"num_requests": batch, "prompt_len": 128, "decode_len": arguments.decode}
+        trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.0, seed=3))
+        row: dict[str, Any] = {"requests": batch}
+        for name, bits_for, avg_bits in ARMS:
+            steps, lost = stepwise(together(trace), loss, bits_for, avg_bits)
+            whole, replayed = vectorised(trace, loss, bits_for, avg_bits, batch)
+            row[f"{name}, {avg_bits:g} bits"] = [round(steps, 1), round(lost, 4), round(whole, 1), round(replayed, 4)]
+        rows.append(row)
+    table = Table(
+        title="tokens/s as live (loss of the plan) | vectorised (loss, offload included)", title_justify="left"
+    )
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = (
+            f"{v[0]:.0f} ({v[1]:.3f}) | {v[2]:.0f} ({v[3]:.3f})" if isinstance(v, list) else str(v)
+            for v in row.values()
+        )
+        table.add_row(*cells)
+    Console(width=160).print(table)
+    measurement.end({"rows": rows}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
