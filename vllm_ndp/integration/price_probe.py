@@ -5,7 +5,8 @@
 
 The device that is asked is a process of its own on the device's cores, started for this and ended after it: commands
 would leave their traces on the simulated clock of the run's own device. Experts take turns, so that none stays in a
-cache because the one before was itself. Medians. Knows kernels, pool and one device. Does not know plans.
+cache because the one before was itself. The least of some tries: what other programs add is no price. Knows kernels,
+pool and one device. Does not know plans.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class PriceProbe:
             slot_bits=asked.slot_bits,
             messages=messages,
             streamed=tuple(self._streamed(rows) for rows in ROWS),
-            copied=_median_ps(lambda: self._hot.streamer.fill(0, self._next(), staging, 0)),
+            copied=_least_ps(lambda: self._hot.streamer.fill(0, self._next(), staging, 0)),
             expert_bytes=self._hot.pool.expert_bytes,
             beside=beside,
             shared=() if self._shared is None else tuple(self._of_shared(self._shared, rows) for rows in ROWS),
@@ -100,7 +100,7 @@ class PriceProbe:
 
     def _in_slots(self, rows: int) -> int:
         """One of two experts that all rows go through, in vLLM's kernel."""
-        return max(_median_ps(self._slots_of_two(rows)) // 2, 1)
+        return max(_least_ps(self._slots_of_two(rows)) // 2, 1)
 
     def _slots_of_two(self, rows: int) -> Callable[[], object]:
         slots, held = self._hot.layers[0], self._held.empty_like(2)
@@ -120,7 +120,7 @@ class PriceProbe:
             sets.append(sets.pop(0))
             kernel.execute(x, sets[0], owner, ids.ravel(), weights)
 
-        return max(_median_ps(run) // 2, 1)
+        return max(_least_ps(run) // 2, 1)
 
     def _streamed(self, rows: int) -> int:
         """Rows of a prompt through an expert that has no slot."""
@@ -130,10 +130,10 @@ class PriceProbe:
         def run() -> None:
             self._hot.stream(0, x, Pairs(owner, np.full(rows, self._next(), np.int64), weights), {})
 
-        return _median_ps(run)
+        return _least_ps(run)
 
     def _of_shared(self, shared: Shared, rows: int) -> int:
-        return _median_ps(lambda: shared(self._many[:rows]))
+        return _least_ps(lambda: shared(self._many[:rows]))
 
     def _on_device(
         self, widths: Sequence[int], start_device: Callable[[], DeviceProcess], digest: str
@@ -144,9 +144,10 @@ class PriceProbe:
         client = DeviceClient(process.address, digest, deadline_ms=_PATIENCE_MS)
         try:
             client.connect()
+            num_asked = min(4, self._shape.num_experts)
             asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
             for bits in widths:
-                asked[self._first_layer, :4] |= FLAG_OF_BITS[bits]
+                asked[self._first_layer, :num_asked] |= FLAG_OF_BITS[bits]
             if missing := client.install_plan(1, asked):
                 layer, expert, bits = missing[0]
                 raise ConfigError(
@@ -157,7 +158,7 @@ class PriceProbe:
             messages = tuple(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
             prices = {
                 f"device:{bits}": tuple(
-                    max((self._asked(client, rows, 2, bits) - message) // 2, 1)
+                    self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
                     for rows, message in zip(ROWS, messages, strict=True)
                 )
                 for bits in widths
@@ -172,6 +173,11 @@ class PriceProbe:
             client.close()
             process.terminate()
 
+    @staticmethod
+    def _one_more(took: int, message: int, experts: int) -> int:
+        """Of so many in one command; where noise leaves next to nothing of it, a fair part of the command's time."""
+        return max((took - message) // experts, took // (8 * experts), 1)
+
     def _beside(self, client: DeviceClient, bits: int) -> float:
         """The device computes two experts while this process computes two others."""
         in_slots, ask = self._slots_of_two(ROWS[1]), self._command(client, ROWS[1], 2, bits)
@@ -181,13 +187,13 @@ class PriceProbe:
             in_slots()
             finish()
 
-        alone = _median_ps(in_slots), _median_ps(lambda: ask()())
-        return min(max((sum(alone) - _median_ps(both)) / min(alone), 0.0), 1.0)
+        alone = _least_ps(in_slots), _least_ps(lambda: ask()())
+        return min(max((sum(alone) - _least_ps(both)) / min(alone), 0.0), 1.0)
 
     def _asked(self, client: DeviceClient, rows: int, experts: int, bits: int) -> int:
         """A command there and back."""
         ask = self._command(client, rows, experts, bits)
-        return _median_ps(lambda: ask()())
+        return _least_ps(lambda: ask()())
 
     def _command(self, client: DeviceClient, rows: int, experts: int, bits: int) -> Callable[[], Callable[[], object]]:
         """Sends all rows through so many experts when it is called, and waits when what that gives is."""
@@ -205,7 +211,7 @@ class PriceProbe:
         return ask
 
 
-def _median_ps(run: Callable[[], object]) -> int:
+def _least_ps(run: Callable[[], object]) -> int:
     """Picoseconds on the wall, the first time apart."""
     run()
     taken: list[int] = []
@@ -213,4 +219,4 @@ def _median_ps(run: Callable[[], object]) -> int:
         begin = time.perf_counter_ns()
         run()
         taken.append(time.perf_counter_ns() - begin)
-    return max(int(median(taken) * 1000), 1)
+    return max(min(taken) * 1000, 1)

@@ -73,7 +73,7 @@ class SimulatedPrices:
 
 @dataclass(frozen=True)
 class MeasuredPrices:
-    """Medians of this machine, by number of rows. Between two measured numbers of rows a price is a straight line,
+    """Of this machine, by number of rows. Between two measured numbers of rows a price is a straight line,
     beyond the last one the line goes on."""
 
     rows: tuple[int, ...]
