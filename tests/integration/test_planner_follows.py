@@ -1,0 +1,110 @@
+"""The plugin's planner while requests decode, against the exact engine: the same exchanges before the same steps.
+
+Real tracker, sidecar, planner and clock; slots and device are stand-ins that note what they are told. Engines run in
+test_integration_replay.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
+from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.follower import FollowRules
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.replay.exact.modelled import modelled_host
+from vllm_ndp.replay.exact.recorded import RecordedRun
+from vllm_ndp.simulation.gpu_timing import StepClock
+from vllm_ndp.simulation.live_rules import on_hardware
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+
+LAYERS, EXPERTS, PROMPT, DECODE, BLOCK = 32, 8, 64, 110, 16
+
+
+class Noted:
+    """Slots and device in one: what they are told, in order."""
+
+    devices = None
+    computes_prompts = False
+
+    def __init__(self) -> None:
+        self.placed: list[NDArray[np.bool_]] = []
+        self.installed: list[int] = []
+        self.streamer = SimpleNamespace(keeps=False)
+
+    def place(self, hot: NDArray[np.bool_], widths: NDArray[np.uint8]) -> None:
+        self.placed.append(hot)
+
+    def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None:
+        assert not widths[hot].any()
+        assert widths[~hot].all()
+        self.installed.append(epoch)
+
+    def wait_installed(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
+
+
+def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device_hears_of_every_epoch() -> None:
+    sizes: dict[str, Any] = {"num_requests": 1, "prompt_len": PROMPT, "decode_len": DECODE}
+    trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.5, turns=2, seed=9))
+    policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
+    setup, rules = modelled_host(
+        *(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}),
+        policy=policy,
+        budget=Budget(4, 3.0),
+        loss=loss,
+    )
+    rules = replace(rules, follow=FollowRules())
+    replayed = RecordedRun(trace, setup, rules)
+
+    noted: Any = Noted()
+    tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"))
+    sidecar.allocate(16, BLOCK)
+    request = tracker.requests["a"] = TrackedRequest("a", PROMPT, list(range(12, 0, -1)))
+    costs = replayed.engine.costs
+    clock = StepClock(costs.gpu)
+    replanner = Replanner(on_hardware(rules, costs, ""), LAYERS, EXPERTS)
+    planner = Planner(replanner, tracker, sidecar, noted, noted, clock)
+    planner.start()
+    position, changes = 0, 0
+    for number in replayed.steps.tolist():
+        run = replayed.run(number)
+        planned, before = planner.replan(), clock.now_ps
+        assert bool(planned) == run.replanned
+        assert replanner.epoch == replayed.engine.epoch
+        assert (replanner.placement.hot == replayed.engine.hot).all()
+        if planned:
+            assert planned == {"a": request}
+            assert request.plan is not None
+            assert (request.plan.bits.bits == replayed.engine.requests[0].plan.bits.bits).all()
+            assert (noted.placed[-1] == replanner.placement.hot).all()
+            changes += 1
+        assert before == run.time.start_ps  # exchanges were waited for alike
+        clock.wait_until(run.time.end_ps)
+        span = Span(request, position, PROMPT if position == 0 else 1)
+        rows = BatchRows((span,))
+        entries = torch.from_numpy(rows.expected_slot_mapping(BLOCK))
+        here = slice(position, position + span.num_tokens)
+        for layer in range(LAYERS):
+            ids, weights = (torch.from_numpy(part[here, layer].copy()) for part in (trace.ids, trace.weights))
+            sidecar.write(layer, entries, ids.to(torch.int64), weights)
+        streamed = np.zeros((LAYERS, EXPERTS), np.bool_)
+        step: Any = SimpleNamespace(
+            started=True, rows=rows, ending=[request] if span.ends_prefill else [], streamed=streamed
+        )
+        planner.score_ended(step)
+        position += span.num_tokens
+    assert planner.exchanges == changes - 1 > 5
+    assert noted.installed == list(range(1, replanner.epoch + 1))
+    assert request.score is not None
