@@ -146,14 +146,14 @@ def device(way: Way) -> dict[str, Any]:
     program = way.room / "env" / "bin"
     way.step("pip install vllm-ndp", program / "python", "-m", "pip", "install", "-q", wheel)
     with served(program, way):
-        way.step("ndp-device ping", program / "ndp-device", "ping", f"ipc://{way.room}/device")
+        way.step("ndp-device ping", program / "ndp-device", "ping", f"ipc://{way.room}/run/device")
     return way.result(way.room / "env")
 
 
 @contextmanager
 def served(program: Path, way: Way) -> Iterator[None]:
     models = ROOT / "models" / "tiny-mixtral", "--replicas", ROOT / "models" / "tiny-mixtral-replicas"
-    words = [str(program / "ndp-device"), "serve", *map(str, models), "--address", f"ipc://{way.room}/device"]
+    words = [str(program / "ndp-device"), "serve", *map(str, models), "--address", f"ipc://{way.room}/run/device"]
     started = time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -407,7 +407,9 @@ WAYS = {
 
 def install_times(root: Path) -> str:
     """The ways to install, and of each what took how long."""
-    found = load_measured(root / "docs" / "measured")["install_times"]
+    found = load_measured(root / "docs" / "measured").get("install_times")
+    if found is None:
+        return "Not taken yet on a quiet machine; what was seen on a busy one: [log](log/operating.md)."
     lines = ["| way | wall | processor | on disk |", "|---|---|---|---|"]
     for name, figures in found.figures.items():
         disk = figures["disk_bytes"] / 1e9
