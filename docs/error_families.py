@@ -103,7 +103,7 @@ FAMILIES = (
         "experts are computed where they lie in the checkpoint, so that nothing is held twice.",
         "Take the width, or leave out the tier, that the sentence names: compatibility.md.",
         files="vllm_ndp/integration/cuda/low_bit_slots.py vllm_ndp/integration/quantized_slots.py "
-        "vllm_ndp/integration/controller.py",
+        "vllm_ndp/integration/controller.py vllm_ndp/integration/assembly.py",
         sentence=r"hot slots of|'slot_bits' is|'warm_experts' needs",
     ),
     Family(
@@ -159,7 +159,8 @@ FAMILIES = (
         "Widths, solver or text do not go together: too little text says nothing about most experts, and rows must "
         "fill whole bytes.",
         "Follow the sentence; without `--calibration` replicas are made from the weights alone and lose more.",
-        files="ndp_device/calibration vllm_ndp/cli/quantize.py ndp_device/replicas/format.py",
+        files="ndp_device/calibration vllm_ndp/cli/quantize.py ndp_device/replicas/format.py "
+        "vllm_ndp/integration/host_replicas.py ndp_device/experts/part.py",
     ),
     # -- the device ---------------------------------------------------------------------------------------------------
     Family(
