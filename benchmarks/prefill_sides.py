@@ -35,6 +35,8 @@ LENGTHS = (16, 64, 256, 1024)
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
 KINDS = ("streamed", "split")
 LIVE = ("stock", *KINDS)
+MEASURED = "measured"
+"""Split by this machine's own prices."""
 FIRST_TOKEN_ID = 3  # below: unknown, begin and end of text
 MS_PER_PS = 1e-9
 
@@ -85,6 +87,7 @@ def serve(kind: str, arguments: argparse.Namespace) -> None:
     engine: dict[str, Any] = {}
     if kind != "stock":
         ndp = {"prefill": kind, "pool": arguments.pool, "deadline_ms": 60_000.0}
+        ndp |= {"prefill": "split", "prices": "measured"} if kind == MEASURED else {}
         ndp |= {"cold_precision": "full"} if arguments.replicas is None else {"replicas": str(arguments.replicas)}
         engine = {"quantization": "ndp", "additional_config": {"ndp": ndp}}
     longest = max(arguments.lengths)
@@ -147,7 +150,8 @@ class Child:
 def live(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
-    children = {kind: Child(kind, arguments) for kind in LIVE}
+    kinds = (*LIVE, MEASURED) if arguments.measured else LIVE
+    children = {kind: Child(kind, arguments) for kind in kinds}
     try:
         times: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for turn in range(arguments.rounds + 1):  # in the first one pages and kernels get ready
@@ -161,7 +165,7 @@ def live(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         for child in children.values():
             child.close()
-    return [_row(length, {kind: times[kind, length] for kind in LIVE}) for length in arguments.lengths]
+    return [_row(length, {kind: times[kind, length] for kind in kinds}) for length in arguments.lengths]
 
 
 def _row(length: int, times: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -199,7 +203,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=8, help="prompts of each length, simulated")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=list(LENGTHS))
-    parser.add_argument("--child", choices=LIVE, help=argparse.SUPPRESS)
+    parser.add_argument("--measured", action="store_true", help="one engine more: split by prices of this machine")
+    parser.add_argument("--child", choices=(*LIVE, MEASURED), help=argparse.SUPPRESS)
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.child is not None:
