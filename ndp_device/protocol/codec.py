@@ -151,7 +151,7 @@ class _Layout:
     num_bytes: int
 
 
-@lru_cache(maxsize=1024)  # a model asks with a handful of shapes, thousands of times a second
+@lru_cache(maxsize=256)  # 3 KiB each; a model asks with a handful of shapes, thousands of times a second
 def _layout(kind: type[Message], described: tuple[tuple[str, str, tuple[int, ...]], ...]) -> _Layout:
     """Raises ValueError unless (name, dtype, shape) of each tensor are what messages.TENSORS lists for `kind`."""
     wanted = TENSORS.get(kind, {})
@@ -191,7 +191,7 @@ def _pack(kind: type[Message], tensors: Mapping[str, NDArray[Any]]) -> tuple[tup
     return layout.specs, body
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _claimed_layout(kind: type[Message], specs: tuple[TensorSpec, ...]) -> _Layout:
     """Raises RemoteProtocolError unless the tensors lie as a sender of this protocol lays them."""
     try:
