@@ -58,7 +58,7 @@ def nursery(address: str, fresh: bool) -> None:
     config = DeviceConfig(address=address, model_dir=MODEL, kernel="native")
     handler = None if fresh else Handler.from_config(config)
     if handler is not None:
-        store = handler._store
+        store = next(iter(handler._shelves)).store
         for layer, expert in itertools.product(range(store.shape.num_layers), range(store.shape.num_experts)):
             store.get(layer, expert, FULL_PRECISION_BITS)
     child = 0

@@ -94,7 +94,7 @@ class FreeKernel:
 def new_handler(model: Path, replicas: Path | None, *, free: bool) -> Handler:
     handler = Handler.from_config(DeviceConfig("ipc:///benchmark", model, replicas, kernel="native"))
     handler._kernel = (FreeKernel if free else TimedKernel)(handler._kernel)  # type: ignore[assignment]
-    shape = handler._store.shape
+    shape = next(iter(handler._shelves)).store.shape
     plan = np.full((shape.num_layers, shape.num_experts), 31 if replicas else 16, np.uint8)
     for request, tensors in (
         (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="benchmark"), None),
@@ -108,7 +108,7 @@ def new_handler(model: Path, replicas: Path | None, *, free: bool) -> Handler:
 
 def requests_of(case: Case, handler: Handler, count: int) -> list[Request]:
     rng = np.random.default_rng(0)
-    store: ExpertStore = handler._store
+    store: ExpertStore = next(iter(handler._shelves)).store
     shape = store.shape
     bits_of = rng.choice(case.widths, (shape.num_layers, shape.num_experts))
     requests = []

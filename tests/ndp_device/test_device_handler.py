@@ -79,7 +79,7 @@ def test_while_others_compute_a_plan_prepares_little_and_the_rest_when_it_is_ask
     """A plan with everything in it kept every other host waiting until all of it was prepared."""
     handler.others_compute = lambda client: True
     caller = Caller(handler).ready()
-    assert sum(int(handler._store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
+    assert sum(int(next(iter(handler._shelves)).store.prepared(bits).sum()) for bits in PLAN_BITS) <= 4
     tensors = pairs([0] * EXPERTS, list(range(EXPERTS)), [2] * EXPERTS)
     store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
     np.testing.assert_allclose(caller.execute(tensors)[1], expected(store, 0, tensors), rtol=1e-5, atol=1e-5)

@@ -153,6 +153,7 @@ class Device:
         self.kernel_ns = world.rng.choice((5 * US, 200 * US, 2 * MS))
         self.hang_ns = 0
         self.num_computed = 0
+        self.model = 0
         self.is_stopped = False
         self.failpoints: Failpoints | None = None
         self.process = Process(world)
@@ -178,6 +179,7 @@ class Device:
         self.is_stopped, self._busy_until_ns, self._turn_at_ns = False, 0, None
         system, kernel = SimSystem(self._network, self.process), SlowKernel(load_kernel("auto"), self)
         self.transport = ZmqServer(ADDRESS, self._keys and self._keys.device, system=system)
+        self.model = model
         self.handler = Handler(_store(model), kernel, load_hardware("h100-ndp512"))
         self.handler.incarnation = f"{world.rng.getrandbits(128):032x}"
         lies = partial(_lies, self)
@@ -576,7 +578,7 @@ class History:
         self._be_clean()
         if device.is_stopped:
             device.go_on()
-        if device.handler is None or device.handler._store is not _store(0):
+        if device.handler is None or device.model != 0:
             device.kill()
             device.start()
         device.hang_ns = 0

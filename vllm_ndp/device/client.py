@@ -40,6 +40,7 @@ __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "Execut
 MAX_IN_FLIGHT = 8
 RETRY_FIRST_S, RETRY_LAST_S = 0.005, 0.2
 _LOOKS_AT_ONCE = 64
+_GREET_EVERY_S = 0.002  # between two tries to say Hello, each 15 us of a layer while the device is away
 GREETING_S = 1.0  # a device that is connected but does not answer Hello for so long gets a new connection
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class DeviceClient:
         self._installing: ControlCall | None = None  # its request, until its answer is waited for
         self._last_id = 0
         self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
+        self._greet_at_s = 0.0
         self._jitter = jitter or random.Random(self._pid)
         self._reason: Exception = DeviceUnavailable(f"the device at {address} was not asked yet")
 
@@ -143,9 +145,15 @@ class DeviceClient:
                 return False
             try:
                 self._connection = Connection(self._make_transport(self.address), self.counters, self._clock)
+                self._greet_at_s = 0.0
             except DeviceUnavailable as error:  # this process has no descriptor left
                 self._fail(error)
                 return False
+        if self._connection.stage is Stage.CONNECTING:  # asked by every layer while the device is away
+            now_s = self._clock.monotonic()
+            if now_s < self._greet_at_s:
+                return False
+            self._greet_at_s = now_s + _GREET_EVERY_S
         for _ in range(_LOOKS_AT_ONCE):  # a device that talks without an end does not keep us
             if self._connection is None or not self._receive(0.0) or self._up:
                 break
