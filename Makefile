@@ -103,8 +103,9 @@ setup: $(READY)
 
 KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
-# Bytecode is left to the first import of each module: half of pip's time goes into modules that nothing imports.
-INSTALL ?= $(BIN)/python -m pip install --quiet --no-compile
+# With bytecode, though few modules are ever imported: where PYTHONDONTWRITEBYTECODE is set no import would leave any, and every
+# start of an engine would compile vLLM and torch again (100 MB and many seconds each).
+INSTALL ?= $(BIN)/python -m pip install --quiet
 # Files with known hashes and no others, for the Python that they are of; elsewhere pip resolves, under the versions of the tests.
 LOCKED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import platform, sys; print("yes" if sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64" else "")')
 FROM_LOCK := $(INSTALL) --require-hashes --no-deps --no-build-isolation -r
