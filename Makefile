@@ -104,7 +104,7 @@ setup: $(READY)
 KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
 # With bytecode, though few modules are ever imported: where PYTHONDONTWRITEBYTECODE is set no import would leave any, and every
-# start of an engine would compile vLLM and torch again (100 MB and many seconds each).
+# start of an engine would compile vLLM and torch again.
 INSTALL ?= $(BIN)/python -m pip install --quiet
 # Files with known hashes and no others, for the Python that they are of; elsewhere pip resolves, under the versions of the tests.
 LOCKED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import platform, sys; print("yes" if sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64" else "")')
