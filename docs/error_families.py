@@ -136,7 +136,7 @@ FAMILIES = (
         "answer with wrong numbers.",
         "Start the device with the same model and replicas, or leave out what differs; several devices are started "
         "alike and named once each.",
-        files="vllm_ndp/device/agreement.py vllm_ndp/integration/device_members.py",
+        files="vllm_ndp/device/agreement.py vllm_ndp/integration/device_members.py vllm_ndp/integration/price_probe.py",
     ),
     # -- addresses and keys -------------------------------------------------------------------------------------------
     Family(

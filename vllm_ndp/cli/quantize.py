@@ -146,8 +146,8 @@ def weigh(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
     replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` or `tune` wrote.")],
     calibration: Annotated[Path, typer.Option(help="UTF-8 text to weigh on.")],
-    samples: Annotated[int, typer.Option(min=8, help="Sequences of text.")] = 16,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text.")] = 16,
+    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
     ] = "auto",

@@ -244,7 +244,9 @@ class Loop:
         self.requests: list[Any] = []
         self.steps = 0
         self.left = 3
-        handler = SimpleNamespace(forget=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead)
+        handler = SimpleNamespace(
+            forget=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead, others_compute=None
+        )
         transport = SimpleNamespace(offer_memory=None, receive=self.receive)
         monkeypatch.setattr(server, "IdleCores", lambda: SimpleNamespace(are_idle=lambda: quiet))
         self.server = server.Server(transport, handler)  # type: ignore[arg-type]
