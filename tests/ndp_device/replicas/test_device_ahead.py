@@ -247,7 +247,7 @@ class Loop:
         handler = SimpleNamespace(
             forget=None, can_prepare_ahead=True, prepare_ahead=self.prepare_ahead, others_compute=None
         )
-        transport = SimpleNamespace(offer_memory=None, receive=self.receive)
+        transport = SimpleNamespace(offer_memory=None, others_compute=None, receive=self.receive)
         monkeypatch.setattr(server, "IdleCores", lambda: SimpleNamespace(are_idle=lambda: quiet))
         self.server = server.Server(transport, handler)  # type: ignore[arg-type]
         self.server._served_ns = time.monotonic_ns() - int(silent_s * 1e9)
