@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(sys.executable).parent / "vllm-ndp"
 KEYS = (
     *("plugin_active", "device_pid", "engine_pid", "moe_layers", "experts", "hot_experts", "avg_bits", "requests"),
-    *("tokens", "hot_pairs", "cold_pairs", "fallback_pairs", "measured_tpot_ms", "simulated_tpot_us", "texts"),
+    *("tokens", "hot_pairs", "cold_pairs", "fallback_pairs", "measured_tpot_ms", "simulated_tpot_us"),
+    *("measured_import_s", "measured_start_s", "measured_generate_s", "texts"),
 )
 
 
@@ -39,6 +40,7 @@ def test_demo_shows_a_table_and_ends_with_one_json_object():
     assert result["cold_pairs"] > 0
     assert result["measured_tpot_ms"] > 0
     assert result["simulated_tpot_us"] > 0
+    assert min(result[f"measured_{part}_s"] for part in ("import", "start", "generate")) >= 0
     assert all(isinstance(text, str) and text for text in result["texts"])
 
     assert "what is effective" in done.stderr
