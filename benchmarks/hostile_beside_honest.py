@@ -3,7 +3,7 @@
 The device is the program itself, with the bundled model in full precision; the honest host calls one layer with one row
 over and over, by socket and by shared memory. The attacker is another process of the same user, which is the worst that
 ipc lets in. Phases are of equal length, so `before` of the next attack shows whether the last one left anything behind.
-Ratios only: attacker, host and device share this machine's cores, so part of what is seen is the cores.
+Ratios only: attacker, host and device share this machine's cores; the first row is an attacker that sends nothing.
 """
 
 from __future__ import annotations
@@ -70,6 +70,13 @@ def send_for_ever(path: str, stop: Event, data: bytes, connections: int, *, read
                 if peer is not None:
                     peer.close()
                 peers[number] = None
+
+
+def a_busy_core(path: str, stop: Event) -> None:
+    """No attack: what it costs that the attacker's process takes a core is seen here, and is in every other row."""
+    while not stop.is_set():
+        for _ in range(1000):
+            pass
 
 
 def flood_of_pings(path: str, stop: Event) -> None:
@@ -172,6 +179,7 @@ def comes_and_goes(path: str, stop: Event) -> None:
 ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
+        a_busy_core,
         flood_of_pings,
         many_that_ping,
         many_silent,

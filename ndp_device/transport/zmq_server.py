@@ -50,7 +50,7 @@ _STRANGERS_LOOK_NS = 500_000  # for their connections, before they rest
 _STRANGERS_LONG_LOOK_NS = 5_000_000  # where the last one was long ago, because this process had no core
 _STRANGERS_CREDIT_NS = 20_000_000  # of time that was not used for their requests
 _STRANGERS_REST_NS = 50_000_000  # at most; the half of a millisecond above earns 4.5
-_COMPUTED_LATELY_NS = 1_000_000_000
+_PAUSE_NS = 1_000_000_000
 _NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connections gain nothing
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
 _HEARTBEAT_S = 0.2  # how long a computation may last before another thread looks after the sockets
@@ -96,6 +96,11 @@ class _Peer:
             return False
         return bool(self.connection.waiting) or (self.channel is not None and bool(self.channel.ring.readable()))
 
+    def note_ring(self, now_ns: int) -> None:
+        """When the request that it would send next was first seen, if it came by memory."""
+        if not self.connection.waiting and not self.ring_seen_ns:
+            self.ring_seen_ns = now_ns
+
     @property
     def place_among_strangers(self) -> tuple[int, bool, int]:
         """Who said Hello comes before who says it now, and then the others; of each kind, who waits longest."""
@@ -121,7 +126,8 @@ class ZmqServer:
         self._spent_ns = 0.0  # the start tag of the request that is or was being served
         self._strangers_from_ns = 0
         self._taking_ns = 0  # processor time that it took to take the request of a stranger
-        self._computed_ns = 0
+        self._host_served_ns = 0  # one of rank COMPUTES
+        self._stranger_was_last = False
         self._rest_until_ns = 0  # connections of strangers, the listener among them; 0 = they are looked after
         self._last_turns: dict[int, int] = {}  # of the same
         self._accepted_last = False
@@ -183,8 +189,8 @@ class ZmqServer:
         """
         now = self._clock.monotonic_ns()
         peer = self._peers.get(client)
-        if computed:
-            self._computed_ns = now
+        if computed or (peer is not None and peer.rank is Rank.COMPUTES):
+            self._host_served_ns = now
         if peer is None:
             return
         peer.spent_ns, peer.was_served, peer.turn_ns = self._spent_ns + cost_ns, True, now
@@ -194,12 +200,12 @@ class ZmqServer:
             peer.rank = max(peer.rank, Rank.GREETED)
         if peer.rank < Rank.COMPUTES:
             busy_ns = self._taking_ns + (cost_ns if busy_ns is None else busy_ns)
-            wait_ns = min(busy_ns * STRANGERS_SHARE, _STRANGERS_WAIT_NS)
-            self._strangers_from_ns = max(self._strangers_from_ns, now - _STRANGERS_CREDIT_NS) + wait_ns
+            after_ns = max(self._strangers_from_ns, now - _STRANGERS_CREDIT_NS) + busy_ns * STRANGERS_SHARE
+            self._strangers_from_ns = min(after_ns, now + _STRANGERS_WAIT_NS)  # else an idle device runs up hours
 
     def others_compute(self, client: bytes) -> bool:
         """Whether another host than this one has computed lately, and so is likely to wait for what is done now."""
-        before = self._clock.monotonic_ns() - _COMPUTED_LATELY_NS
+        before = self._clock.monotonic_ns() - _PAUSE_NS
         others = (peer for peer in self._peers.values() if peer.name != client)
         return any(peer.rank is Rank.COMPUTES and peer.computed_ns > before for peer in others)
 
@@ -280,34 +286,44 @@ class ZmqServer:
         """
         now = 0
         best: _Peer | None = None
-        stranger: _Peer | None = None
         for peer in self._peers.values():
-            if not peer.is_waiting:
-                continue
-            now = now or self._clock.monotonic_ns()
-            if not peer.connection.waiting and not peer.ring_seen_ns:
-                peer.ring_seen_ns = now
-            if peer.rank is Rank.COMPUTES:
+            if peer.rank is Rank.COMPUTES and peer.is_waiting:
+                now = now or self._clock.monotonic_ns()
+                peer.note_ring(now)
                 if best is None or peer.spent_ns < best.spent_ns:
                     best = peer
-            elif stranger is None or peer.place_among_strangers < stranger.place_among_strangers:
-                stranger = peer
-        if stranger is not None and self._may_strangers(now):
-            best = stranger
+        begun_ns = 0
+        if len(self._peers) > 1 or best is None:
+            now = now or self._clock.monotonic_ns()
+            if self._is_turn_of_strangers(now, others_wait=best is not None):
+                begun_ns = self._clock.thread_time_ns()
+                strangers = [peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES and peer.is_waiting]
+                if strangers:
+                    best = min(strangers, key=lambda peer: peer.place_among_strangers)
+                    best.note_ring(now)
         if best is None:
             return None
-        self._taking_ns = 0
+        self._stranger_was_last = best.rank < Rank.COMPUTES
         self._spent_ns = best.spent_ns = max(best.spent_ns, self._spent_ns)
         best.connection.heard_ns = now
         received = self._from_memory(best, now) if best.channel is not None else None
         if received is None and best.connection.waiting:
-            begun_ns = self._clock.thread_time_ns() if best.rank < Rank.COMPUTES else 0
             received = self._do(best, best.connection.take)
-            self._taking_ns = self._clock.thread_time_ns() - begun_ns if begun_ns else 0
+        self._taking_ns = self._clock.thread_time_ns() - begun_ns if self._stranger_was_last else 0
         return received
 
+    def _is_turn_of_strangers(self, now_ns: int, *, others_wait: bool) -> bool:
+        """Never twice in a row while a host that computes waits, and not before one that comes back after a pause."""
+        if not others_wait:
+            return self._may_strangers(now_ns)
+        return now_ns >= self._strangers_from_ns and not (self._stranger_was_last or self._hosts_pause(now_ns))
+
     def _may_strangers(self, now_ns: int) -> bool:
-        return now_ns >= self._strangers_from_ns or now_ns > self._computed_ns + _COMPUTED_LATELY_NS
+        return now_ns >= self._strangers_from_ns or self._hosts_pause(now_ns)
+
+    def _hosts_pause(self, now_ns: int) -> bool:
+        """No host that computes has asked for anything lately."""
+        return now_ns > self._host_served_ns + _PAUSE_NS
 
     def _from_memory(self, peer: _Peer, now_ns: int) -> Received | None:
         channel = peer.channel
@@ -410,7 +426,7 @@ class ZmqServer:
         """
         begun_ns = at_ns = self._clock.thread_time_ns()
         length_ns = min((now_ns - self._strangers_looked_ns) // STRANGERS_SHARE, _STRANGERS_LONG_LOOK_NS)
-        is_shared = now_ns < self._computed_ns + _COMPUTED_LATELY_NS
+        is_shared = not self._hosts_pause(now_ns)
         end_ns = begun_ns + (max(length_ns, _STRANGERS_LOOK_NS) if is_shared else 1 << 62)
         if not self._rest_until_ns:
             self._strangers_looked_ns = now_ns

@@ -218,6 +218,35 @@ def test_strangers_that_send_without_an_end_take_a_part_of_the_time_while_a_host
     server.close()
 
 
+def test_a_host_that_paused_comes_before_strangers_that_never_do(tmp_path: Path) -> None:
+    """Nothing was computed for seconds and strangers had the device to themselves; then the host asks again."""
+    system = Ticking()
+    server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
+    host, stranger = connected(server, 1), connected(server, 2)
+    assert sorted(served_ids(server, 2, 0, lambda id: id == 1)) == [1, 2]
+    system.sleep(10)
+    for number in range(3, 40):  # which they are hardly charged for, so that they have credit all the time
+        stranger.send(codec.encode(msg.Ping(number)))
+        assert served_ids(server, 1, 10, lambda id: False) == [number]
+    for _ in range(8):
+        stranger.send(codec.encode(msg.Ping(40)))
+    host.send(codec.encode(msg.Ping(1)))
+    while sum(len(peer.connection.waiting) for peer in server._peers.values()) < 9:
+        server._look()
+    assert served_ids(server, 1, 0, lambda id: id == 1) == [1]
+    asked_ns = system.now_ns  # what strangers had before is no debt: they wait a quarter of a second at most
+    for _ in range(8):
+        host.send(codec.encode(msg.Ping(1)))
+    ids = served_ids(server, 9, 0, lambda id: id == 1)
+    while 40 not in ids:
+        host.send(codec.encode(msg.Ping(1)))
+        ids += served_ids(server, 1, 0, lambda id: id == 1)
+    assert system.now_ns - asked_ns < 2 * zmq_server._STRANGERS_WAIT_NS
+    for peer in (host, stranger):
+        peer.close()
+    server.close()
+
+
 def test_a_peer_that_is_sent_away_in_the_turn_in_which_it_spoke_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
