@@ -142,6 +142,24 @@ def test_the_server_may_open_the_devices_memory_and_nobody_reaches_the_device() 
     assert shared[0] == shared[1] != set()
 
 
+def test_each_program_that_listens_binds_the_one_address_of_its_container_by_its_name() -> None:
+    """No wildcard, said or by default: vLLM, Prometheus and Grafana take every address unless they are told. Health
+    checks, and Prometheus for its targets, ask where the program listens."""
+    server, prometheus, grafana = (SERVICES[name] for name in ("server", "prometheus", "grafana"))
+    assert (server["hostname"], grafana["hostname"]) == ("server", "grafana")
+    assert "--host=server" in server["command"]
+    alone = json.loads(one("server", "CMD"))
+    assert alone[alone.index("--host") + 1] == "server"
+    assert "http://server:8000/health" in one("server", "HEALTHCHECK")
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert scraped[0]["static_configs"] == [{"targets": ["server:8000"]}]
+    assert "--web.listen-address=server:9090" in prometheus["command"]
+    assert "http://server:9090/-/healthy" in prometheus["healthcheck"]["test"]
+    assert grafana["environment"]["GF_SERVER_HTTP_ADDR"] == "grafana"
+    assert "http://grafana:3000/api/health" in grafana["healthcheck"]["test"]
+    assert not [path for path in DEPLOY.rglob("*") if path.is_file() and "0.0.0.0" in path.read_text()]
+
+
 def test_the_servers_settings_are_those_of_the_plugin_and_name_the_device() -> None:
     words = [resolved(word) for word in SERVICES["server"]["command"]]
     (raw,) = [word.partition("=")[2] for word in words if word.startswith("--additional-config=")]

@@ -487,9 +487,9 @@ def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
     if (program := shutil.which("prometheus")) is None:
         pytest.skip("needs Prometheus: apt-get install prometheus (.ci/run does it where it may)")
     scrape = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
-    assert scrape.count("127.0.0.1:8000") == scrape.count("scrape_interval: 5s") == 1
+    assert scrape.count("server:8000") == scrape.count("scrape_interval: 5s") == 1
     target = server.address.removeprefix("http://")
-    scrape = scrape.replace("127.0.0.1:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
+    scrape = scrape.replace("server:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
     (tmp_path / "prometheus.yml").write_text(scrape)
     shutil.copyfile(ROOT / "deploy" / "prometheus" / "ndp-rules.yml", tmp_path / "ndp-rules.yml")
     address = f"127.0.0.1:{_free_port()}"
