@@ -68,6 +68,7 @@ while read -r name part sum; do
 done <MANIFEST
 python3 - <<'EOF'
 from importlib.util import find_spec
+# What the kit takes from this machine. cloudpickle is among it because vLLM imports it itself; this project does not.
 need = """aiohttp anyio certifi click cloudpickle cv2 einops filelock h11 httpx huggingface_hub jinja2 ninja
 numba numpy packaging PIL prometheus_client psutil cpuinfo google.protobuf yaml regex requests safetensors sentencepiece
 setuptools six tiktoken tokenizers torch torchvision tqdm transformers triton typing_extensions uvloop

@@ -10,14 +10,14 @@ import argparse
 import ctypes
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 HIDDEN, INTER = 4096, 14336
 FOUND: dict = {}
 
@@ -27,42 +27,43 @@ def say(name, value):
     print(f"{name:44s} {value}", flush=True)
 
 
-def shell(command):
-    """What a command line of this file prints. Through a shell: most are pipes, and nothing in them is foreign."""
-    r = subprocess.run(command, shell=True, capture_output=True, text=True)
-    return (r.stdout + r.stderr).strip()
+def printed(*words):
+    """The lines that a program prints, or why it does not run."""
+    try:
+        r = subprocess.run(words, capture_output=True, text=True)
+    except OSError as error:
+        return [f"{words[0]}: {error.strerror}"]
+    return (r.stdout + r.stderr).strip().splitlines() or [""]
+
+
+def fields_of(path):
+    """name -> value of a file of lines `name : value`; of a name that comes again the first."""
+    found = {}
+    with open(path) as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            found.setdefault(name.strip(), value.strip())
+    return found
 
 
 def host():
-    flags = set(shell("grep -m1 ^flags /proc/cpuinfo").split())
-    say("cpu", shell("grep -m1 'model name' /proc/cpuinfo | cut -d: -f2").strip())
+    processor = fields_of("/proc/cpuinfo")
+    flags = set(processor.get("flags", "").split())
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+    say("cpu", processor.get("model name", os.uname().machine))
     say("cores", len(os.sched_getaffinity(0)))
-    say(
-        "instructions",
-        " ".join(
-            f
-            for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
-            if f in flags
-        ),
-    )
-    say("memory", shell("grep MemTotal /proc/meminfo").split(":")[1].strip())
-    say("caches", shell("lscpu | grep -E 'L2|L3|NUMA node\\(s\\)|Socket' | tr -s ' ' | paste -sd';'"))
-    say("kernel, glibc", shell("uname -r") + ", " + os.confstr("CS_GNU_LIBC_VERSION"))
-    say(
-        "compilers",
-        shell("g++ --version | head -1; nvcc --version | tail -2 | head -1; cmake --version | head -1").replace(
-            "\n", "; "
-        ),
-    )
-    say(
-        "gpu",
-        shell(
-            "nvidia-smi --format=csv,noheader "
-            "--query-gpu=name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total"
-        ),
-    )
-    say("disk, shm", shell("df -h /tmp /dev/shm | tail -2 | awk '{print $6, $4}' | paste -sd';'"))
-    say("memlock", shell("ulimit -l"))
+    say("instructions", " ".join(flag for flag in wanted if flag in flags))
+    say("memory", fields_of("/proc/meminfo")["MemTotal"])
+    layout = ("L2", "L3", "NUMA node(s)", "Socket")
+    say("caches", "; ".join(" ".join(line.split()) for line in printed("lscpu") if any(one in line for one in layout)))
+    say("kernel, glibc", f"{os.uname().release}, {os.confstr('CS_GNU_LIBC_VERSION')}")
+    nvcc = [line for line in printed("nvcc", "--version") if "release" in line] or ["no nvcc"]
+    say("compilers", "; ".join((printed("g++", "--version")[0], nvcc[0], printed("cmake", "--version")[0])))
+    asked = "name,driver_version,pcie.link.gen.current,pcie.link.width.current,memory.total"
+    say("gpu", "; ".join(printed("nvidia-smi", "--format=csv,noheader", f"--query-gpu={asked}")))
+    folders = ("/tmp", "/dev/shm")
+    say("disk, shm", "; ".join(f"{folder} {shutil.disk_usage(folder).free / 1e9:.1f} GB free" for folder in folders))
+    say("memlock", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
 def median_us(function, n=200, warm=20):
@@ -238,8 +239,8 @@ def host_function(torch, cu, stream, kernel, flags, seq):
         source, library = os.path.join(d, "h.c"), os.path.join(d, "h.so")
         with open(source, "w") as f:
             f.write("void tell(void* p) { ++*(volatile int*)p; }\n")
-        if shell(f"cc -O1 -shared -fPIC -o {library} {source}"):
-            say("cuLaunchHostFunc us", "no C compiler")
+        if (said := printed("cc", "-O1", "-shared", "-fPIC", "-o", library, source)) != [""]:
+            say("cuLaunchHostFunc us", f"no C compiler: {said[0]}")
             return
         tell = ctypes.CDLL(library).tell
         function = cu.CUhostFn(ctypes.cast(tell, ctypes.c_void_p).value)
