@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class Run:
     folder: Path  # for files beside its figures
     before: list[Row] = field(default_factory=list)
     """Rows of the ways before, of this process with keys that begin with an underscore, which are not kept."""
+
+    def earlier(self, name: str) -> Any:
+        """What the first way before this one left under a name; None where none did."""
+        return next((row[name] for row in self.before if name in row), None)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Pieces:
         """Measure and write."""
         piece, end_s = self.pieces[name], time.monotonic() + seconds
         measurement = Measurement(f"{piece.question}\n")
-        keep = lambda figures: self._keep(name, measurement, figures, file, dry=dry)  # noqa: E731
+        keep = partial(self._keep, name, measurement, file, dry=dry)
         try:
             if not piece.ways:
                 return keep(piece.run(Run(dry, file.parent)))
@@ -194,7 +199,7 @@ class Pieces:
         rows.write_text(json.dumps(found))
 
     def _keep(
-        self, name: str, measurement: Measurement, figures: dict[str, Any], file: Path, *, dry: bool
+        self, name: str, measurement: Measurement, file: Path, figures: dict[str, Any], *, dry: bool
     ) -> dict[str, Any]:
         """Whole or not at all, whenever the process is ended."""
         machine = self._name_machine()

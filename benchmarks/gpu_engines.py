@@ -1,0 +1,78 @@
+"""Engines that the pieces of gpu_check.py ask: stock vLLM or the plugin, in this process, and the tokens they gave.
+
+Knows vLLM and the bundled model. Does not know what is asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from measured import ROOT
+from pieces import LeftOutError
+
+MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
+PATIENT_MS = 20_000.0  # Triton compiles for seconds in first calls; a cold expert on a CPU takes its time too
+PROMPTS = (
+    "def parse(line):\n    parts = line.split(',')\n",
+    "static void free_list(struct node *head)\n{\n",
+    "She had always wished to",
+    "CREATE TABLE orders (id integer PRIMARY KEY",
+)
+HALF = {"hot_experts": 4, "replicas": str(REPLICAS), "execution": "paper", "deadline_ms": PATIENT_MS}
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def engine(settings: dict[str, Any] | None = None, model: Path = MODEL, **options: Any) -> Any:
+    """A `vllm.LLM` in this process: stock, or with the plugin where settings are given."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if not on_gpu() and not current_platform.is_cpu():
+        raise LeftOutError("this vLLM is built for a GPU, and none is here")
+    base: dict[str, Any] = {
+        "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8, "seed": 0, "disable_log_stats": True,
+        "dtype": "bfloat16", "enable_prefix_caching": False,  # a prompt that was seen costs no prefill
+    }  # fmt: skip
+    if model == MODEL:
+        base["kv_cache_memory_bytes"] = 64 << 20  # several engines of one process must fit beside each other
+    base |= {"attention_backend": "TRITON_ATTN"} if on_gpu() else {"block_size": 32}
+    if settings is not None:
+        base |= {"quantization": "ndp", "additional_config": {"ndp": settings}}
+    return LLM(str(model), **(base | options))
+
+
+def end(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+
+
+def greedy(llm: Any, prompts: Any, tokens: int, **params: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **params)
+    return list(llm.generate(list(prompts), sampling, use_tqdm=False))
+
+
+def token_ids(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def equal_tokens(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
+    """How many tokens agree before the first that does not, of how many."""
+    agree = 0
+    for a, b in zip(mine, theirs, strict=True):
+        differing = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        agree += differing[0] if differing else len(a)
+    return {"equal": agree, "of": sum(map(len, theirs))}
+
+
+def chosen_logprobs(outputs: list[Any]) -> list[list[float]]:
+    return [
+        [step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
+        for o in outputs
+    ]

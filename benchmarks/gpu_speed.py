@@ -1,0 +1,218 @@
+"""Pieces of gpu_check.py that take times: how fast it is beside what, what waits, and what lies beside what.
+
+Speed is measured on random weights at the width of Mixtral-8x7B, which `wide` makes; in a dry run on the bundled model.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_engines as engines
+import gpu_timeline
+from gpu_engines import HALF, MODEL, PATIENT_MS, PROMPTS, REPLICAS
+from measured import ROOT
+from pieces import LeftOutError, Row, Run
+
+WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
+WIDE_REPLICAS = Path(tempfile.gettempdir()) / "ndp-wide-replicas"
+WIDE_LAYERS = 8
+"""Random weights at the width of Mixtral-8x7B: 2.8 GB a layer."""
+QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.cli import main; sys.exit(main())", "quantize")
+
+WAITS: dict[str, dict[str, Any] | None] = {
+    "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"}, "stock": None,
+    "all hot": {"hot_experts": 8, "deadline_ms": PATIENT_MS},
+}  # fmt: skip
+
+
+def waits(run: Run, way: str) -> list[Row]:
+    """Host waits, copies and launches per layer and decode step, from the profiler."""
+    if not engines.on_gpu():
+        raise LeftOutError("what waits for a GPU is counted by the profiler of one; without: test_cuda_layer.py")
+    from torch.profiler import ProfilerActivity, profile
+
+    llm = engines.engine(WAITS[way])
+    engines.greedy(llm, PROMPTS[:1], 8)
+    counts: dict[str, int] = {}
+    for sign, tokens in ((-1, 2), (1, 34)):  # the difference is 32 decode steps, without prompt, start and end
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            engines.greedy(llm, PROMPTS[:1], tokens)
+        kinds = ("cudaStreamSync", "cudaEventSync", "cudaDeviceSync", "cudaMemcpy", "cudaLaunch", "cuLaunch")
+        for event in profiled.key_averages():
+            if event.key.startswith(kinds):
+                counts[event.key] = counts.get(event.key, 0) + sign * event.count
+    engines.end(llm)
+    return [{key: round(count / 32 / 4, 2) for key, count in sorted(counts.items())}]  # steps, layers
+
+
+def timeline(run: Run) -> dict[str, Any]:
+    """How much of the packet's and the sums' copies, and of the device's time, lies beside the hot experts."""
+    if not engines.on_gpu():
+        raise LeftOutError("a timeline of copies beside kernels needs a GPU that runs both")
+    from torch.profiler import ProfilerActivity, profile
+
+    llm = engines.engine({**HALF, "layers": "asynchronous"})
+    engines.greedy(llm, PROMPTS, 8)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        engines.greedy(llm, PROMPTS, 9)
+    engines.end(llm)
+    path = run.folder / "gpu_timeline.trace.json.gz"  # ui.perfetto.dev opens it
+    profiled.export_chrome_trace(str(path))
+    with gzip.open(path, "rt") as file:
+        return {"perfetto": path.name, **gpu_timeline.beside(json.load(file)["traceEvents"])}
+
+
+SLOW = {"deadline_ms": PATIENT_MS, "execution": "paper"}
+WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "stock": (None, {}),
+    "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
+    "8 of 8 hot": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
+    "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
+    "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
+    "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
+    "8 of 8 hot at 8 bits": ({"hot_experts": 8, "slot_bits": 8, "deadline_ms": PATIENT_MS}, {}),
+    "8 of 8 hot at 4 bits": ({"hot_experts": 8, "slot_bits": 4, "deadline_ms": PATIENT_MS}, {}),
+}
+"""What is timed: settings of the plugin, None = stock; options of the engine."""
+
+
+def wide(run: Run) -> dict[str, Any]:
+    """The model that speed is measured on, and its replicas."""
+    if run.dry:
+        raise LeftOutError("8 layers at full width, 23 GB, are written where a GPU serves them")
+    start = time.perf_counter()
+    sizes = ["--hidden", "4096", "--intermediate", "14336", "--layers", str(WIDE_LAYERS), "--experts", "8"]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/make_random_mixtral.py"), str(WIDE), *sizes], check=True)
+    written = time.perf_counter()
+    subprocess.run([*QUANTIZE, str(WIDE), "--out", str(WIDE_REPLICAS)], check=True)
+    return {"write_s": round(written - start, 1), "quantize_s": round(time.perf_counter() - written, 1)}
+
+
+def way_at_width(run: Run, way: str, **options: Any) -> Any:
+    """An engine of the model for speed; in a dry run of the small one."""
+    settings, of_way = WAYS[way]
+    if settings is not None:
+        settings = {**settings, "replicas": str(REPLICAS if run.dry else WIDE_REPLICAS)}
+    if run.dry:
+        return engines.engine(settings)
+    if not WIDE_REPLICAS.exists():
+        raise LeftOutError("the wide model is not on this machine: run --pieces wide --again first")
+    return engines.engine(settings, WIDE, gpu_memory_utilization=0.85, max_num_seqs=32, **of_way, **options)
+
+
+def speed(run: Run, way: str) -> list[Row]:
+    """Tokens per second at real width: decode and prefill, by how many of the 8 experts are hot, beside stock."""
+    llm = way_at_width(run, way)
+    rows = [{"batch": batch, **tokens_per_second(llm, batch, run.dry)} for batch in ((1,) if run.dry else (1, 8, 32))]
+    engines.end(llm)
+    return rows
+
+
+def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float | None]:
+    """The better of two runs each; None where noise is larger than what decoding takes."""
+    few, many = (2, 6) if dry else (8, 40)
+    prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 4000 + 10 for j in range(32)]} for i in range(batch)]
+    engines.greedy(llm, prompts, few)
+    took = {}
+    for tokens in (1, few, many):
+        times = []
+        for _ in range(2):
+            start = time.perf_counter()
+            engines.greedy(llm, prompts, tokens)
+            times.append(time.perf_counter() - start)
+        took[tokens] = min(times)
+    decoding = took[many] - took[few]
+    return {
+        "decode": round(batch * (many - few) / decoding, 1) if decoding > 0 else None,
+        "prefill": round(batch * 32 / took[1], 1),
+    }
+
+
+PROMPT_LENGTHS = (64, 512, 1536)
+PREFILLED = ("stock", "4 of 8 hot", "stock, half the experts offloaded")
+
+
+def prefill(run: Run, way: str) -> list[Row]:
+    """First token of one prompt at real width, by its length; where experts are cold they stream to the GPU.
+
+    What streams is counted from the plugin's sizes: every cold expert of every layer, once per prompt.
+    """
+    llm = way_at_width(run, way, max_model_len=2048, max_num_batched_tokens=2048)
+    rows = []
+    for length in PROMPT_LENGTHS[:1] if run.dry else PROMPT_LENGTHS:
+        took = []
+        for number in range(2 if run.dry else 5):
+            prompt = {"prompt_token_ids": [(7 * i + 31 * number) % 4000 + 10 for i in range(length)]}
+            start = time.perf_counter()
+            engines.greedy(llm, [prompt], 1)
+            took.append(time.perf_counter() - start)
+        rows.append({"tokens": length, "first_token_ms": round(1000 * min(took[1:]), 1)})
+    engines.end(llm)
+    return rows
+
+
+def quantizing(run: Run) -> dict[str, Any]:
+    """`quantize` with text, on the GPU and on the host: how long, and whether both lose the same."""
+    rows = []
+    for device in ("cpu", "cuda") if engines.on_gpu() else ("cpu",):
+        with tempfile.TemporaryDirectory() as folder:
+            options = [
+                "--calibration",
+                str(MODEL / "calibration.txt"),
+                "--device",
+                device,
+                "--samples",
+                "8" if run.dry else "64",
+            ]
+            command = [*QUANTIZE, str(MODEL), "--out", f"{folder}/replicas", *options]
+            if run.dry:
+                command += ["--bits", "2"]
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)  # its words go to the log
+        if done.returncode:
+            raise RuntimeError(f"quantize ended with {done.returncode}: the lines before this one say why")
+        found = json.loads(done.stdout.splitlines()[-1])
+        rows.append({"device": device, **{name: found[name] for name in ("experts", "seconds", "relative_loss")}})
+    return {"results": rows}
+
+
+def training(run: Run) -> dict[str, Any]:
+    """The larger fixture: 109 M parameters on the bundled model's corpus, as far as nine minutes go."""
+    if not engines.on_gpu():
+        raise LeftOutError("109 M parameters are not trained on a CPU in nine minutes")
+    corpus = ROOT / ".cache/tiny_mixtral/corpus"
+    if not list(corpus.glob("*.train.npy")):
+        raise LeftOutError(f"no corpus in {corpus.relative_to(ROOT)}: make it with build_corpus.py and bring it along")
+    script, out = ROOT / "benchmarks/tiny_mixtral/train.py", Path(tempfile.gettempdir()) / "ndp-larger"
+    options = ["--size", "larger", "--device", "cuda", "--windows", "32", "--minutes", "8.5", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True, text=True)
+    return {**json.loads(done.stdout.splitlines()[-1]), "checkpoint": str(out / "checkpoint")}
+
+
+def graphs(run: Run, way: str) -> list[Row]:
+    """PIECEWISE graphs that end before each MoE layer: the tokens without graphs, and what they gain."""
+    if not engines.on_gpu():
+        raise LeftOutError("no graph is captured without a GPU; test_cuda_graphs.py has what stands for one")
+    llm = engines.engine(HALF, enforce_eager=False, compilation_config={"cudagraph_mode": way})
+    tokens = engines.token_ids(engines.greedy(llm, PROMPTS, 64))
+    row = {**tokens_per_second(llm, 1, run.dry), "_tokens": tokens}
+    engines.end(llm)
+    wanted = run.earlier("_tokens")
+    return [row if wanted is None else row | engines.equal_tokens(tokens, wanted)]
+
+
+def link(run: Run) -> dict[str, Any]:
+    """Rates and latencies of link, GPU memory and host, which become a preset beside the simulated ones."""
+    if not engines.on_gpu():
+        raise LeftOutError("the link that is measured is the one to a GPU")
+    kit = ROOT / "benchmarks/gpu_kit/probe_gpu.py"
+    done = subprocess.run([sys.executable, str(kit)], capture_output=True, text=True, timeout=500, check=True)
+    probed = json.loads(done.stdout.splitlines()[-1])
+    return {"probed": probed}
