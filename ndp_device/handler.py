@@ -54,6 +54,7 @@ class _Client:
     session: Session
     model: DeviceModel
     shelf: Shelf
+    has_computed: bool = False
 
 
 @dataclass
@@ -175,6 +176,11 @@ class Handler:
     def knows(self, client: bytes) -> bool:
         """Whether it has a session."""
         return client in self._clients
+
+    def has_computed(self, client: bytes) -> bool:
+        """Whether an Execute of its session was answered."""
+        known = self._clients.get(client)
+        return known is not None and known.has_computed
 
     def _refusal(self, request_id: int, code: str, message: str, *, retryable: bool = False) -> msg.Refusal:
         self.num_refused += 1
@@ -340,6 +346,7 @@ class Handler:
             request.submit_ps,
         )
         self.num_executed += 1
+        client.has_computed = True
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
 
