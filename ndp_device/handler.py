@@ -76,9 +76,10 @@ class Handler:
         may_shut_down: bool = True,
         prepares_ahead: bool = False,
     ) -> None:
-        self._files, self._kernel, self._hardware = store.of_part(WHOLE), kernel, hardware
+        self._kernel, self._hardware = kernel, hardware
         self._may_shut_down = may_shut_down
         self._shelves = Shelves(store, prepares_ahead=prepares_ahead)
+        self._files = self._shelves.files
         self._ahead: _Ahead | None = None  # what is being prepared
         self.offer_memory: Callable[[bytes], msg.SlotOffer | None] = lambda client: None  # the server knows better
         self.others_compute: Callable[[bytes], bool] = lambda client: False  # and this

@@ -37,8 +37,10 @@ class Shelf:
 
 
 class Shelves:
+    """`files` is what all of them are made from; nothing is prepared there."""
+
     def __init__(self, store: ExpertStore, *, prepares_ahead: bool) -> None:
-        self._files, self._prepares_ahead = store.of_part(WHOLE), prepares_ahead
+        self.files, self._prepares_ahead = store.of_part(WHOLE), prepares_ahead
         whole = Shelf.of(store, prepares_ahead=prepares_ahead)
         self._shelves, self.served = {WHOLE: whole}, whole.served
 
@@ -53,7 +55,7 @@ class Shelves:
                 raise DeviceError(
                     "busy", f"{len(wanted)} different parts of experts are more than the {MAX_PARTS} served"
                 )
-            made = Shelf.of(self._files.of_part(part), prepares_ahead=self._prepares_ahead)
+            made = Shelf.of(self.files.of_part(part), prepares_ahead=self._prepares_ahead)
             self._shelves = {one: shelf for one, shelf in self._shelves.items() if one in in_use} | {part: made}
         return self._shelves[part]
 
