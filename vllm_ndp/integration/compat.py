@@ -47,8 +47,10 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor",
 """Those that read `*.safetensors` of the model's directory. Others would take all but the experts from other files."""
 
 MODEL_FREE_PROPOSERS = ("ngram", "suffix")
-DRAFT_MODEL = "draft_model"
 """Ways of speculative decoding that take next to no time and route nothing."""
+
+DRAFT_MODEL = "draft_model"
+"""The way with a model of its own, whose time is in no simulated clock."""
 
 BROKEN_ON_CPU = {
     "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",

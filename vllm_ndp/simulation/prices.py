@@ -20,8 +20,6 @@ from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
 from vllm_ndp.simulation.costs import Costs
 
-PRICES = ("simulated", "measured")
-
 
 class Prices(Protocol):
     def device_ps(self, bits: int, rows: int) -> float:
