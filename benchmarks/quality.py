@@ -44,7 +44,7 @@ from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles
-from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
@@ -192,11 +192,8 @@ def replicas_of(model_dir: Path) -> Path:
 
 def loss_tables(replicas: Path) -> dict[str, LossTable]:
     """Expert-output errors on held-out calibration tokens: mean squares, and relative to the output's mean square."""
-    absolute, relative = load_loss_table(replicas)
-    return {
-        "mse": LossTable.from_measured(absolute),
-        "relative": LossTable.from_measured(relative, load_layer_weights(replicas)),
-    }
+    kinds = {"mse": "absolute", "relative": "relative"}
+    return {name: LossTable.from_measured(*load_losses(replicas, kind)) for name, kind in kinds.items()}
 
 
 def plan_bits(

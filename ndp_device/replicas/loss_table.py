@@ -17,6 +17,15 @@ def load_layer_weights(replicas_dir: Path) -> NDArray[np.float64] | None:
     return None if isinstance(weights, msgspec.UnsetType) else np.array(weights)
 
 
+def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """(losses [L, E, 4], weights of layers [L]) of one kind, relative or absolute.
+
+    Weights are measured over relative losses: absolute ones have none.
+    """
+    absolute, relative = load_loss_table(replicas_dir)
+    return (relative, load_layer_weights(replicas_dir)) if kind == "relative" else (absolute, None)
+
+
 def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(loss, relative loss) of a replica directory, each [L, E, 4], column b - 1 for b bits, NaN for an absent width.
 

@@ -383,7 +383,7 @@ def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:
     """Load losses, relative or absolute: of the given replicas, else of those the run used, else of the cache."""
     from ndp_device.cache import default_cache_dir
-    from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
+    from ndp_device.replicas.loss_table import load_losses
     from vllm_ndp.planning.bitwidths import LossTable
 
     p = trace.provenance
@@ -392,8 +392,7 @@ def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: 
         replicas = Path(used) if used else default_cache_dir(p.model_digest)
     if nominal or replicas is None:
         return LossTable.nominal(p.num_layers, p.num_experts)
-    absolute, relative = load_loss_table(replicas)
-    loss = LossTable.from_measured(*((relative, load_layer_weights(replicas)) if kind == "relative" else (absolute,)))
+    loss = LossTable.from_measured(*load_losses(replicas, kind))
     if loss.mse.shape[:2] != (p.num_layers, p.num_experts):
         raise ConfigError(
             f"the replicas in {replicas} have [layers, experts] {list(loss.mse.shape[:2])}, the trace "

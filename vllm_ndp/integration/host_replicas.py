@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.kernels import load_kernel
-from ndp_device.replicas.format import ReplicaFiles
+from ndp_device.replicas import loss_table
+from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import WIDTHS
 from vllm_ndp.config import EMBEDDED, NdpSettings
@@ -47,18 +48,13 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
 
 def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
     """Of the MoE layers that this worker runs; kind: one of planning.bitwidths.LOSSES."""
-    from ndp_device.replicas.format import read_manifest
-    from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
-
     missing = set(WIDTHS) - set(read_manifest(replicas).bits)
     if missing:
         raise ConfigError(
             f"the replicas in {replicas} lack {sorted(missing)} bits; the selector needs all of {list(WIDTHS)}: "
             "run `vllm-ndp quantize` with --bits 1,2,3,4"
         )
-    absolute, relative = load_loss_table(replicas)
-    table = LossTable.from_measured(*((relative, load_layer_weights(replicas)) if kind == "relative" else (absolute,)))
-    return table.of_layers(slice(layers.start, layers.stop))
+    return LossTable.from_measured(*loss_table.load_losses(replicas, kind)).of_layers(slice(layers.start, layers.stop))
 
 
 class LocalReplicas:

@@ -90,7 +90,9 @@ def _report(unsimulated: str) -> str:
     )
 
 
-def _layers(replicas: Path | None) -> str:
+def _layers(replicas: Path | None, losses: str) -> str:
+    if losses != "relative":
+        return ", all layers alike (their weights are of relative losses)"
     if replicas is not None and load_layer_weights(replicas) is not None:
         return ", layers as weighed"
     return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
@@ -108,7 +110,7 @@ def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "layers": _layers(device.members.replicas) if settings.bit_rule == OVER_LAYERS else "",
+        "layers": _layers(device.members.replicas, settings.losses) if settings.bit_rule == OVER_LAYERS else "",
         "replicas": f"{description.replicas} in {device.members.replicas}"
         if device.members.replicas
         else "none needed",
