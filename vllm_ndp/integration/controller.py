@@ -196,7 +196,7 @@ class NdpController:
         self.locator.group = group
         splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
         fits = self._exchange is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
-        fits = fits and (self._prices is None or self._prices.beside == 1)  # native layers know no other rule
+        fits = fits and not self._sides_share_cores  # native layers know no other rule
         if fits and not (self.ranks.holds_whole_experts or splits_here or self._warm is not None):
             self._few = FewRows(
                 self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
@@ -390,11 +390,18 @@ class NdpController:
             unsimulated=self._unsimulated,
         )
 
+    @property
+    def _sides_share_cores(self) -> bool:
+        """Whether engine and device hold each other up, by measured prices."""
+        return self._prices is not None and self._prices.beside < 1
+
     def _describe_layers(self) -> str:
         if self._exchange is not None:
             return f"asynchronous up to {self._exchange.most_rows} rows"
         if self._warm is not None or self.settings.has_quantized_slots:
             return "Python, as with warm experts or quantized slots"
+        if self._sides_share_cores:
+            return "Python, as the measured prices say that engine and device share cores"
         return "Python" if self._few is None else f"native up to {self._few.most_pairs} pairs"
 
     def totals_dict(self) -> dict[str, Any]:
