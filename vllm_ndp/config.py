@@ -375,6 +375,11 @@ class NdpSettings:
         """The placement policy these settings name. Raises ConfigError for options it does not have."""
         return load_policy(self.policy, self._policy_settings())
 
+    @property
+    def bit_rule_in_force(self) -> str:
+        """An option of the policy goes before the setting."""
+        return self._policy_settings().bit_rule
+
     def _policy_settings(self) -> PolicySettings:
         options = _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None)
         known = {field.name for field in fields(PolicySettings)}

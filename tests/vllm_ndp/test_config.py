@@ -132,6 +132,13 @@ def test_whole_numbers_are_taken_where_a_float_is_wanted():
     assert isinstance(settings.avg_bits, float)
 
 
+def test_the_bit_rule_in_force_is_the_policys_option_where_there_is_one():
+    """What the start-up table shows; `bits` is the option's older name."""
+    assert NdpSettings(bit_rule="layers").bit_rule_in_force == "layers"
+    assert NdpSettings(policy_options={"bit_rule": "uniform"}).bit_rule_in_force == "uniform"
+    assert NdpSettings(bit_rule="mse", policy_options={"bits": "importance"}).bit_rule_in_force == "importance"
+
+
 def test_policy_options_are_a_copy():
     options = {"alpha": 0.7}
     settings = NdpSettings.from_mapping({"policy_options": options})

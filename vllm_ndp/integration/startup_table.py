@@ -67,7 +67,7 @@ def status(
         "sidecar_bytes": sidecar.num_bytes,
         "cold_precision": settings.cold_precision,
         "policy": settings.policy,
-        "bit_rule": settings.bit_rule,
+        "bit_rule": settings.bit_rule_in_force,
         "avg_bits": settings.avg_bits,
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
@@ -110,7 +110,9 @@ def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "layers": _layers(device.members.replicas, settings.losses) if settings.bit_rule == OVER_LAYERS else "",
+        "layers": _layers(device.members.replicas, settings.losses)
+        if settings.bit_rule_in_force == OVER_LAYERS
+        else "",
         "replicas": f"{description.replicas} in {device.members.replicas}"
         if device.members.replicas
         else "none needed",
