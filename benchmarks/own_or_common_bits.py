@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 from measured import Measurement, add_json_option
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
@@ -32,6 +30,7 @@ from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
 from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.replay.vectorised.outcome import step_times
 from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.simulation.joint_menu import relative_losses
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -50,13 +49,6 @@ def together(trace: Trace) -> Trace:
     return dataclasses.replace(trace, step=step[order], **{name: getattr(trace, name)[order] for name in columns})
 
 
-def relative(loss: LossTable) -> NDArray[np.float64]:
-    """[L, E, 5] by width, in units of each expert's loss at 1 bit; 0 where hot."""
-    table = np.zeros((*loss.mse.shape[:2], WIDTHS[-1] + 1))
-    table[:, :, 1:] = loss.mse / loss.mse[:, :, :1]
-    return table
-
-
 def stepwise(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float) -> tuple[float, float]:
     """(tokens/s of decode, loss of the plans' bits; what is offloaded on top is not in it)."""
     policy, budget = load_policy("prefill", PolicySettings()), Budget(EXPERTS // 2, avg_bits)
@@ -71,7 +63,7 @@ def stepwise(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float) -> t
     host = RecordedRun(trace, setup, dataclasses.replace(rules, bits_for=bits_for))
     runs = [host.run(step) for step in host.steps.tolist()][len(trace.prompt_len) :]
     decode_ps = runs[-1].time.end_ps - runs[0].time.start_ps
-    table, lost, weight = relative(loss), 0.0, 0.0
+    table, lost, weight = relative_losses(loss), 0.0, 0.0
     for sequence, request in zip(trace.sequences, host.engine.requests, strict=True):
         assert request.plan is not None
         here = np.arange(LAYERS)[:, None]
