@@ -23,14 +23,14 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
 
 import numpy as np
+from arm import Arm, answer
 from measured import ROOT, Measurement, add_json_option
-from moe_layer_overhead import MARK, Stopwatch
+from moe_layer_overhead import Stopwatch
 
 GOAL, RETURN_GOAL_STEPS = 0.95, 1.0
 FIRST_STEPS = 4  # of a generation: its prompt, and what is done once
@@ -163,14 +163,15 @@ def run_arm(given: argparse.Namespace) -> None:
 
     if member is not None:
         kill()
-    print(MARK, flush=True)
-    for line in sys.stdin:
-        if line.strip() == "back":
-            answer: dict[str, Any] = back()
-            kill()
-        else:
-            answer = {"hot": hot_us()} if member is None else in_turns()
-        print(MARK + json.dumps(answer), flush=True)
+
+    def act(question: str) -> dict[str, Any]:
+        if question == "measure":
+            return {"hot": hot_us()} if member is None else in_turns()
+        found = back()
+        kill()
+        return found
+
+    answer(act)
 
 
 def timed_step(llm: Any) -> float:
@@ -179,32 +180,11 @@ def timed_step(llm: Any) -> float:
     return time.perf_counter() - start
 
 
-class Arm:
-    def __init__(self, name: str, given: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--arm", name]
-        for option in OPTIONS:
-            command += [f"--{option}", str(getattr(given, option))]
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-        self._process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-        )
-        self._answer()
-
-    def ask(self, what: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(what, file=self._process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self._answer())
-        return found
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return line.removeprefix(MARK)
-        raise SystemExit("an engine ended: see above")
+def start_arm(name: str, given: argparse.Namespace) -> Arm:
+    command = [sys.executable, __file__, "--arm", name]
+    for option in OPTIONS:
+        command += [f"--{option}", str(getattr(given, option))]
+    return Arm(command, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
@@ -224,7 +204,7 @@ def main() -> None:
         run_arm(given)
         return
     measurement = Measurement(__doc__)
-    arms = {name: Arm(name, given) for name in ("hot", "away")}
+    arms = {name: start_arm(name, given) for name in ("hot", "away")}
     hot, rounds = list[float](), list[dict[str, list[float]]]()
     for number in range(given.rounds):
         for name in ("hot", "away") if number % 2 else ("away", "hot"):

@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arm import Arm, answer
 from make_random_mixtral import config_of, write
 from measured import Measurement, add_json_option
 from rich.console import Console
@@ -48,7 +48,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
 STREAM_BYTES = 1 << 28
 ROUND_TRIPS = 50
 """Per round."""
-MARK = "MEASURED "
 TARGETS = {  # us over stock, of the median
     "every expert hot, a layer": 10.0,
     "half hot, a layer with a call, beside the round trip": 60.0,
@@ -200,8 +199,8 @@ def run_arm(arguments: argparse.Namespace) -> None:
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     llm.generate(prompts, params, use_tqdm=False)
-    print(MARK, flush=True)
-    for _ in sys.stdin:
+
+    def measure(_: object) -> dict[str, float]:
         watch.clear()
         calls.clear()
         if floor is not None:
@@ -226,39 +225,17 @@ def run_arm(arguments: argparse.Namespace) -> None:
                     found[f"measured_over_floor_{share}"] = found[f"measured_called_layer_{share}_us"] / floor_us
                 found["measured_floor_us"] = floor_us
         found["measured_tokens_per_s"] = arguments.batch * arguments.tokens / seconds
-        print(MARK + json.dumps(found), flush=True)
-
-
-class Arm:
-    """A process with its engine; it measures when told to."""
-
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--arm", name]
-        for option in ("model", "batch", "tokens", "dtype"):
-            command += [f"--{option}", str(getattr(arguments, option))]
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
-        self._process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
-        )
-        self._answer()
-
-    def measure(self) -> dict[str, float]:
-        assert self._process.stdin is not None
-        print(file=self._process.stdin, flush=True)
-        found: dict[str, float] = json.loads(self._answer())
         return found
 
-    def close(self) -> None:
-        self._process.communicate()
+    answer(measure)
 
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return line.removeprefix(MARK)
-        self._errors.seek(0)
-        raise SystemExit(self._errors.read()[-3000:])
+
+def start_arm(name: str, arguments: argparse.Namespace) -> Arm:
+    """A process with its engine; it measures when it is asked."""
+    command = [sys.executable, __file__, "--arm", name]
+    for option in ("model", "batch", "tokens", "dtype"):
+        command += [f"--{option}", str(getattr(arguments, option))]
+    return Arm(command, OMP_NUM_THREADS="1")
 
 
 def verdicts(arms: dict[str, dict[str, float]], share: str) -> dict[str, float]:
@@ -305,10 +282,10 @@ def main() -> None:
     arms = arguments.arms.split(",")
     results: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     loads = []
-    processes = {name: Arm(name, arguments) for name in arms}
+    processes = {name: start_arm(name, arguments) for name in arms}
     for _ in range(arguments.rounds):
         for name, process in processes.items():
-            results[name].append(process.measure())
+            results[name].append(process.ask())
             loads.append(os.getloadavg()[0])
     for process in processes.values():
         process.close()

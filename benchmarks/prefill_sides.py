@@ -15,10 +15,9 @@ hot set has moved too, after which the second token can begin. Prints tables, th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm import Arm, answer
 from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
@@ -80,10 +80,9 @@ def simulated(model: str, length: int, requests: int) -> dict[str, Any]:
 
 
 def serve(kind: str, arguments: argparse.Namespace) -> None:
-    """A child: one engine; every line of stdin is a prompt, every line of stdout its times."""
+    """A child: one engine, which is asked with a prompt and answers with its times."""
     from vllm import LLM, SamplingParams
 
-    out, sys.stdout = sys.stdout, sys.stderr
     engine: dict[str, Any] = {}
     if kind != "stock":
         ndp = {"prefill": kind, "pool": arguments.pool, "deadline_ms": 60_000.0}
@@ -104,11 +103,11 @@ def serve(kind: str, arguments: argparse.Namespace) -> None:
         **engine,
     )
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    print("ready", file=out, flush=True)
-    for number, line in enumerate(sys.stdin):
-        prompt = json.loads(line)
+    numbers = itertools.count()
+
+    def first_token(prompt: list[int]) -> dict[str, Any]:
         begin, first_s = time.perf_counter(), 0.0
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        llm.llm_engine.add_request(str(next(numbers)), {"prompt_token_ids": prompt}, params)
         times: dict[str, Any] = {}
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
@@ -117,41 +116,24 @@ def serve(kind: str, arguments: argparse.Namespace) -> None:
                     report = output.kv_transfer_params["ndp"]
                     kept = ("simulated_ttft_us", "prefill_pairs", "prefill_device_pairs", "fallback_pairs")
                     times |= {name: report[name] for name in kept}
-        print(json.dumps(times | {"measured_ttft_ms": first_s * 1e3}), file=out, flush=True)
+        return times | {"measured_ttft_ms": first_s * 1e3}
+
+    answer(first_token)
     llm.llm_engine.engine_core.shutdown()
 
 
-class Child:
-    def __init__(self, kind: str, arguments: argparse.Namespace) -> None:
-        words = [sys.executable, __file__, "--child", kind, "--model", str(arguments.model), "--pool", arguments.pool]
-        words += ["--lengths", ",".join(map(str, arguments.lengths))]
-        words += [] if arguments.replicas is None else ["--replicas", str(arguments.replicas)]
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            words, env=quiet | os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._read()
-
-    def ask(self, prompt: list[int]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(prompt), file=self._process.stdin, flush=True)
-        return json.loads(self._read())
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemExit(f"an engine ended with status {self._process.wait()}; what it said is above")
-        return line
-
-    def close(self) -> None:
-        self._process.communicate(timeout=120)
+def start_child(kind: str, arguments: argparse.Namespace) -> Arm:
+    words = [sys.executable, __file__, "--child", kind, "--model", str(arguments.model), "--pool", arguments.pool]
+    words += ["--lengths", ",".join(map(str, arguments.lengths))]
+    words += [] if arguments.replicas is None else ["--replicas", str(arguments.replicas)]
+    return Arm(words)
 
 
 def live(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     vocabulary = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
     kinds = (*LIVE, MEASURED) if arguments.measured else LIVE
-    children = {kind: Child(kind, arguments) for kind in kinds}
+    children = {kind: start_child(kind, arguments) for kind in kinds}
     try:
         times: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for turn in range(arguments.rounds + 1):  # in the first one pages and kernels get ready
