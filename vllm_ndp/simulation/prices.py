@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
+
+import msgspec
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
@@ -103,18 +105,16 @@ class MeasuredPrices:
 
     @classmethod
     def of_recorded(cls, recorded: Mapping[str, Any]) -> MeasuredPrices:
-        """As `recorded` gave them."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items()
-        }
-        values["experts"] = {name: tuple(series) for name, series in recorded["experts"].items()}
-        return cls(**values)
+        """As `recorded` gave them. Raises ConfigError where that is something else."""
+        try:
+            return msgspec.convert(recorded, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the recorded prices cannot be read ({error}): record the run again") from None
 
     def recorded(self) -> dict[str, Any]:
         """Plain values, for a trace."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-        return lists | {"experts": {name: list(series) for name, series in self.experts.items()}}
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     def expert_ps(self, tier: str, bits: int, rows: int) -> float:
         """Raises ConfigError where that was never measured."""

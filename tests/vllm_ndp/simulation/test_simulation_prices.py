@@ -54,6 +54,20 @@ def test_what_is_recorded_is_the_same_prices_again():
     assert again.recorded() == measured.recorded()
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rows": 3}, "cannot be read .*rows"),
+        ({"experts": {"gpu:16": ["cheap", 2, 3]}}, "cannot be read .*experts"),
+        ({"messages": [1, 2]}, "one for each of 3 numbers of rows"),
+        ({"beside": 2.0}, "by a share in 0..1, got 2.0"),
+    ],
+)
+def test_recorded_prices_that_are_none_cost_one_sentence(change: dict[str, object], complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        MeasuredPrices.of_recorded(prices().recorded() | change)
+
+
 def test_simulated_prices_are_the_costs_that_balancing_had_before_there_were_others():
     simulated = SimulatedPrices(COSTS)
     for rows in (1, 3, 17):
