@@ -53,11 +53,6 @@ class Follower:
         self._steps_left = 0
 
     @property
-    def noticed(self) -> int:
-        """How often decode has turned out to route otherwise."""
-        return self._watch.noticed
-
-    @property
     def wanted(self) -> ImportanceScore | None:
         """What decode shows by now; None as long as it goes on as planned."""
         return self._watch.wanted

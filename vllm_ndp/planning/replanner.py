@@ -175,11 +175,6 @@ class Replanner:
         """Whether plans depend on what decode rows choose."""
         return self._follower is not None
 
-    @property
-    def noticed(self) -> int:
-        """How often decode has shown another subject under the plan in force."""
-        return 0 if self._follower is None else self._follower.noticed
-
     def see(self, ids: NDArray[np.int64]) -> None:
         """A step has run: ids [T, L, k] are what its decode rows chose, in the order of the batch."""
         if self._follower is not None:
