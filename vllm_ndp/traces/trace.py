@@ -97,10 +97,6 @@ class Trace:
         if not np.isfinite(self.arrival_s).all():
             raise TraceError("the arrivals of a trace must be finite")
 
-    @property
-    def num_token_layers(self) -> int:
-        return len(self.step) * self.provenance.num_layers
-
     @cached_property
     def sequences(self) -> list[Sequence]:
         """One per request, positions ascending; of a position that ran twice (preemption) the last run counts, and of
