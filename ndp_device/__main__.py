@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ndp_device import timing_cli
-from ndp_device.command_line import assignments, command, print_json, program, run
+from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import PE_MODES
 
@@ -42,10 +42,8 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answe
 class HardwareOptions:
     """Which hardware the simulated times are for."""
 
-    hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512"
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
-    ] = None
+    hardware: HardwareOption = "h100-ndp512"
+    set_: SetOption = None
     pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
 
 

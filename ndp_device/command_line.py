@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -23,6 +23,11 @@ from typer.core import TyperCommand
 from ndp_device.errors import ConfigError, NdpError
 
 Function = Callable[..., None]
+
+HardwareOption = Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
+]
 
 
 def program(summary: str, examples: Sequence[str], **options: Any) -> typer.Typer:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import assignments, command, print_json, program
+from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program
 from ndp_device.errors import ConfigError
 from ndp_device.timing import dram as dram_timing
 from ndp_device.timing.dram_map import PLACEMENTS
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 app = program("Simulated times of the hardware model.", examples=("ndp-device time expert mixtral-8x7b --bits 3",))
 
-HardwareOption = Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
-]
 OLD_PRESET: dict[str, str | None] = {"--preset": "--hardware"}
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ndp_device.command_line import assignments
+from ndp_device.command_line import HardwareOption, SetOption, assignments
 from ndp_device.errors import ConfigError
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
@@ -47,10 +47,8 @@ class HardwareOptions:
     model: Annotated[
         str, typer.Option(help="Sizes that times are simulated for: a public shape or a checkpoint directory.")
     ] = "mixtral-8x7b"
-    hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512"
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
-    ] = None
+    hardware: HardwareOption = "h100-ndp512"
+    set_: SetOption = None
 
     def overrides(self) -> dict[str, str | int]:
         return hardware_values(self.set_)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ndp_device.command_line import command, print_json
+from ndp_device.command_line import SetOption, command, print_json
 from vllm_ndp.cli.options import JsonOption, hardware_values
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help="What simulated times are for (ndp-device time hardware).")] = (
         "h100-ndp512"
     ),
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
-    ] = None,
+    set_: SetOption = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure this machine for a few seconds: expected wall time.")
     ] = False,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ndp_device.command_line import command, print_json, require_writable
+from ndp_device.command_line import HardwareOption, SetOption, command, print_json, require_writable
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:
@@ -43,10 +43,8 @@ def scaling(
     bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3,
     context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096,
     split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False,
-    hardware: Annotated[str, typer.Option(help="Hardware preset (see ndp-device time hardware).")] = "h100-ndp512",
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a value of the hardware.")
-    ] = None,
+    hardware: HardwareOption = "h100-ndp512",
+    set_: SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
