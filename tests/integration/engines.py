@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,13 @@ def user_environment(**changes: str) -> dict[str, str]:
     """What a program started by a user would see: the tests' environment without what suits engines in this process."""
     environment = {name: value for name, value in os.environ.items() if name not in IN_PROCESS}
     return environment | changes
+
+
+def free_port() -> int:
+    """Of the loopback, by the system's choice."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_program(

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,7 +19,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import MODEL, NDP_PROGRAM, PATIENCE_S, ROOT, VLLM_PROGRAM, last_json, run_program, user_environment
+from engines import (
+    MODEL,
+    NDP_PROGRAM,
+    PATIENCE_S,
+    ROOT,
+    VLLM_PROGRAM,
+    free_port,
+    last_json,
+    run_program,
+    user_environment,
+)
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError
@@ -82,9 +91,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServer]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [

@@ -5,14 +5,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import one_engine
 import pytest
-from engines import MODEL, PATIENCE_S, PROMPTS, REPLICAS, device_processes, engine, greedy, run_program, token_ids
+from engines import (
+    MODEL,
+    PATIENCE_S,
+    PROMPTS,
+    REPLICAS,
+    device_processes,
+    engine,
+    free_port,
+    greedy,
+    run_program,
+    token_ids,
+)
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
@@ -242,9 +252,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
     script = tmp_path_factory.mktemp("ranks") / "told_apart.py"
     script.write_text(TOLD_APART)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(lambda rank: run_program(sys.executable, script, rank, port), ("0", "1")))
     for process in done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,6 +23,7 @@ from engines import (
     PROMPTS,
     VLLM_PROGRAM,
     engine,
+    free_port,
     greedy,
     token_ids,
     user_environment,
@@ -50,12 +50,6 @@ def device() -> Iterator[DeviceProcess]:
     process = DeviceProcess.spawn(MODEL, None)
     yield process
     process.terminate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

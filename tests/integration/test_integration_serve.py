@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from engines import (
     ROOT,
     VLLM_PROGRAM,
     device_processes,
+    free_port,
     user_environment,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -99,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
     directory = tmp_path_factory.mktemp("serve")
     (directory / "chat.jinja").write_text(CHAT_TEMPLATE)
     runtime_dir = Path(tempfile.mkdtemp(prefix="run-"))  # short: an ipc path may have 107 bytes
-    port = _free_port()
+    port = free_port()
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -130,12 +130,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
             except subprocess.TimeoutExpired:
                 process.kill()
         shutil.rmtree(runtime_dir, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -492,7 +486,7 @@ def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
     scrape = scrape.replace("server:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
     (tmp_path / "prometheus.yml").write_text(scrape)
     shutil.copyfile(ROOT / "deploy" / "prometheus" / "ndp-rules.yml", tmp_path / "ndp-rules.yml")
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
     with (tmp_path / "log").open("wb") as log:
         command = [program, *options, f"--web.listen-address={address}"]
