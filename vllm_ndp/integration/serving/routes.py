@@ -37,9 +37,8 @@ _DONE = b"data: [DONE]\n\n"
 _MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
 """The worker learns of a finished request with the step after it, a few milliseconds later."""
-
-
 _adding = asyncio.Lock()
+"""Held while a device is being added."""
 
 
 class NdpRoutes:
