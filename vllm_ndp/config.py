@@ -399,6 +399,16 @@ class NdpSettings:
                 f"{num_experts} are hot: use 'replan': 'prefill', or another number of 'hot_experts'"
             )
 
+    def require_use_of_prices(self, num_experts: int) -> None:
+        """Raises ConfigError where prices are to be measured and nothing is decided by any."""
+        splits_prompts = self.prefill != "streamed" and self.resolve_hot_experts(num_experts) < num_experts
+        decides = self.plan == "joint" or splits_prompts or self.resolve_offload_bits(num_experts) > 0
+        if self.prices == "measured" and not decides:
+            raise ConfigError(
+                "ndp setting 'prices' is 'measured', which has no effect where plans are fixed, prompts streamed and "
+                "no hot expert runs on the device: use 'prices': 'simulated', or 'auto' for 'execution' or 'prefill'"
+            )
+
     def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
         """How plans are made under these settings, live and when a recorded run is replayed."""
         return PlannerRules(

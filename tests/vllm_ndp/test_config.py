@@ -257,3 +257,19 @@ def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: 
 def test_prices_are_measured_on_one_embedded_device_only(others: dict[str, Any]):
     with pytest.raises(ConfigError, match="or one embedded device"):
         NdpSettings(prices="measured", **others)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"execution": "paper", "prefill": "streamed"},
+        {"cold_precision": "full", "prefill": "streamed"},
+        {"hot_experts": 8},
+    ],
+)
+def test_prices_are_not_measured_where_nothing_is_decided_by_them(others: dict[str, Any]):
+    with pytest.raises(ConfigError, match="'prices' is 'measured', which has no effect where plans are fixed"):
+        NdpSettings(prices="measured", **others).require_use_of_prices(8)
+    NdpSettings(**others).require_use_of_prices(8)
+    del others[min(others)]
+    NdpSettings(prices="measured", **others).require_use_of_prices(8)

@@ -169,6 +169,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)
     settings.require_followable(shape.num_experts)
+    settings.require_use_of_prices(shape.num_experts)
     hardware_of(settings)
     settings.make_policy()
     _refuse_ineffective_bit_rule(settings)
