@@ -1,7 +1,7 @@
 """MoE layers on the pretended GPU, eager or asynchronous: the plugin's own code around arithmetic that is easy to read.
 
-Real are the layer, the slots' kernel but for vLLM's operator, the split, the exchange with its thread, the sidecar, the
-step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
+Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger with its thread, the sidecar,
+the step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
-from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots, encode_fp8_rows
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
@@ -168,10 +168,10 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     ]
     x = gpu.tensor(draw(num_rows, HIDDEN))
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers)
-    exchange = None
+    messenger = None
     if asynchronous:
         lane = LazyLane(gpu.waits.append)
-        exchange = Exchange(
+        messenger = Messenger(
             lane, gpu.pinned, GPU, top_k=top_k, hidden=HIDDEN, dtype=setup.dtype, start_thread=lambda: gpu.__enter__()
         )
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
@@ -203,7 +203,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
             None,
             None,
             weighs_input=setup.weighs_input,
-            exchange=exchange,
+            messenger=messenger,
         )
         for index in range(num_layers)
     ]
@@ -225,8 +225,8 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     gpu.waits.clear()
     report = step.report({})
     assert report is not None
-    if exchange is not None:
-        exchange.close()
+    if messenger is not None:
+        messenger.close()
     return Outcome(
         peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(),
         clock.now_ps,

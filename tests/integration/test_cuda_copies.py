@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pretend_gpu import GPU, LazyLane, LazyMark, PretendGpu, peek
 
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.migration import Migrator
 
 
@@ -144,7 +144,7 @@ def test_a_thread_that_cannot_start_is_said_at_once_and_not_waited_for() -> None
         raise OSError("no such cores")
 
     with pytest.raises(OSError, match="no such cores"):
-        Exchange(HostLane(), pinned_for(cpu), cpu, top_k=2, hidden=8, dtype=torch.float32, start_thread=start)
+        Messenger(HostLane(), pinned_for(cpu), cpu, top_k=2, hidden=8, dtype=torch.float32, start_thread=start)
 
 
 def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:

@@ -22,9 +22,9 @@ from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, host_replicas
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.engine_kernel import load_engine_kernel
@@ -232,13 +232,13 @@ class Assembly:
             )
         return WarmExperts(self.model_dir, self._kernel, self.layers, costs)
 
-    def make_exchange(self, offload_bits: int) -> Exchange | None:
+    def make_messenger(self, offload_bits: int) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
         weights, whole = self.hot.layers[0].held.w13, self.ranks.holds_whole_experts
         if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda, whole_experts=whole):
             return None
         device, shape = weights.device, self.pool.shape
-        return Exchange(
+        return Messenger(
             make_lane(device),
             pinned_for(device),
             device,

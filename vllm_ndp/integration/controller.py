@@ -26,8 +26,8 @@ from vllm_ndp.integration.batch import RequestTracker, RowLocator, TrackedReques
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.layer import FixedOutput
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.leaders_device import Device
@@ -93,7 +93,7 @@ class NdpController:
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
         self._scheduler_config = vllm_config.scheduler_config
-        self._exchange: Exchange | None = None
+        self._messenger: Messenger | None = None
         self._warm: WarmExperts | None = None
         self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
@@ -159,7 +159,7 @@ class NdpController:
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
         self._warm = make.make_warm(costs)
-        self._exchange = make.make_exchange(offload_bits)
+        self._messenger = make.make_messenger(offload_bits)
         held = self.hot.layers[0].held
         for index, name in self._operators.items():
             layer = MoELayer(
@@ -174,7 +174,7 @@ class NdpController:
                 prefill_split,
                 weighs_input=self._weighs_input,
                 shared=shared.get(name.partition(":")[2]),
-                exchange=self._exchange,
+                messenger=self._messenger,
                 fixed=FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None,
                 warm=self._warm,
                 bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
@@ -195,7 +195,7 @@ class NdpController:
         self.requests.kv_group = group.index
         self.locator.group = group
         splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
-        fits = self._exchange is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
+        fits = self._messenger is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
         fits = fits and not self._sides_share_cores  # native layers know no other rule
         if fits and not (self.ranks.holds_whole_experts or splits_here or self._warm is not None):
             self._few = FewRows(
@@ -331,9 +331,9 @@ class NdpController:
             self.recorder.close()
             self.recorder = None
         self.hot.close()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+        if self._messenger is not None:
+            self._messenger.close()
+            self._messenger = None
         if hasattr(self, "device"):
             self.device.close()
         self._layers.clear()
@@ -396,8 +396,8 @@ class NdpController:
         return self._prices is not None and self._prices.beside < 1
 
     def _describe_layers(self) -> str:
-        if self._exchange is not None:
-            return f"asynchronous up to {self._exchange.most_rows} rows"
+        if self._messenger is not None:
+            return f"asynchronous up to {self._messenger.most_rows} rows"
         if self._warm is not None or self.settings.has_quantized_slots:
             return "Python, as with warm experts or quantized slots"
         if self._sides_share_cores:

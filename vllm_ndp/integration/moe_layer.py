@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RowLocator
-from vllm_ndp.integration.cuda.exchange import Exchange
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.hot_experts import HotExperts
@@ -67,14 +67,14 @@ class MoELayer:
         *,
         weighs_input: bool = False,
         shared: Shared | None = None,
-        exchange: Exchange | None = None,
+        messenger: Messenger | None = None,
         fixed: FixedOutput | None = None,
         warm: WarmExperts | None = None,
         bytes_of_width: NDArray[np.int64] | None = None,
     ) -> None:
         """balancer: None where hot experts never leave the GPU. prefill_split: None where the device computes nothing
         of prompts. weighs_input: the router's one weight is for x. shared: the shared experts, where they are ours to
-        run. exchange: where decode layers do not wait for the GPU. fixed: where a captured graph reads what this layer
+        run. messenger: where decode layers do not wait for the GPU. fixed: where a captured graph reads what this layer
         gives. warm: None where the host's CPU computes no experts. bytes_of_width [256]: of a hot expert on the
         simulated GPU, None where all have one width."""
         self.index = index
@@ -84,7 +84,9 @@ class MoELayer:
         self._prefill_split = prefill_split
         self._weighs_input = weighs_input
         self._shared, self._fixed, self._warm, self._bytes_of_width = shared, fixed, warm, bytes_of_width
-        self._aside = None if exchange is None else AsideLayer(index, self._slots, device, exchange, self._compute_here)
+        self._aside = (
+            None if messenger is None else AsideLayer(index, self._slots, device, messenger, self._compute_here)
+        )
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object

@@ -2,7 +2,7 @@
 
 Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device makes of
 the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its counts are read
-when the step ends. Gives what the eager layer gives. Knows one layer's slots and the exchange; does not know how plans
+when the step ends. Gives what the eager layer gives. Knows one layer's slots and the messenger; does not know how plans
 are made.
 """
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.device.calls import ExecuteResult
-from vllm_ndp.integration.cuda.exchange import Exchange
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall
@@ -43,10 +43,10 @@ class Answer:
 
 class AsideLayer:
     def __init__(
-        self, index: int, slots: HotSlots, device: Device, exchange: Exchange, compute_here: ComputeHere
+        self, index: int, slots: HotSlots, device: Device, messenger: Messenger, compute_here: ComputeHere
     ) -> None:
         self.index = index
-        self._slots, self._device, self._exchange = slots, device, exchange
+        self._slots, self._device, self._messenger = slots, device, messenger
         self._compute_here = compute_here
         self._routing = routing_for(slots.expert_map.device)
         self._kernel, self._held = slots.running()
@@ -56,7 +56,7 @@ class AsideLayer:
 
     def takes(self, step: Step) -> bool:
         """Whether a step's layers go this way: decode rows that fit the buffers."""
-        return step.rows.num_rows <= self._exchange.most_rows and step.rows.all_decode
+        return step.rows.num_rows <= self._messenger.most_rows and step.rows.all_decode
 
     @property
     def holds_everything(self) -> bool:
@@ -75,22 +75,22 @@ class AsideLayer:
         if self.holds_everything:
             return self._run_everything(step, x, topk_weights, topk_ids, beside)
         step.begin_layer()
-        exchange, buffers = self._exchange, self._exchange.buffers(len(x))
+        messenger, buffers = self._messenger, self._messenger.buffers(len(x))
         packet = buffers.here
         self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
         submit_ps = step.clock.now_ps
-        exchange.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
+        messenger.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
         try:
             beside()
             out = self._run_hot(x, topk_weights, packet.slots, are_named=self._elsewhere >= 0)
         except BaseException:
-            exchange.abandon()
+            messenger.abandon()
             raise
-        taken = exchange.take()
+        taken = messenger.take()
         pairs = _pairs(taken.packet)
         device_ps: int | None = 0
         if taken.answer is not None:
-            device_ps = self._add(step, taken.answer, lambda: exchange.sums(taken), out, x, pairs, packet.sent_rows)
+            device_ps = self._add(step, taken.answer, lambda: messenger.sums(taken), out, x, pairs, packet.sent_rows)
         counts = _counts(taken.packet.slots, self._num_slots)
         step.end_layer(self.index, Split(SlotPairs(packet.slots, topk_weights, counts), pairs, NO_PAIRS), device_ps)
         return out
@@ -147,7 +147,7 @@ class AsideLayer:
         step.device.add(answer.result.timing)
         return int(answer.result.timing.total_ps)
 
-    # -- in the exchange's thread ---------------------------------------------------------------------------------
+    # -- in the messenger's thread ---------------------------------------------------------------------------------
 
     def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
         """Send the rows of a packet and wait for the device, at most until the deadline."""

@@ -52,7 +52,7 @@ class Taken:
     arrived: Mark | None
 
 
-class Exchange:
+class Messenger:
     """One per worker. Strictly in turns: `begin`, then `take`."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Exchange:
         self._taken: SimpleQueue[Taken | BaseException] = SimpleQueue()
         self._under_way = False
         started: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = Thread(target=self._serve, args=(start_thread, started), name="ndp-exchange", daemon=True)
+        self._thread = Thread(target=self._serve, args=(start_thread, started), name="ndp-messenger", daemon=True)
         self._thread.start()
         if (failed := started.get()) is not None:  # a thread that is not there would be waited for in every layer
             raise failed
