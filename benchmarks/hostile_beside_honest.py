@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from measured import ROOT, Measurement, add_json_option
 
+from ndp_device.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum, zmtp
@@ -35,6 +36,7 @@ from vllm_ndp.device.client import DeviceClient
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128
+NEWCOMERS_PATIENCE_S = 10.0
 Attack = Callable[[str, Event], None]
 READY = zmtp._command(b"READY", zmtp._property(b"Socket-Type", b"DEALER") + zmtp._property(b"Identity", b""))
 
@@ -199,9 +201,9 @@ ATTACKS: dict[str, Attack] = {
 class Honest:
     """A host that calls as fast as it is answered."""
 
-    def __init__(self, address: str, *, shared_memory: bool) -> None:
+    def __init__(self, address: str, *, shared_memory: bool, patience_s: float = 60.0) -> None:
         self.client = DeviceClient(address, deadline_ms=5000, shared_memory=shared_memory)
-        self.client.connect(60)
+        self.client.connect(patience_s)
         self.client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
         self.client.activate_plan(1)
         self._x = np.ones((1, HIDDEN), np.float32)
@@ -257,7 +259,7 @@ def main() -> None:
                     p50, p99 = (" / ".join(f"{phase[key]:8.1f}" for phase in phases) for key in ("p50_us", "p99_us"))
                     print(
                         f"{name:24} {transport:9} {p50:>32} {p99:>36} {sum(phase['lost'] for phase in phases):4}"
-                        f"  {max(found['newcomers_s'], default=0.0):8.3f}"
+                        f"  {slowest(found['newcomers_s']):>18}"
                     )
             figures["device_rss_mib"] = _rss_mib(device.pid)
             assert device.poll() is None, "the device ended"
@@ -267,19 +269,27 @@ def main() -> None:
     measurement.end(figures, given.json)
 
 
-def newcomers(address: str, host: Honest, shared_memory: bool, count: int) -> list[float]:
-    """Seconds until a host that comes now has had its first answer, one after the other, while `host` goes on."""
+def newcomers(address: str, host: Honest, shared_memory: bool, count: int) -> list[float | None]:
+    """Seconds until a host that comes now has had its first answer, one after the other, while `host` goes on.
+
+    None: it gave up after NEWCOMERS_PATIENCE_S, and no other came.
+    """
     ended = threading.Event()
 
     def go_on() -> None:
         while not ended.is_set():
             host.call_for(0.05)
 
-    beside, taken = threading.Thread(target=go_on), []
+    beside = threading.Thread(target=go_on)
+    taken: list[float | None] = []
     beside.start()
     for _ in range(count):
         begun_s = time.monotonic()
-        newcomer = Honest(address, shared_memory=shared_memory)
+        try:
+            newcomer = Honest(address, shared_memory=shared_memory, patience_s=NEWCOMERS_PATIENCE_S)
+        except DeviceUnavailable:
+            taken.append(None)
+            break
         while not newcomer.call_for(0.0001)["calls"] or not newcomer.client.counters.executed:
             pass
         taken.append(round(time.monotonic() - begun_s, 3))
@@ -307,6 +317,12 @@ def one(
     found["after"] = host.call_for(seconds)
     host.client.close()
     return found
+
+
+def slowest(seconds: list[float | None]) -> str:
+    if None in seconds:
+        return f"over {NEWCOMERS_PATIENCE_S:.0f}"
+    return f"{max((taken for taken in seconds if taken is not None), default=0.0):.3f}"
 
 
 def _rss_mib(pid: int) -> int:

@@ -66,8 +66,8 @@ def hostile(measured: dict[str, Any], about: Any) -> str:
             continue
         phases = [of[phase] for phase in ("before", "during", "after")]
         p50, p99 = (" / ".join(f"{phase[key]:.0f}" for phase in phases) for key in ("p50_us", "p99_us"))
-        slowest = max(of.get("newcomers_s", []), default=None)
-        newcomer = "-" if slowest is None else f"{slowest:.2f}"
+        waits = of.get("newcomers_s", [])
+        newcomer = "none in 10 s" if None in waits else f"{max(waits):.2f}" if waits else "-"
         lost = sum(phase["lost"] for phase in phases)
         lines.append(f"| {name.replace('_', ' ')} | {p50} | {p99} | {lost} | {newcomer} |")
     return "\n".join(

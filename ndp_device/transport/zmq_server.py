@@ -102,10 +102,15 @@ class _Peer:
             self.ring_seen_ns = now_ns
 
     @property
-    def place_among_strangers(self) -> tuple[int, bool, int]:
-        """Who said Hello comes before who says it now, and then the others; of each kind, who waits longest."""
-        greets = bool(self.connection.waiting) and _HELLO in bytes(self.connection.waiting[0].frames[0][:32])
-        return -self.rank, not greets, self.turn_ns
+    def place_among_strangers(self) -> tuple[bool, int]:
+        """Who said Hello or says it now comes before the others; of each kind, who waits longest.
+
+        Not those that said it before those that say it now: a few that ask without an end would keep all others out.
+        """
+        greets = self.rank is Rank.GREETED or (
+            bool(self.connection.waiting) and _HELLO in bytes(self.connection.waiting[0].frames[0][:32])
+        )
+        return not greets, self.turn_ns
 
 
 class ZmqServer:

@@ -40,7 +40,7 @@ __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "Execut
 MAX_IN_FLIGHT = 8
 RETRY_FIRST_S, RETRY_LAST_S = 0.005, 0.2
 _LOOKS_AT_ONCE = 64
-_GREET_EVERY_S = 0.002  # between two tries to say Hello, each 15 us of a layer while the device is away
+_GREET_EVERY_S = 0.01  # between two tries to say Hello, each 15 to 70 us of a layer while the device is away
 GREETING_S = 1.0  # a device that is connected but does not answer Hello for so long gets a new connection
 
 _log = logging.getLogger(__name__)
@@ -251,6 +251,16 @@ class DeviceClient:
         except (DeviceUnavailable, RemoteProtocolError) as error:
             self._fail(error)
         return handle
+
+    def refuses(self) -> bool:
+        """Whether a call would end at once, as the device is away: then it needs not be made, and is counted as one."""
+        if self._up:
+            return False
+        is_early = self._clock.monotonic() < (self._retry_at_s if self._connection is None else self._greet_at_s)
+        if is_early or not self.poll():
+            self.counters.unavailable += 1
+            return True
+        return False
 
     def finish_execute(self, handle: ExecuteHandle) -> ExecuteResult:
         """The result of `handle`. Raises DeviceUnavailable, within the deadline that began with begin_execute."""

@@ -32,6 +32,7 @@ from vllm_ndp.simulation.devices import Devices, slowest
 
 _LEAST_MACS_PER_S = 2.5e9
 """Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/timing.md)."""
+_NO_ROWS = np.empty(0, np.int64)
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
@@ -44,12 +45,14 @@ class DeviceCall:
     bits: NDArray[np.uint8]  # [P], of each pair
     rows: NDArray[np.int64]  # rows of the step whose activations were sent
     _client: Executes
-    _handle: Any
+    _handle: Any  # None: the device was away, and nothing was sent
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
+        if self._handle is None:
+            return None
         try:
             answer = self._client.finish_execute(self._handle)
         except DeviceUnavailable:
@@ -277,6 +280,8 @@ class DeviceLink:
         self.wait_installed()
         bits = few.pair_bits[:count]
         layer = self._layers[layer]
+        if self.devices is None and self.members.clients[0].refuses():
+            return DeviceCall(layer, bits, _NO_ROWS, self._executes, None, 0.0, self._round_trips_s)
         sent_s = time.perf_counter()
         handle = self._executes.begin_execute(
             layer,

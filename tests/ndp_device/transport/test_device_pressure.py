@@ -31,6 +31,7 @@ from ndp_device.transport import zmq_server, zmtp
 from ndp_device.transport.connection import Connection, HandshakeTime
 from ndp_device.transport.listener import Listener
 from ndp_device.transport.system import READABLE
+from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
 
@@ -245,6 +246,28 @@ def test_a_host_that_paused_comes_before_strangers_that_never_do(tmp_path: Path)
     for peer in (host, stranger):
         peer.close()
     server.close()
+
+
+def test_a_newcomer_has_its_turn_among_hosts_that_ask_without_an_end(server: ZmqServer) -> None:
+    """They said Hello and never compute."""
+    greeted = [connected(server, number) for number in range(4)]
+    assert sorted(served_ids(server, 4, 0, lambda id: False)) == [0, 1, 2, 3]
+    newcomer = ZmqTransport(server.address)
+    hello = msg.Hello(9, versions=(msg.VERSION, msg.VERSION), client="newcomer")
+    sent, ids = False, list[int]()
+    while 9 not in ids:
+        for number, host in enumerate(greeted):
+            host.send(codec.encode(msg.Ping(number)))
+        sent = sent or newcomer.send(codec.encode(hello))
+        while any(not peer.connection.waiting for peer in server._peers.values() if peer.was_served):
+            server._look(0.001)
+        is_here = any(peer.connection.waiting and not peer.was_served for peer in server._peers.values())
+        ids += served_ids(server, 1, 0, lambda id: False)
+        if is_here:
+            ids += served_ids(server, 5, 0, lambda id: False)
+            assert 9 in ids
+    for host in (*greeted, newcomer):
+        host.close()
 
 
 def test_a_peer_that_is_sent_away_in_the_turn_in_which_it_spoke_does_no_harm(
