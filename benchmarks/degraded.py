@@ -84,7 +84,7 @@ def run_arm(given: argparse.Namespace) -> None:
         del ndp["avg_bits"]
     llm = LLM(
         given.model,
-        dtype=given.dtype, enforce_eager=True, max_model_len=512, max_num_seqs=given.batch, block_size=32,
+        dtype=given.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=given.batch, block_size=32,
         kv_cache_memory_bytes=64 << 20, disable_log_stats=True, enable_prefix_caching=False,
         quantization="ndp", additional_config={"ndp": ndp},
     )  # fmt: skip
@@ -142,7 +142,7 @@ def run_arm(given: argparse.Namespace) -> None:
         client, process = controller.device.client, member.process
         member.process._next_spawn_s, after = 0.0, 0
         steps: list[float] = []
-        begin(400)
+        begin(980)
         for _ in range(24):
             steps.append(timed_step(llm))
         usual = statistics.median(steps)

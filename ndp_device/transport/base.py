@@ -22,6 +22,11 @@ class ClientTransport(Protocol):
     """
 
     @property
+    def is_ready(self) -> bool:
+        """A message may be sent, as far as is known: the handshake is over."""
+        ...
+
+    @property
     def can_share_memory(self) -> bool: ...
 
     def attach(self, offer: SlotOffer) -> bool:
@@ -42,6 +47,7 @@ class ClientTransport(Protocol):
 class InProcessTransport:
     """Calls `reply` where a socket would be: same frames, same checks, no other process."""
 
+    is_ready = True
     can_share_memory = False
 
     def __init__(self, reply: Callable[[bytes, Frames, str | None], Frames], client: bytes = b"in-process") -> None:

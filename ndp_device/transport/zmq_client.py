@@ -89,6 +89,10 @@ class ZmqTransport:
         self._go_on()
 
     @property
+    def is_ready(self) -> bool:
+        return self._reader.is_ready and not self._lost
+
+    @property
     def can_share_memory(self) -> bool:
         return self._address.ipc_path is not None and shm.native is not None
 

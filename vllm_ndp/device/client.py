@@ -307,6 +307,8 @@ class DeviceClient:
 
     def _greet(self, connection: Connection) -> bool:
         """Say Hello as soon as there is a connection to say it on."""
+        if not connection.is_ready:
+            return False
         hello = msg.Hello(
             self._next_id(),
             versions=(msg.VERSION, msg.VERSION),

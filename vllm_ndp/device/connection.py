@@ -64,6 +64,11 @@ class Connection:
         return self.stage is Stage.UP
 
     @property
+    def is_ready(self) -> bool:
+        """Something may be asked."""
+        return self._transport.is_ready
+
+    @property
     def can_share_memory(self) -> bool:
         return self._transport.can_share_memory
 
