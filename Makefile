@@ -114,7 +114,7 @@ TORCH := torch 2.13.0+cpu is in the package index of PyTorch for CPUs: name that
 
 # Why each line: docs/compatibility.md. Packages unpack on one core while the compiler works on another.
 $(SERVES): pyproject.toml patches/lock-build.txt patches/lock-cpu.txt patches/constraints-cpu.txt $(KERNELS)
-	@echo "setting up $(VENV): 154 packages are fetched and unpacked while the kernels compile; 1 to 3 minutes on two cores"
+	@echo "setting up $(VENV): $(shell grep -c hash=sha256 patches/lock-cpu.txt) packages are fetched and unpacked while the kernels compile; 1 to 3 minutes on two cores"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(LOCKED),$(FROM_LOCK) patches/lock-build.txt)
 	@$(MAKE) --no-print-directory -j2 packages $(if $(LOCKED),kernels)
