@@ -118,11 +118,11 @@ class Balancer:
         gpu_ps = [known.shared_ps(load.rows)]
         for expert in reversed(order):
             gpu_ps.append(gpu_ps[-1] + known.hot_ps(load.hot[expert][0]))
-        best, best_ps, moved = 0, max(together_ps(known, gpu_ps[-1], device_ps), load.host_ps), 0.0
+        best, best_ps, moved = 0, max(together_ps(gpu_ps[-1], device_ps, known.beside), load.host_ps), 0.0
         opening = 0.0 if load.cold else self.message_ps(1, 1)
         for count, expert in enumerate(order, start=1):
             moved += self.device_ps(self.offload_bits, load.hot[expert][0])
-            layer_ps = max(together_ps(known, gpu_ps[-1 - count], device_ps + moved + opening), load.host_ps)
+            layer_ps = max(together_ps(gpu_ps[-1 - count], device_ps + moved + opening, known.beside), load.host_ps)
             if layer_ps < best_ps:
                 best, best_ps = count, layer_ps
         return frozenset(order[:best])

@@ -35,13 +35,13 @@ def num_streamed(
     beside_ps: int = 0,
     opening_ps: int = 0,
     least: int = 0,
-    prices: Prices | None = None,
+    beside: float = 1.0,
 ) -> int:
     """How many of the first experts to stream, so that the later of both sides ends soonest.
 
     device_ps: what each expert adds to the device's command, the longest first. stream_ps(n): copies of the first n,
     never less for more. beside_ps: what the device computes in any case; opening_ps: what a command costs that would
-    not be sent otherwise. prices: where sides do not run fully beside each other.
+    not be sent otherwise. beside: how much of the shorter side is over while the longer one runs, 0 to 1.
 
     Of equally good answers the one that streams most, since what is streamed can stay.
 
@@ -52,8 +52,8 @@ def num_streamed(
     rest = [*accumulate(reversed(device_ps), initial=beside_ps)][::-1]  # [count + 1], what is left to the device
     rest[:-1] = [ps + opening_ps for ps in rest[:-1]]
     candidates = range(least, count + 1)
-    if prices is not None and prices.beside < 1:
-        return min(reversed(candidates), key=lambda n: together_ps(prices, stream_ps(n), rest[n]))
+    if beside < 1:
+        return min(reversed(candidates), key=lambda n: together_ps(stream_ps(n), rest[n], beside))
     meet = least + bisect_left(candidates, True, key=lambda n: stream_ps(n) >= rest[n])  # stream_ps rises, rest falls
     best = min(max(stream_ps(n), rest[n]) for n in (meet - 1, meet) if least <= n <= count)
     return least + bisect_right(candidates, best, key=stream_ps) - 1
@@ -107,7 +107,7 @@ class PrefillSplit:
             beside_ps=beside_ps,
             opening_ps=opening_ps,
             least=int(np.searchsorted(pairs, too_many)) + 1 if too_many > 0 else 0,
-            prices=self._prices,
+            beside=self._prices.beside,
         )
         kept_there: NDArray[np.int64] = np.sort(ids[order[streamed:]])
         return kept_there

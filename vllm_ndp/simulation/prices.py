@@ -50,9 +50,9 @@ class Prices(Protocol):
         ...
 
 
-def together_ps(prices: Prices, one: float, other: float) -> float:
-    """What two sides take that begin at the same time."""
-    return max(one, other) + (1 - prices.beside) * min(one, other)
+def together_ps(one: float, other: float, beside: float) -> float:
+    """What two sides take that begin at the same time, and of which the shorter one is over to this share."""
+    return max(one, other) + (1 - beside) * min(one, other)
 
 
 class SimulatedPrices:
