@@ -126,7 +126,7 @@ class Planner:
         if self.replanner.follows and step.started:
             rows = step.rows
             entries = rows.expected_slot_mapping(self._sidecar.block_size)[rows.decode]
-            self.replanner.see(self._sidecar.read(entries)[0])
+            self.replanner.see(self._sidecar.read_ids(entries))
         for request in step.ending:
             request.score = self.replanner.score(self.stats(request))
             request.prefilled = True
