@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import socket
@@ -17,113 +16,22 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
 import numpy as np
-import psutil
 import pytest
 import zmq
+from attacked_device import PATIENCE_S, Device, assert_serves, execute, is_ended, message, request
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.errors import ConfigError, DeviceUnavailable
 from ndp_device.probe import Probe
-from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum, zmq_server, zmtp
 from ndp_device.transport import connection as limits
-from ndp_device.transport.system import System
-from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport import connections, peers, shm
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
-
-PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
-PATIENCE_S = 60.0
-
-
-class Device:
-    def __init__(self, model_dir: Path, directory: Path, limits: Callable[[], None] | None = None) -> None:
-        self.path = directory / "private" / "device"
-        self.address = f"ipc://{self.path}"
-        self.log = directory / "log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*PROGRAM, "serve", "--address", self.address, "--kernel", "reference", "--model", str(model_dir)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=limits,
-            )
-        assert self.process.stdout is not None
-        assert json.loads(self.process.stdout.readline())["ready"]
-
-    def resident(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss)
-
-    def raw(self) -> socket.socket:
-        """A connection that has greeted as a ZeroMQ socket does and may send messages."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self.path))
-        connection.sendall(zmtp.GREETING + READY)
-        return connection
-
-    @contextmanager
-    def host(self, *, shared_memory: bool = True) -> Iterator[DeviceClient]:
-        client = DeviceClient(self.address, deadline_ms=PATIENCE_S * 1e3, shared_memory=shared_memory)
-        try:
-            client.connect(PATIENCE_S)
-            client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
-            client.activate_plan(1)
-            yield client
-        finally:
-            client.close()
-
-
-READY = zmtp._command(b"READY", zmtp._property(b"Socket-Type", b"DEALER") + zmtp._property(b"Identity", b""))
-
-
-@pytest.fixture
-def device(model_dir: Path, tmp_path: Path) -> Iterator[Device]:
-    device = Device(model_dir, tmp_path)
-    try:
-        yield device
-    finally:
-        device.process.kill()
-        device.process.communicate()
-
-
-def execute(client: DeviceClient) -> None:
-    rows, experts, bits = np.zeros(1, np.int32), np.ones(1, np.int32), np.full(1, 16, np.uint8)
-    x = np.ones((1, HIDDEN), np.float32)
-    client.finish_execute(client.begin_execute(0, 0, 0, x, rows, experts, bits, np.ones(1, np.float32)))
-
-
-def message(*frames: bytes) -> bytes:
-    return b"".join(bytes(part) for part in zmtp.encoded(frames))
-
-
-def request(asked: msg.Message, tensors: codec.Tensors | None = None) -> bytes:
-    header, body = codec.encode(asked, tensors)
-    return message(checksum.write(header, body), bytes(body))
-
-
-def is_ended(send: Callable[[], object], tries: int) -> bool:
-    """Whether the device ends a connection on which this is sent again and again."""
-    for _ in range(tries):
-        try:
-            send()
-        except BlockingIOError:
-            continue
-        except OSError:
-            return True
-    return False
-
-
-def assert_serves(device: Device) -> None:
-    with device.host() as client:
-        execute(client)
-    assert device.process.poll() is None
 
 
 def test_a_refusal_that_would_be_too_long_to_send_does_not_end_the_device(device: Device) -> None:
@@ -173,7 +81,7 @@ def test_peers_that_only_ping_do_not_cost_a_silent_host_its_session(device: Devi
     with device.host(shared_memory=False) as client:
         execute(client)
         pingers = []
-        for _ in range(zmq_server.MAX_PEERS + 40):
+        for _ in range(connections.MAX_PEERS + 40):
             connection = device.raw()
             connection.sendall(request(msg.Ping(1)))
             pingers.append(connection)
@@ -190,14 +98,14 @@ def test_peers_that_ask_for_shared_memory_and_go_silent_do_not_keep_it(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hello = msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="keeper", wants_slots=True)
-    keepers = [device.raw() for _ in range(zmq_server.shm.MAX_CHANNELS)]
+    keepers = [device.raw() for _ in range(shm.MAX_CHANNELS)]
     for connection in keepers:
         connection.sendall(request(hello))
         connection.settimeout(PATIENCE_S)
         answer = b""
         while b"welcome" not in answer:
             answer += connection.recv(65536)
-    time.sleep(zmq_server._KEEP_MEMORY_NS / 1e9)
+    time.sleep(peers._KEEP_MEMORY_NS / 1e9)
     with device.host() as client:
         assert client.uses_shared_memory
         execute(client)
@@ -314,185 +222,6 @@ def test_a_file_in_the_place_of_the_socket_is_not_replaced(tmp_path: Path) -> No
     stale.bind(str(private / "device"))
     stale.close()
     ZmqServer(f"ipc://{private}/device").close()
-
-
-# -- whose turn it is: the server's queue without a program around it ------------------------------------------------
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ZmqServer]:
-    server = ZmqServer(f"ipc://{tmp_path}/private/device")
-    yield server
-    server.close()
-
-
-def connected(server: ZmqServer, number: int) -> ZmqTransport:
-    """A host whose request `number` waits in the server."""
-    transport = ZmqTransport(server.address)
-    deadline = time.monotonic() + PATIENCE_S
-    while not transport.send(codec.encode(msg.Ping(number))):
-        server._look(0.001)
-        assert time.monotonic() < deadline
-    return transport
-
-
-def served_ids(server: ZmqServer, count: int, cost_ns: int, computed: Callable[[int], bool]) -> list[int]:
-    """The ids of the next `count` requests, each of which is said to have taken cost_ns."""
-    ids = []
-    deadline = time.monotonic() + PATIENCE_S
-    while len(ids) < count and time.monotonic() < deadline:
-        if received := server.receive(50):
-            ids.append(codec.peek_id(received.frames[0]))
-            server.served(received.client, cost_ns, computed=computed(ids[-1]), greeted=True)
-    return ids
-
-
-def test_a_flood_of_one_host_lets_every_other_request_pass_at_once(server: ZmqServer) -> None:
-    """1000 requests of one host wait; whatever another one asks is next, and the one after it again."""
-    flooder, honest = connected(server, 1), connected(server, 2)
-    assert sorted(served_ids(server, 2, 1_000_000, lambda id: True)) == [1, 2]
-    for _ in range(1000):
-        flooder.send(codec.encode(msg.Ping(1)))
-    served_ids(server, 20, 1_000_000, lambda id: True)
-    for _ in range(10):
-        honest.send(codec.encode(msg.Ping(2)))
-        while sum(len(peer.connection.waiting) > 0 for peer in server._peers.values()) < 2:
-            server._look(0.001)
-        assert 2 in served_ids(server, 2, 1_000_000, lambda id: True)
-    flooder.close()
-    honest.close()
-
-
-def test_peers_that_never_compute_get_a_tenth_of_the_time_while_a_host_computes(server: ZmqServer) -> None:
-    honest, stranger = connected(server, 2), connected(server, 1)
-    assert sorted(served_ids(server, 2, 0, lambda id: id == 2)) == [1, 2]
-    for _ in range(8):
-        stranger.send(codec.encode(msg.Ping(1)))
-        honest.send(codec.encode(msg.Ping(2)))
-    while sum(len(peer.connection.waiting) for peer in server._peers.values()) < 16:
-        server._look(0.001)
-    ids = served_ids(server, 16, 1_000_000, lambda id: id == 2)
-    assert ids.count(1) == 8  # none is lost
-    assert ids[:9].count(2) >= 7
-    honest.close()
-    stranger.close()
-
-
-class Ticking(System):
-    """Every look at the clock takes a millisecond."""
-
-    def __init__(self) -> None:
-        self.clock = self  # type: ignore[assignment]
-        self.now_ns = 10**12
-
-    def monotonic_ns(self) -> int:
-        self.now_ns += 1_000_000
-        return self.now_ns
-
-    def thread_time_ns(self) -> int:
-        return self.monotonic_ns()
-
-    def monotonic(self) -> float:
-        return self.monotonic_ns() / 1e9
-
-    def sleep(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
-
-    def run_beside(self, work: Callable[[], None]) -> None:
-        pass
-
-
-def test_connections_of_strangers_take_a_part_of_the_time_while_a_host_computes(tmp_path: Path) -> None:
-    """To accept four takes milliseconds here: as long as a host computes five pass before the next; else none do."""
-    system = Ticking()
-    server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
-    path = server.address.removeprefix("ipc://")
-    host = connected(server, 1)
-    (received,) = [server.receive(0) or server.receive(0)]
-    assert received is not None
-    strangers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
-    for stranger in strangers[:20]:
-        stranger.connect(path)
-    while len(server._peers) < 21:
-        num_peers = len(server._peers)
-        server._look()
-        assert len(server._peers) > num_peers
-    for stranger in strangers[20:]:
-        stranger.connect(path)
-    before, waits = system.now_ns, 0
-    while len(server._peers) < 41:
-        server.served(received.client, 0, computed=True, greeted=True)
-        num_peers = len(server._peers)
-        server._look()
-        waits += len(server._peers) == num_peers
-        assert len(server._peers) <= num_peers + 4
-    assert waits >= 4
-    assert system.now_ns - before >= 4 * 5_000_000
-    for peer in (*strangers, host):
-        peer.close()
-    server.close()
-
-
-def test_requests_are_read_only_as_far_as_they_may_wait(server: ZmqServer) -> None:
-    flooder = connected(server, 1)
-    for _ in range(120):
-        flooder.send(codec.encode(msg.Ping(1)))
-    for _ in range(50):
-        server._look(0.001)
-    (peer,) = server._peers.values()
-    assert len(peer.connection.waiting) == limits.MAX_WAITING
-    assert len(served_ids(server, 121, 0, lambda id: True)) == 121
-    flooder.close()
-
-
-def test_a_host_that_computes_is_never_sent_away_for_another(
-    server: ZmqServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zmq_server, "MAX_PEERS", 2)
-    hosts = [connected(server, number) for number in (1, 2)]
-    assert len(served_ids(server, 2, 0, lambda id: True)) == 2
-    late = ZmqTransport(server.address)
-    for _ in range(20):
-        server.receive(10)
-        assert not late.send(codec.encode(msg.Ping(3)))
-    assert len(server._peers) == 2
-    for transport in (*hosts, late):
-        transport.close()
-
-
-def test_what_all_peers_hold_is_bounded_and_strangers_go_first(
-    server: ZmqServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zmq_server, "MAX_HELD_BYTES", 8 << 20)
-    honest = connected(server, 1)
-    served_ids(server, 1, 0, lambda id: True)
-    greedy = socket.socket(socket.AF_UNIX)
-    greedy.connect(server.address.removeprefix("ipc://"))
-    greedy.setblocking(False)
-    greedy.sendall(zmtp.GREETING + READY + b"\x03" + (60 << 20).to_bytes(8, "big"))
-
-    def send() -> None:
-        server._look(0.001)
-        greedy.send(bytes(1 << 20))
-
-    assert is_ended(send, tries=100_000)
-    assert len(server._peers) == 1
-    honest.send(codec.encode(msg.Ping(5)))
-    assert served_ids(server, 1, 0, lambda id: True) == [5]
-    honest.close()
-
-
-def test_a_stopped_peer_in_the_middle_of_a_greeting_is_thrown_out(server: ZmqServer) -> None:
-    silent = socket.socket(socket.AF_UNIX)
-    silent.connect(server.address.removeprefix("ipc://"))
-    silent.sendall(zmtp.GREETING[:30])
-    deadline = time.monotonic() + PATIENCE_S
-    while not server._peers:
-        server._look(0.01)
-    while server._peers and time.monotonic() < deadline:
-        server.receive(50)
-    assert not server._peers
-    silent.close()
 
 
 def test_the_lock_and_the_socket_of_a_device_are_closed_to_others(server: ZmqServer) -> None:

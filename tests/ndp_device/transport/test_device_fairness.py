@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,19 +15,12 @@ PATIENCE_S = 60
 WAITING = 4
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ZmqServer]:
-    server = ZmqServer(f"ipc://{tmp_path}/private/device")
-    yield server
-    server.close()
-
-
 def host(server: ZmqServer, number: int) -> ZmqTransport:
     """One whose requests carry its number, with some of them on their way."""
     transport, deadline = ZmqTransport(server.address), time.monotonic() + PATIENCE_S
     for _ in range(WAITING):
         while not transport.send(codec.encode(msg.Ping(number))):
-            server._look(0.001)
+            server._connections.look(0.001)
             assert time.monotonic() < deadline
     return transport
 
@@ -40,7 +31,7 @@ def charged(server: ZmqServer, hosts: dict[int, ZmqTransport], cost_ns: dict[int
     deadline = time.monotonic() + PATIENCE_S
     for _ in range(turns):
         while sum(len(peer.connection.waiting) > 0 for peer in server._peers.values()) < len(hosts):
-            server._look(0.001)
+            server._connections.look(0.001)
             assert time.monotonic() < deadline
         received = server.receive(50)
         assert received is not None

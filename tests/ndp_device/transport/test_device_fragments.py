@@ -108,13 +108,6 @@ def test_whatever_does_not_join_is_one_error(lie: str) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ZmqServer]:
-    server = ZmqServer(f"ipc://{tmp_path}/private/device")
-    yield server
-    server.close()
-
-
-@pytest.fixture
 def host(server: ZmqServer) -> Iterator[ZmqTransport]:
     host = ZmqTransport(server.address)
     yield host
@@ -202,7 +195,7 @@ def test_small_messages_between_large_ones_arrive_in_order(server: ZmqServer, ho
     host._version = msg.VERSION
     for number in range(12):
         while not host.send((header(number), BODY if number % 2 else b"")):
-            server._look(0.001)
+            server._connections.look(0.001)
     for number in range(12):
         received = until_received(server)
         check(received)

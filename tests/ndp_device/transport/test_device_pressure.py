@@ -21,24 +21,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_device_attacks import Device, Ticking, assert_serves, connected, device, served_ids, server
+from attacked_device import Device, assert_serves
+from server_by_hand import Hands, Ticking, connected, served_ids
 
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import connection as limits
-from ndp_device.transport import zmq_server, zmtp
+from ndp_device.transport import connections, peers, strangers, zmtp
 from ndp_device.transport.connection import Connection, HandshakeTime
 from ndp_device.transport.listener import Listener
 from ndp_device.transport.system import READABLE
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
-
-__all__ = ["device", "server"]
-
-READY = zmtp.HOST_READY
-PATIENCE_S = 60.0
 
 
 def test_peers_that_announce_more_than_there_is_memory_do_not_end_the_device(device: Device) -> None:
@@ -57,25 +53,6 @@ def test_peers_that_announce_more_than_there_is_memory_do_not_end_the_device(dev
     assert_serves(device)
 
 
-class Hands:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**12
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def thread_time_ns(self) -> int:
-        return self.now_ns
-
-    def monotonic(self) -> float:
-        return self.now_ns / 1e9
-
-    def sleep(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
-
-
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Hands, socket.socket]]:
     """The device's end of a connection that has greeted, its clock, and the host's end."""
@@ -83,7 +60,7 @@ def ends() -> Iterator[tuple[Connection, Hands, socket.socket]]:
     ours.setblocking(False)
     clock = Hands()
     connection = Connection(b"1", ours, clock, None, HandshakeTime())
-    theirs.sendall(zmtp.GREETING + READY)
+    theirs.sendall(zmtp.GREETING + zmtp.HOST_READY)
     connection.read(clock.now_ns)
     yield connection, clock, theirs
     connection.close()
@@ -135,8 +112,8 @@ def test_hosts_that_computed_once_and_went_silent_do_not_keep_others_out(
     server: ZmqServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By tcp a machine that lost its power says nothing; after as many restarts as there are places nobody came in."""
-    monkeypatch.setattr(zmq_server, "MAX_PEERS", 2)
-    monkeypatch.setattr(zmq_server, "_ASLEEP_NS", 300_000_000)
+    monkeypatch.setattr(connections, "MAX_PEERS", 2)
+    monkeypatch.setattr(peers, "_ASLEEP_NS", 300_000_000)
     gone, here = connected(server, 1), connected(server, 2)
     assert len(served_ids(server, 2, 0, lambda id: True)) == 2
     time.sleep(0.3)
@@ -166,7 +143,7 @@ def test_answers_to_requests_that_came_by_memory_are_bounded_too(
     server: ZmqServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that asks through the ring and reads nothing: what the ring cannot take waits for the socket."""
-    monkeypatch.setattr(zmq_server, "MAX_HELD_BYTES", 8 << 20)
+    monkeypatch.setattr(connections, "MAX_HELD_BYTES", 8 << 20)
     host = connected(server, 1)
     assert served_ids(server, 1, 0, lambda id: True) == [1]
     (peer,) = server._peers.values()
@@ -190,10 +167,10 @@ def test_strangers_that_send_without_an_end_take_a_part_of_the_time_while_a_host
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(server.address.removeprefix("ipc://"))
         stranger.setblocking(False)
-        stranger.sendall(zmtp.GREETING + READY)
+        stranger.sendall(zmtp.GREETING + zmtp.HOST_READY)
         strangers.append(stranger)
     while len(server._peers) < 21 or not all(peer.connection._reader.is_ready for peer in server._peers.values()):
-        server._look()
+        server._connections.look()
     for stranger in strangers:
         stranger.recv(1 << 16)
     turns = 0
@@ -206,13 +183,13 @@ def test_strangers_that_send_without_an_end_take_a_part_of_the_time_while_a_host
                 served[number] += len(stranger.recv(1 << 16))
         server.served(received.client, 0, computed=True, greeted=True)
         before = {peer.name: peer.connection.heard_ns for peer in server._peers.values()}
-        server._look()
+        server._connections.look()
         assert len(server._peers) == 21
         assert sum(peer.connection.heard_ns != before[peer.name] for peer in server._peers.values()) <= 5
         turns += 1
         assert turns < 1000, served
     host.send(codec.encode(msg.Ping(7)))
-    server._look()
+    server._connections.look()
     assert [codec.peek_id(waits.frames[0]) for waits in server._peers[received.client].connection.waiting] == [7]
     for peer in (*strangers, host):
         peer.close()
@@ -233,7 +210,7 @@ def test_a_host_that_paused_comes_before_strangers_that_never_do(tmp_path: Path)
         stranger.send(codec.encode(msg.Ping(40)))
     host.send(codec.encode(msg.Ping(1)))
     while sum(len(peer.connection.waiting) for peer in server._peers.values()) < 9:
-        server._look()
+        server._connections.look()
     assert served_ids(server, 1, 0, lambda id: id == 1) == [1]
     asked_ns = system.now_ns  # what strangers had before is no debt: they wait a quarter of a second at most
     for _ in range(8):
@@ -242,7 +219,7 @@ def test_a_host_that_paused_comes_before_strangers_that_never_do(tmp_path: Path)
     while 40 not in ids:
         host.send(codec.encode(msg.Ping(1)))
         ids += served_ids(server, 1, 0, lambda id: id == 1)
-    assert system.now_ns - asked_ns < 2 * zmq_server._STRANGERS_WAIT_NS
+    assert system.now_ns - asked_ns < 2 * strangers.WAIT_NS
     for peer in (host, stranger):
         peer.close()
     server.close()
@@ -260,7 +237,7 @@ def test_a_newcomer_has_its_turn_among_hosts_that_ask_without_an_end(server: Zmq
             host.send(codec.encode(msg.Ping(number)))
         sent = sent or newcomer.send(codec.encode(hello))
         while any(not peer.connection.waiting for peer in server._peers.values() if peer.was_served):
-            server._look(0.001)
+            server._connections.look(0.001)
         is_here = any(peer.connection.waiting and not peer.was_served for peer in server._peers.values())
         ids += served_ids(server, 1, 0, lambda id: False)
         if is_here:
@@ -274,7 +251,7 @@ def test_a_peer_that_is_sent_away_in_the_turn_in_which_it_spoke_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both places are taken, a stranger has one and speaks, and another one comes, for which it is sent away."""
-    monkeypatch.setattr(zmq_server, "MAX_PEERS", 2)
+    monkeypatch.setattr(connections, "MAX_PEERS", 2)
     system = Ticking()
     server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
     path = server.address.removeprefix("ipc://")
@@ -284,14 +261,16 @@ def test_a_peer_that_is_sent_away_in_the_turn_in_which_it_spoke_does_no_harm(
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
     strangers[0].connect(path)
     while len(server._peers) < 2:
-        server._look()
+        server._connections.look()
     for stranger in strangers[1:]:
         server.served(received.client, 0, computed=True, greeted=True)
         stranger.connect(path)
         (spoke,) = (peer for peer in server._peers.values() if peer.name != received.client)
-        listener, server._rest_until_ns = server._listener.fileno(), 0
-        server._look_after_strangers([(listener, READABLE), (spoke.connection.fileno(), READABLE)], system.now_ns)
-        server._look()
+        sockets = server._connections
+        sockets._strangers.rest_until_ns = 0
+        happened = [(sockets._listener.fileno(), READABLE), (spoke.connection.fileno(), READABLE)]
+        sockets._look_after_strangers(happened, system.now_ns)
+        server._connections.look()
     assert len(server._peers) == 2
     assert received.client in server._peers
     for end in (*strangers, host):

@@ -1,0 +1,96 @@
+"""A real device program under attack: what attackers send to it, and whether it still serves an honest host.
+
+The attackers are plain sockets, the honest host is the plugin's own client.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS
+
+from ndp_device.protocol import codec
+from ndp_device.protocol import messages as msg
+from ndp_device.transport import checksum, zmtp
+from vllm_ndp.device.client import DeviceClient
+
+PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
+PATIENCE_S = 60.0
+
+
+class Device:
+    def __init__(self, model_dir: Path, directory: Path, limits: Callable[[], None] | None = None) -> None:
+        self.path = directory / "private" / "device"
+        self.address = f"ipc://{self.path}"
+        self.log = directory / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*PROGRAM, "serve", "--address", self.address, "--kernel", "reference", "--model", str(model_dir)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=limits,
+            )
+        assert self.process.stdout is not None
+        assert json.loads(self.process.stdout.readline())["ready"]
+
+    def resident(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def raw(self) -> socket.socket:
+        """A connection that has greeted as a ZeroMQ socket does and may send messages."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.path))
+        connection.sendall(zmtp.GREETING + zmtp.HOST_READY)
+        return connection
+
+    @contextmanager
+    def host(self, *, shared_memory: bool = True) -> Iterator[DeviceClient]:
+        client = DeviceClient(self.address, deadline_ms=PATIENCE_S * 1e3, shared_memory=shared_memory)
+        try:
+            client.connect(PATIENCE_S)
+            client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
+            client.activate_plan(1)
+            yield client
+        finally:
+            client.close()
+
+
+def execute(client: DeviceClient) -> None:
+    rows, experts, bits = np.zeros(1, np.int32), np.ones(1, np.int32), np.full(1, 16, np.uint8)
+    x = np.ones((1, HIDDEN), np.float32)
+    client.finish_execute(client.begin_execute(0, 0, 0, x, rows, experts, bits, np.ones(1, np.float32)))
+
+
+def message(*frames: bytes) -> bytes:
+    return b"".join(bytes(part) for part in zmtp.encoded(frames))
+
+
+def request(asked: msg.Message, tensors: codec.Tensors | None = None) -> bytes:
+    header, body = codec.encode(asked, tensors)
+    return message(checksum.write(header, body), bytes(body))
+
+
+def is_ended(send: Callable[[], object], tries: int) -> bool:
+    """Whether the device ends a connection on which this is sent again and again."""
+    for _ in range(tries):
+        try:
+            send()
+        except BlockingIOError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def assert_serves(device: Device) -> None:
+    with device.host() as client:
+        execute(client)
+    assert device.process.poll() is None
