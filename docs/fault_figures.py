@@ -5,14 +5,14 @@ Each comes from one file of docs/measured/, and says so where that was not taken
 
 from __future__ import annotations
 
-from typing import Any
+from measured_figures import Figures, about
 
 ABSENT = "Not taken yet: `{}` with `--json`, as {}.json beside the other measurements."
 EVERY_HOURS = 0.5
 PROCESSES = ("server", "engine", "device")
 
 
-def soak(measured: dict[str, Any], about: Any) -> str:
+def soak(measured: dict[str, Figures]) -> str:
     """Slopes with their intervals, then the series every half hour."""
     found = measured.get("soak")
     if found is None:
@@ -52,7 +52,7 @@ def sloped(growth: dict[str, float] | None) -> str:
     )
 
 
-def hostile(measured: dict[str, Any], about: Any) -> str:
+def hostile(measured: dict[str, Figures]) -> str:
     """Attack by attack: p50 and p99 before, during and after, and how soon a newcomer was served."""
     found = measured.get("hostile_beside_honest")
     if found is None:
@@ -75,7 +75,7 @@ def hostile(measured: dict[str, Any], about: Any) -> str:
     )
 
 
-def degraded(measured: dict[str, Any], about: Any) -> str:
+def degraded(measured: dict[str, Figures]) -> str:
     """A decode layer with its device away, against the same one that knows of none; and the return."""
     found = measured.get("degraded")
     if found is None:

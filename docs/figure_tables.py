@@ -1,0 +1,182 @@
+"""Tables of measurements, one function for each: hooks of vLLM, a GPU, ranks, quality, how long installing takes.
+
+Returns Markdown. Each reads its file of docs/measured/ below a root; those of faults are in fault_figures.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from import_graph import ROOT
+from measured_figures import about, load_measured, table
+
+# -- vLLM's hooks ------------------------------------------------------------------------------------------------------
+
+TESTED = "0.32.0"
+"""The version that the tests run with."""
+
+
+def vllm_hooks(root: Path = ROOT) -> str:
+    """What each version of vLLM has for the hooks, beside what the tested one has, and which test looks at it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from vllm_hooks import SHOWN_BY
+
+    versions = load_measured(root / "docs" / "measured")["vllm_hooks"].figures["versions"]
+    others = [version for version in versions if version != TESTED]
+    tests = {hook: test.partition("::") for test, hooks in SHOWN_BY.items() for hook in hooks}
+    lines = [f"| hook | {TESTED} | {' | '.join(others)} | shown by |", f"|{'---|' * (len(others) + 3)}"]
+    for hook, found in versions[TESTED]["hooks"].items():
+        cells = ["same" if (text := versions[other]["hooks"][hook]) == found else f"**{text}**" for other in others]
+        file, _, claim = tests[hook]
+        shown = f"`{file}`: {claim.removeprefix('test_').replace('_', ' ')}"
+        lines.append(f"| {hook} | `{found}` | {' | '.join(cells)} | {shown} |")
+    imports = [
+        f"{v['imports'] - len(v['lacking'])} of {v['imports']}" for v in (versions[v] for v in (TESTED, *others))
+    ]
+    return "\n".join([*lines, f"| names that we import | {' | '.join(imports)} | `test_cuda_hooks` |"])
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+
+DRY_RUNS = {"gpu_dry_run": "vLLM's CPU build", "gpu_kit_dry_run": "vLLM's CUDA build, out of the kit"}
+"""By the name of their record: what they ran with."""
+
+
+def gpu_results(root: Path = ROOT) -> str:
+    """Every piece of benchmarks/gpu_check.py that was run where there is a GPU."""
+    measured = load_measured(root / "docs" / "measured")
+    pieces = {name: found for name, found in measured.items() if name.startswith("gpu_") and name not in DRY_RUNS}
+    if not pieces:
+        return "**Nothing.** No piece has been run on a GPU: there is no `docs/measured/gpu_<piece>.json` yet."
+    parts = []
+    for name, found in pieces.items():
+        rows = found.figures.get("results", [])
+        single = {key: value for key, value in found.figures.items() if key not in ("results", "gpu")}
+        lines = [f"**`{name.removeprefix('gpu_')}`** {found.question} ({found.figures['gpu']})", ""]
+        lines += table(rows) if rows else []
+        lines += ["", *(f"* {key}: {value}" for key, value in single.items()), "", about(found)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def gpu_dry_run(root: Path = ROOT) -> str:
+    """What the same command did on a machine without a GPU, and the kit that takes it to one."""
+    measured = load_measured(root / "docs" / "measured")
+    runs = {what: measured[name] for name, what in DRY_RUNS.items() if name in measured}
+    if not runs:
+        return "No dry run is recorded."
+    became = [{piece["piece"]: piece["became"] for piece in run.figures["pieces"]} for run in runs.values()]
+    lines = [f"| piece | {' | '.join(runs)} |", "|---" * (1 + len(runs)) + "|"]
+    lines += [f"| `{piece}` | {' | '.join(of.get(piece, '-') for of in became)} |" for piece in became[0]]
+    kit = next((run.figures["kit"] for run in reversed(runs.values()) if run.figures["kit"]), [])
+    lines += ["", "| part of the kit | MiB | holds |", "|---|---|---|"]
+    for part in kit:
+        holds = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in part["holds"].items())
+        lines.append(f"| {part['part']} | {part['bytes'] / 2**20:.1f} | {holds} |")
+    return "\n".join([*lines, *(f"\n{what}: {about(run)}" for what, run in runs.items())])
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def ranks_matrix(root: Path = ROOT) -> str:
+    """Tokens identical of all, by how the model is split, who starts the ranks, the form and the precision."""
+    cells = load_measured(root / "docs" / "measured")["ranks_matrix"].figures["cells"]
+    of = {tuple(cell[key] for key in ("mode", "executor", "form", "precision")): cell for cell in cells}
+    modes = list(dict.fromkeys(cell["mode"] for cell in cells if cell["precision"] == "quantized"))
+    columns = [(form, precision) for precision in ("identity", "quantized") for form in ("eager", "compiled")]
+    titles = [f"{precision}, {form}" for form, precision in columns]
+    lines = [f"| ranks | started by | {' | '.join(titles)} |", f"|{'---|' * (len(columns) + 2)}"]
+    reasons: list[str] = []
+
+    def said(cell: dict[str, Any] | None) -> str:
+        if cell is None:
+            return "not run"
+        if "reason" in cell:
+            reasons.extend([cell["reason"]] * (cell["reason"] not in reasons))
+            return f"({reasons.index(cell['reason']) + 1})"
+        if cell["fallback_pairs"] or cell["row_mismatches"]:
+            raise ValueError(
+                f"{cell['mode']} {cell['form']}: pairs fell back or rows were mixed up, so it shows nothing"
+            )
+        return f"{cell['identical']} of {cell['total']}" + (" *" if "earlier" in cell else "")
+
+    for mode in modes:
+        for executor in ("mp", "ray"):
+            row = []
+            for form, precision in columns:
+                text = said(of.get((mode, executor, form, precision)))
+                alike = of.get((mode, executor, form, precision), {}).get("stock_alike", {})
+                if "identical" in alike:
+                    text += f"; {alike['identical']}"
+                if (alone := of.get((mode, executor, form, "alone"))) and precision == "quantized":
+                    text += f"; alone {said(alone)}"
+                row.append(text)
+            lines.append(f"| {mode} | {executor} | {' | '.join(row)} |")
+    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""] if reasons else [""]
+    if earlier := {f"{cell['earlier']}, at {cell['commit']}" for cell in cells if "earlier" in cell}:
+        lines += [f"\\* {'; '.join(sorted(earlier))}", ""]
+    beside = [cell for cell in cells if cell["mode"] not in modes]
+    lines += ["| beside the matrix: mp, eager, identity | tokens identical |", "|---|---|"]
+    lines += [f"| {cell['mode']} | {said(cell)} |" for cell in beside]
+    return "\n".join(lines)
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------
+
+
+def quality_uncovered(root: Path = ROOT) -> str:
+    """What each way to make replicas loses on subjects that no calibration text covers, a table per model."""
+    parts = []
+    for name, found in load_measured(root / "docs" / "measured").items():
+        if not name.startswith("quality_uncovered"):
+            continue
+        rows = found.figures["rows"]
+        arms = list(dict.fromkeys(row["arm"] for row in rows))
+        places = list(dict.fromkeys((row["how"], row["avg_bits"], row["part_hot"]) for row in rows))
+        lines = [f"**{found.figures['model']}**", "", f"| path | average bits | hot | {' | '.join(arms)} |"]
+        lines.append("|---" * (3 + len(arms)) + "|")
+        for how, bits, hot in places:
+            of = {row["arm"]: row for row in rows if (row["how"], row["avg_bits"], row["part_hot"]) == (how, bits, hot)}
+            cells = [loss_cell(of[arm]) if arm in of else "-" for arm in arms]
+            path = f"{how}, {next(iter(of.values()))['sequences']} sequences"
+            lines.append(f"| {path} | {bits:g} | {f'{hot:.0%}' if hot else 'none'} | {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, "", about(found)]))
+    return "\n\n".join(parts)
+
+
+def loss_cell(row: dict[str, Any]) -> str:
+    text = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
+    if row["delta_nll"] and row.get("part_of_auto_gptq", 1) != 1:
+        text += f" **{row['part_of_auto_gptq']:.2f}** ({row['part_error']:.2f})"
+    return f"{text}; {row['bits_read']:.2f}"
+
+
+# -- how long installing takes -----------------------------------------------------------------------------------------
+
+WAYS = {
+    "demo": "`make demo` in a fresh clone",
+    "cpu": "`pip install 'vllm-ndp[cpu]'` of a wheel, until a request is answered",
+    "device": "`pip install vllm-ndp` of a wheel, until a device answers",
+}
+
+
+def install_times(root: Path) -> str:
+    """The ways to install, and of each what took how long."""
+    found = load_measured(root / "docs" / "measured").get("install_times")
+    if found is None:
+        return "Not taken yet on a quiet machine; what was seen on a busy one: [log](log/operating.md)."
+    lines = ["| way | wall | processor | on disk |", "|---|---|---|---|"]
+    for name, figures in found.figures.items():
+        disk = figures["disk_bytes"] / 1e9
+        lines.append(f"| {WAYS[name]} | {figures['seconds']:.0f} s | {figures['processor_s']:.0f} s | {disk:.1f} GB |")
+    lines += ["", "| step | wall | processor | load then |", "|---|---|---|---|"]
+    for name, figures in found.figures.items():
+        lines.append(f"| **{WAYS[name]}** | | | |")
+        for step in figures["steps"]:
+            whole = "load" in step
+            used = f"{step['processor_s']:.0f} s | {step['load']:.1f}" if whole else "|"
+            lines.append(f"| {step['step']} | {step['seconds']:.0f} s | {used} |")
+    return "\n".join([*lines, "", about(found)])
