@@ -1,6 +1,6 @@
 """The environment of every engine test, set before vLLM is imported; replicas are cached in a directory of the session.
 
-Helpers to import are in engines.py.
+Helpers to import are in engines.py, and in served_model.py for servers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from engines import IN_PROCESS
 
+pytest.register_assert_rewrite("served_model", "scraping")  # what they assert is shown as in tests
 os.environ |= IN_PROCESS | {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",

@@ -8,28 +8,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import signal
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import (
-    MODEL,
-    NDP_PROGRAM,
-    PATIENCE_S,
-    ROOT,
-    VLLM_PROGRAM,
-    free_port,
-    last_json,
-    run_program,
-    user_environment,
-)
+from engines import MODEL, NDP_PROGRAM, ROOT, free_port, last_json, run_program, user_environment
+from served_model import serving
 
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError
@@ -92,39 +78,13 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServer]:
     port = free_port()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--dtype", "float32", "--enforce-eager"),
-                *("--additional-config", json.dumps({"ndp": settings})),
-                *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--max-num-seqs", "4"),
-                *("--kv-cache-memory-bytes", str(64 << 20), "--disable-log-stats", *PROCESSOR),
-            ],
-            env=user_environment(OMP_NUM_THREADS="1"),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        _wait_until_healthy(process, port, log)
+    options = [
+        *("--quantization", "ndp", "--dtype", "float32", "--enforce-eager", "--disable-log-stats", *PROCESSOR),
+        *("--additional-config", json.dumps({"ndp": settings}), "--max-model-len", "1024", "--max-num-seqs", "4"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+    ]
+    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
         yield scoring.ScoringServer(f"http://127.0.0.1:{port}")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text(errors="replace")[-3000:])
 
 
 def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:

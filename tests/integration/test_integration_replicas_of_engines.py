@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +14,15 @@ import openai
 import pytest
 from engines import (
     MODEL,
-    PATIENCE_S,
     PATIENT_DEADLINE_MS,
     PROMPTS,
-    VLLM_PROGRAM,
     engine,
     free_port,
     greedy,
     token_ids,
     user_environment,
 )
+from served_model import serving
 
 from vllm_ndp.device.process import DeviceProcess
 
@@ -96,21 +91,13 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
         "device": device.address,
         "deadline_ms": PATIENT_DEADLINE_MS,
     }
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [
-                *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--served-model-name", "tiny"),
-                *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
-                *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
-                *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
-                *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
-            ],
-            env=user_environment(OMP_NUM_THREADS="1"),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until_healthy(server, port, log)
+    options = [
+        *("--quantization", "ndp", "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--additional-config", json.dumps({"ndp": settings}), "--data-parallel-size", "2"),
+        *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
+        *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
+    ]
+    with serving(MODEL, options, port, user_environment(OMP_NUM_THREADS="1"), log):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
         def ask(prompt: str) -> Any:
@@ -133,12 +120,6 @@ def test_a_server_of_two_replicas_gives_the_tokens_of_stock_vllm(
         for answer in answers:
             (report,) = ask_server(port, f"requests/{answer.id}")["finished"].values()
             assert report == answer.kv_transfer_params["ndp"]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
 
 
 def ask_server(port: int, path: str) -> dict[str, Any]:
@@ -146,15 +127,3 @@ def ask_server(port: int, path: str) -> dict[str, Any]:
         said = json.loads(answer.read())
     assert isinstance(said, dict)
     return said
-
-
-def wait_until_healthy(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
-    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")

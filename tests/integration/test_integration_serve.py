@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -13,12 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,35 +31,36 @@ from engines import (
     PROMPTS,
     REPLICAS,
     ROOT,
-    VLLM_PROGRAM,
     device_processes,
     free_port,
     user_environment,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from prometheus_client.parser import text_string_to_metric_families
+from scraping import expressions, scraping, value_of
+from served_model import (
+    KEY,
+    NAME,
+    TOKENS,
+    Server,
+    chat,
+    check_report,
+    chunk_with_reports,
+    complete,
+    get,
+    get_json,
+    metrics_of,
+    report_of,
+    serving,
+)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import soak
 
 pytestmark = pytest.mark.vllm
 
-NAME = "tiny-mixtral"
-KEY = "a key of this server"
 ASKING = {"X-NDP-Report": "1"}
-TOKENS = 12
 SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[bytes]
-    device: psutil.Process
-    client: openai.OpenAI
-    address: str
-    runtime_dir: Path
-    log: Path
 
 
 @pytest.fixture(scope="module")
@@ -99,117 +96,22 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: str) -> Iterator
     directory = tmp_path_factory.mktemp("serve")
     (directory / "chat.jinja").write_text(CHAT_TEMPLATE)
     runtime_dir = Path(tempfile.mkdtemp(prefix="run-"))  # short: an ipc path may have 107 bytes
-    port = free_port()
-    log = directory / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(VLLM_PROGRAM, "serve", MODEL, "--quantization", "ndp", "--served-model-name", NAME),
-                *("--additional-config", json.dumps({"ndp": SETTINGS})),
-                *("--host", "127.0.0.1", "--port", str(port), "--chat-template", directory / "chat.jinja"),
-                *("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
-                *("--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
-                *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
-                *("--otlp-traces-endpoint", collector),
-            ],
-            env=user_environment(XDG_RUNTIME_DIR=str(runtime_dir), OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf"),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    port, log = free_port(), directory / "log"
+    options = [
+        *("--quantization", "ndp", "--served-model-name", NAME, "--additional-config", json.dumps({"ndp": SETTINGS})),
+        *("--chat-template", directory / "chat.jinja", "--max-model-len", "512", "--max-num-seqs", "8"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", "--shutdown-timeout", "30", "--api-key", KEY),
+        *("--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes", "--otlp-traces-endpoint", collector),
+    ]
+    environment = user_environment(XDG_RUNTIME_DIR=str(runtime_dir), OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf")
     try:
-        _wait_until_healthy(process, port, log)
-        (device,) = device_processes(process.pid)
-        address = f"http://127.0.0.1:{port}"
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
-        yield Server(process, device, client, address, runtime_dir, log)
+        with serving(MODEL, options, port, environment, log) as process:
+            (device,) = device_processes(process.pid)
+            address = f"http://127.0.0.1:{port}"
+            client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
+            yield Server(process, device, client, address, runtime_dir, log)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
         shutil.rmtree(runtime_dir, ignore_errors=True)
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.5)
-    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")
-
-
-def complete(server: Server, prompt: str, *, ignore_eos: bool = True, **options: Any) -> Any:
-    extra = {"ignore_eos": ignore_eos} | options.pop("extra_body", {})
-    return server.client.completions.create(
-        **({"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "extra_body": extra} | options)
-    )
-
-
-def chat(server: Server, text: str, **options: Any) -> Any:
-    return server.client.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": text}],
-        max_tokens=TOKENS,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-        **options,
-    )
-
-
-def get(server: Server, path: str, *, key: str | None = KEY) -> tuple[int, str]:
-    """The status and the body of a GET."""
-    request = urllib.request.Request(server.address + path)
-    if key is not None:
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def get_json(server: Server, path: str) -> dict[str, Any]:
-    status, body = get(server, path)
-    assert status == 200, body
-    answer = json.loads(body)
-    assert isinstance(answer, dict)
-    return answer
-
-
-def chunk_with_reports(stream: Any) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    """All chunks of a stream, and what the one chunk of ours holds."""
-    chunks = list(stream)
-    ours = [chunk for chunk in chunks if chunk.object == "ndp.report"]
-    assert len(ours) == 1
-    assert chunks[-1] is ours[0]
-    assert ours[0].choices == []
-    return chunks, ours[0].model_extra["ndp"]
-
-
-def report_of(response: Any) -> dict[str, Any]:
-    report = response.model_extra["kv_transfer_params"]["ndp"]
-    assert isinstance(report, dict)
-    return report
-
-
-def check_report(report: dict[str, Any], output_tokens: int) -> None:
-    """Both clocks, and where each of the decode rows' pairs ran: 4 layers, 2 experts per row, one row per step."""
-    assert report["output_tokens"] == output_tokens
-    assert report["hot_experts"] == 2
-    assert 1.0 <= report["avg_bits"] <= 2.5  # a request with three others beside it has half a bit more
-    assert report["fallback_pairs"] == 0
-    assert report["cold_pairs"] > 0
-    assert report["hot_pairs"] + report["cold_pairs"] == (output_tokens - 1) * 4 * 2
-    assert report["measured_ttft_ms"] > 0
-    assert report["simulated_ttft_us"] > 0
-    assert len(report["measured_token_ms"]) == len(report["simulated_token_us"]) == output_tokens - 1
-    assert min(report["simulated_token_us"]) > 0
 
 
 def test_start_up_prints_what_is_effective(server: Server):
@@ -393,19 +295,6 @@ def test_experts_tell_who_is_hot_where_and_bits(server: Server):
         assert sum(importance) == pytest.approx(1, abs=1e-3)
 
 
-def metrics_of(server: Server) -> dict[str, float]:
-    """The plugin's samples by name and labels, vLLM's own two left out."""
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(get(server, "/metrics", key=None)[1]):
-        for sample in family.samples:
-            if sample.name.startswith("vllm:ndp_"):
-                assert sample.labels.pop("model_name") == NAME
-                assert sample.labels.pop("engine") == "0"
-                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                samples[f"{sample.name.removeprefix('vllm:')}{{{labels}}}"] = sample.value
-    return samples
-
-
 def test_metrics_count_what_reports_count(server: Server):
     before = metrics_of(server)
     reports = [report_of(complete(server, prompt)) for prompt in PROMPTS]
@@ -477,54 +366,13 @@ def test_top_shows_what_the_server_does(server: Server):
 
 @pytest.fixture
 def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
-    """A real Prometheus that scrapes the server every second and has the rules of deploy/; its address."""
-    if (program := shutil.which("prometheus")) is None:
-        pytest.skip("needs Prometheus: apt-get install prometheus (.ci/run does it where it may)")
-    scrape = (ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text()
-    assert scrape.count("server:8000") == scrape.count("scrape_interval: 5s") == 1
-    target = server.address.removeprefix("http://")
-    scrape = scrape.replace("server:8000", target).replace("5s", "1s\n  evaluation_interval: 1s")
-    (tmp_path / "prometheus.yml").write_text(scrape)
-    shutil.copyfile(ROOT / "deploy" / "prometheus" / "ndp-rules.yml", tmp_path / "ndp-rules.yml")
-    address = f"127.0.0.1:{free_port()}"
-    options = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    with (tmp_path / "log").open("wb") as log:
-        command = [program, *options, f"--web.listen-address={address}"]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(60)
-    assert "level=error" not in (tmp_path / "log").read_text()
-
-
-def expressions() -> list[str]:
-    """Of the dashboard, with Grafana's variables filled in, and of the rules; of an alert, what it compares."""
-    rules = (ROOT / "deploy" / "prometheus" / "ndp-rules.yml").read_text()
-    found = re.findall(r"^ +expr: (.*)$", rules, re.M) + re.findall(r"^ +- record: (.*)$", rules, re.M)
-    dashboard = json.loads((ROOT / "deploy" / "grafana" / "vllm-ndp.json").read_text())
-    found += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    found = [one.replace("$__rate_interval", "1m").replace("$model", NAME) for one in found]
-    return [re.sub(r" [<>] [0-9.]+$", "", one) for one in found]
-
-
-def value_of(prometheus: str, expression: str) -> float | None:
-    """One finite value of what the expression gives now, None without any."""
-    url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-    try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            samples = json.loads(answer.read())["data"]["result"]
-    except urllib.error.HTTPError as error:
-        pytest.fail(f"{expression} is no PromQL: {error.read().decode()}")
-    except (urllib.error.URLError, ConnectionError):  # it does not listen yet
-        return None
-    values = [float(sample["value"][1]) for sample in samples]
-    return next((value for value in values if math.isfinite(value)), None)
+    """The address of one that scrapes the server."""
+    with scraping(server.address, tmp_path) as address:
+        yield address
 
 
 def test_every_expression_of_rules_and_dashboard_gives_data_of_a_real_server(server: Server, prometheus: str):
-    waiting, values = expressions(), dict[str, float]()
+    waiting, values = expressions(NAME), dict[str, float]()
     assert len(waiting) > 40
     deadline = time.monotonic() + PATIENCE_S
     while waiting and time.monotonic() < deadline:

@@ -1,0 +1,149 @@
+"""A `vllm serve` as a process of its own, and how a client asks it: completions, chats, plain GETs, metrics, reports.
+
+Knows how to start and to end a server; which options it has is its test's. Knows no test.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+from engines import PATIENCE_S, VLLM_PROGRAM
+from prometheus_client.parser import text_string_to_metric_families
+
+NAME = "tiny-mixtral"
+KEY = "a key of this server"
+TOKENS = 12
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[bytes]
+    device: psutil.Process
+    client: openai.OpenAI
+    address: str
+    runtime_dir: Path
+    log: Path
+
+
+@contextmanager
+def serving(
+    model: Path, options: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The server once it is healthy; it is ended by SIGTERM unless it has ended before."""
+    command = [VLLM_PROGRAM, "serve", model, *options, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_until_healthy(process, port, log)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            time.sleep(0.5)
+    raise AssertionError(f"not healthy within {PATIENCE_S} s: {log.read_text(errors='replace')[-3000:]}")
+
+
+def complete(server: Server, prompt: str, *, ignore_eos: bool = True, **options: Any) -> Any:
+    extra = {"ignore_eos": ignore_eos} | options.pop("extra_body", {})
+    return server.client.completions.create(
+        **({"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "extra_body": extra} | options)
+    )
+
+
+def chat(server: Server, text: str, **options: Any) -> Any:
+    return server.client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": text}],
+        max_tokens=TOKENS,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+
+
+def get(server: Server, path: str, *, key: str | None = KEY) -> tuple[int, str]:
+    """The status and the body of a GET."""
+    request = urllib.request.Request(server.address + path)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def get_json(server: Server, path: str) -> dict[str, Any]:
+    status, body = get(server, path)
+    assert status == 200, body
+    answer = json.loads(body)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def chunk_with_reports(stream: Any) -> tuple[list[Any], dict[str, dict[str, Any]]]:
+    """All chunks of a stream, and what the one chunk of ours holds."""
+    chunks = list(stream)
+    ours = [chunk for chunk in chunks if chunk.object == "ndp.report"]
+    assert len(ours) == 1
+    assert chunks[-1] is ours[0]
+    assert ours[0].choices == []
+    return chunks, ours[0].model_extra["ndp"]
+
+
+def report_of(response: Any) -> dict[str, Any]:
+    report = response.model_extra["kv_transfer_params"]["ndp"]
+    assert isinstance(report, dict)
+    return report
+
+
+def check_report(report: dict[str, Any], output_tokens: int) -> None:
+    """Both clocks, and where each of the decode rows' pairs ran: 4 layers, 2 experts per row, one row per step."""
+    assert report["output_tokens"] == output_tokens
+    assert report["hot_experts"] == 2
+    assert 1.0 <= report["avg_bits"] <= 2.5  # a request with three others beside it has half a bit more
+    assert report["fallback_pairs"] == 0
+    assert report["cold_pairs"] > 0
+    assert report["hot_pairs"] + report["cold_pairs"] == (output_tokens - 1) * 4 * 2
+    assert report["measured_ttft_ms"] > 0
+    assert report["simulated_ttft_us"] > 0
+    assert len(report["measured_token_ms"]) == len(report["simulated_token_us"]) == output_tokens - 1
+    assert min(report["simulated_token_us"]) > 0
+
+
+def metrics_of(server: Server) -> dict[str, float]:
+    """The plugin's samples by name and labels, vLLM's own two left out."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(get(server, "/metrics", key=None)[1]):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:ndp_"):
+                assert sample.labels.pop("model_name") == NAME
+                assert sample.labels.pop("engine") == "0"
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                samples[f"{sample.name.removeprefix('vllm:')}{{{labels}}}"] = sample.value
+    return samples
