@@ -55,7 +55,7 @@ def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> No
     owner, name, instead = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, instead)
     failed = []
-    for seed in range(40):
+    for seed in range(120):
         try:
             History(seed).run()
         except Exception as error:

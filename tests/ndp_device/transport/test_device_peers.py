@@ -1,4 +1,4 @@
-"""Who gives way where there is not room for all peers: the rules alone, over real connections that no server looks at."""
+"""Who gives way where there is not room for all peers: the rules alone, over real connections without a server."""
 
 from __future__ import annotations
 
