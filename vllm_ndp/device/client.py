@@ -253,14 +253,12 @@ class DeviceClient:
         return handle
 
     def refuses(self) -> bool:
-        """Whether a call would end at once, as the device is away: then it needs not be made, and is counted as one."""
+        """Whether a call would end at once, as the device was away when `poll` looked last. Then it need not be made, and
+        is counted as one."""
         if self._up:
             return False
-        is_early = self._clock.monotonic() < (self._retry_at_s if self._connection is None else self._greet_at_s)
-        if is_early or not self.poll():
-            self.counters.unavailable += 1
-            return True
-        return False
+        self.counters.unavailable += 1
+        return True
 
     def finish_execute(self, handle: ExecuteHandle) -> ExecuteResult:
         """The result of `handle`. Raises DeviceUnavailable, within the deadline that began with begin_execute."""

@@ -185,8 +185,11 @@ def test_a_device_that_is_down_costs_each_call_nothing_and_one_log_line(
             client.finish_execute(CALLS[0].begin(client))
     assert time.monotonic() - begin < 10  # 200 deadlines would be 10 s
     assert client.counters.unavailable == 201
+    assert client.refuses()  # so that its caller need not even make one
+    assert client.counters.unavailable == 202
     device.reachable, device.fault = True, honest
     until_up(client)
+    assert not client.refuses()
     states = [record.getMessage() for record in caplog.records if record.name == "vllm_ndp.device.client"]
     assert len(states) == 2
     assert "is down: no answer within 50 ms" in states[0]
