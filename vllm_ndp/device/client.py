@@ -253,8 +253,7 @@ class DeviceClient:
         return handle
 
     def refuses(self) -> bool:
-        """Whether a call would end at once, as the device was away when `poll` looked last. Then it need not be made, and
-        is counted as one."""
+        """Whether a call would end at once: `poll` saw no device last. It need not be made then, and is counted."""
         if self._up:
             return False
         self.counters.unavailable += 1

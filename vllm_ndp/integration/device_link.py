@@ -183,7 +183,7 @@ class DeviceLink:
         self._agreed = devices_up
 
     def revive(self) -> None:
-        """Between steps: see to devices that died, and whether one is back. Layers do not ask: it would cost each 10 us."""
+        """Between steps: see to devices that died, and whether one is back: layers do not ask, it costs 10 us."""
         self.members.revive()
         client = self.members.clients[0]
         if self.devices is None and client.state == "down":
