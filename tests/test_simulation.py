@@ -41,23 +41,24 @@ def test_a_seed_is_one_history() -> None:
     assert History(1).run().digest == History(1).run().digest
 
 
-MISTAKES: dict[str, tuple[object, str, Callable[..., object]]] = {
-    "checksums are not looked at": (zmq_client, "require_intact", lambda *frames: None),
-    "plans are not installed again": (DeviceClient, "_next_of_plans", lambda client, connection: None),
-    "any key is let in": (AllowList, "name", lambda allowed, key: "host"),
-    "sessions outlive their hosts": (Handler, "forget", lambda handler, client: None),
+MISTAKES: dict[str, tuple[object, str, Callable[..., object], tuple[str, ...]]] = {
+    "checksums are not looked at": (zmq_client, "require_intact", lambda *frames: None, ("flip",)),
+    "plans are not installed again": (DeviceClient, "_next_of_plans", lambda client, connection: None, ()),
+    "any key is let in": (AllowList, "name", lambda allowed, key: "host", ()),
+    "sessions outlive their hosts": (Handler, "forget", lambda handler, client: None, ()),
 }
+"""What is wrong, where, instead of what; and the faults that show it, where a mix of all seldom does."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program with one mistake, each time: one of the first seeds fails."""
-    owner, name, instead = MISTAKES[mistake]
+    owner, name, instead, faults = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, instead)
     failed = []
-    for seed in range(120):
+    for seed in range(80):
         try:
-            History(seed).run()
+            History(seed, only=faults).run()
         except Exception as error:
             failed.append((seed, error))
             break

@@ -47,10 +47,11 @@ FAULTS = ("kill", "kill_long", "stop", "hang", "reset", "partition", "other_mode
 
 @dataclass
 class History:
-    """One seed. `faults`: none where only strangers disturb."""
+    """One seed. `only`: the kinds of its faults, where a test asks for some; else the seed has a mix of its own."""
 
     seed: int
     calls: int = 40
+    only: tuple[str, ...] = ()
     counted: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -94,6 +95,8 @@ class History:
         ]
         # every seed has its own mix of faults: all of them at once hide each other ("swizzle")
         self.kinds = rng.sample(FAULTS, rng.randrange(1, len(FAULTS))) if self.has_faults else []
+        if self.only and self.has_faults:
+            self.kinds = list(self.only)
         self.num_faults = rng.choice((3, 10, 30)) if self.has_faults else 0
         world.after(rng.randrange(1, 60 * MS), self._fault)
         world.run(*(host.run for host in hosts))
