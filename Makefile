@@ -104,7 +104,9 @@ setup: $(READY)
 KERNELS := CMakeLists.txt $(wildcard ndp_device/csrc/* ndp_device/kernels/csrc/* ndp_device/replicas/csrc/* ndp_device/calibration/csrc/* ndp_device/transport/csrc/* vllm_ndp/replay/csrc/* vllm_ndp/integration/csrc/*)
 
 # With bytecode, though few modules are ever imported: where PYTHONDONTWRITEBYTECODE is set no import would leave any, and every
-# start of an engine would compile vLLM and torch again.
+# start of an engine would compile vLLM and torch again. pip makes it on one core, compileall on all; files that are no Python
+# of this version (templates, tests) make it fail, and matter to nobody.
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 INSTALL ?= $(BIN)/python -m pip install --quiet
 # Files with known hashes and no others, for the Python that they are of; elsewhere pip resolves, under the versions of the tests.
 LOCKED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import platform, sys; print("yes" if sys.version_info[:2] == (3, 11) and platform.machine() == "x86_64" else "")')
@@ -114,7 +116,7 @@ TORCH := torch 2.13.0+cpu is in the package index of PyTorch for CPUs: name that
 
 # Why each line: docs/compatibility.md. Packages unpack on one core while the compiler works on another.
 $(SERVES): pyproject.toml patches/lock-build.txt patches/lock-cpu.txt patches/constraints-cpu.txt $(KERNELS)
-	@echo "setting up $(VENV): $(shell grep -c hash=sha256 patches/lock-cpu.txt) packages are fetched and unpacked while the kernels compile; 1 to 3 minutes on two cores"
+	@echo "setting up $(VENV): $(shell grep -c hash=sha256 patches/lock-cpu.txt) packages are fetched and unpacked while the kernels compile; about 2 minutes on two cores"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(LOCKED),$(FROM_LOCK) patches/lock-build.txt)
 	@$(MAKE) --no-print-directory -j2 packages $(if $(LOCKED),kernels)
@@ -124,7 +126,7 @@ $(SERVES): pyproject.toml patches/lock-build.txt patches/lock-cpu.txt patches/co
 .PHONY: packages kernels
 START := $(shell date +%s)
 packages:
-	@$(if $(LOCKED),$(FROM_LOCK) patches/lock-cpu.txt,$(INSTALL) torch==2.13.0 && $(RESOLVED) -e '.[cpu]') || { echo "$(TORCH)"; exit 1; }
+	@$(if $(LOCKED),$(FROM_LOCK) patches/lock-cpu.txt --no-compile && { $(BYTECODE); },$(INSTALL) torch==2.13.0 && $(RESOLVED) -e '.[cpu]') || { echo "$(TORCH)"; exit 1; }
 	@echo "  packages: $$(( $$(date +%s) - $(START) )) s"
 
 kernels:

@@ -19,7 +19,7 @@ from ndp_device.transport import shm
 from ndp_device.transport.connection import READ_AT_ONCE, Connection, ConnectionEnded, HandshakeTime
 from ndp_device.transport.curve import CurveSession
 from ndp_device.transport.keys import AllowList, DeviceKeys
-from ndp_device.transport.peers import Peer, Rank, greediest, to_give_up_memory, to_send_away
+from ndp_device.transport.peers import Peer, Rank, greediest, greedy_process, to_give_up_memory, to_send_away
 from ndp_device.transport.shm import ShmChannel
 from ndp_device.transport.strangers import StrangersTime
 from ndp_device.transport.system import ENDED, READABLE, WRITABLE, DeviceSystem, Stream
@@ -28,7 +28,9 @@ MAX_PEERS = 64
 MAX_HELD_BYTES = 512 << 20
 """Of all peers, before the one that holds most is sent away."""
 
+_OF_ONE_PROCESS = MAX_PEERS // 4  # connections that never computed, where others want their places
 _ACCEPT_AT_ONCE = 4
+_REFUSE_AT_ONCE = 32
 _BACKLOG = 2 * MAX_PEERS  # so that a newcomer has a place in the queue, and its turn before it gives up (half a second)
 _CHECK_NS = 50_000_000
 _QUEUE_AGAIN_NS = 5_000_000  # after there was no place for a new connection
@@ -264,35 +266,51 @@ class Connections:
     def _accept(self, now_ns: int) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
             is_full = len(self.peers) >= MAX_PEERS
+            greedy: int | None = None
             if is_full and self._to_send_away(spares_young=True) is None and self._to_send_away() is not None:
-                self._let_rest(self._listener.fileno(), now_ns + _QUEUE_AGAIN_NS)
-                return  # whoever has come just now is given the time to greet; others wait in the listener's queue
+                # whoever has come just now is given the time to greet, but not dozens of one process
+                greedy = greedy_process(self.peers.values(), _OF_ONE_PROCESS)
+                if greedy is None:
+                    self._let_rest(self._listener.fileno(), now_ns + _QUEUE_AGAIN_NS)
+                    return  # others wait in the listener's queue
+            connected = self._connected(now_ns, refused=greedy)
+            if connected is None:
+                return
+            if is_full and not self._send_one_away(greedy):
+                _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
+                connected[0].close()
+                continue
+            try:
+                self._welcome(*connected)
+            except MemoryError:
+                _log.warning("a new connection was refused: no memory")
+                connected[0].close()
+
+    def _connected(self, now_ns: int, *, refused: int | None) -> tuple[Stream, int | None] | None:
+        """The next that waits in the listener's queue and is not of the process that is refused; None: look later."""
+        for _ in range(_REFUSE_AT_ONCE):
             try:
                 connected = self._listener.accept()
             except BlockingIOError:
-                return
+                return None
             except OSError as error:  # no descriptor, no memory: whoever connects waits in the listener's queue
                 _log.warning("no new connection can be accepted: %s", error.strerror)
                 self._let_rest(self._listener.fileno(), now_ns + _FULL_AGAIN_NS)
                 self._send_one_away()
-                return
+                return None
             if connected is None:
                 continue
-            if is_full and not self._send_one_away():
-                _log.warning("%d hosts compute here already: another one is refused", MAX_PEERS)
-                connected.close()
-                continue
-            try:
-                self._welcome(connected)
-            except MemoryError:
-                _log.warning("a new connection was refused: no memory")
-                connected.close()
+            if refused is None or connected[1] != refused:
+                return connected
+            connected[0].close()
+        return None
 
-    def _welcome(self, connected: Stream) -> None:
+    def _welcome(self, connected: Stream, process: int | None) -> None:
         self._last_name += 1
         name = b"%d" % self._last_name
         connection = Connection(name, connected, self._clock, self._new_session(), self._handshake_time)
         peer = self._newcomer(name, connection)
+        peer.process = process
         self.peers[name] = self._by_fd[connection.fileno()] = peer
         self._poll.register(connection.fileno(), 0)
         self.do(peer, connection.greet)
@@ -303,12 +321,14 @@ class Connections:
             return None
         return CurveSession(keys.secret, keys.public, lambda key: allowed.name(key) is not None)
 
-    def _to_send_away(self, *, spares_young: bool = False) -> Peer | None:
-        return to_send_away(self.peers.values(), self._clock.monotonic_ns(), spares_young=spares_young)
+    def _to_send_away(self, process: int | None = None, *, spares_young: bool = False) -> Peer | None:
+        """process: only of this one."""
+        peers = [peer for peer in self.peers.values() if process is None or peer.process == process]
+        return to_send_away(peers, self._clock.monotonic_ns(), spares_young=spares_young)
 
-    def _send_one_away(self) -> bool:
+    def _send_one_away(self, process: int | None = None) -> bool:
         """Make room for another connection; False: all of them compute."""
-        peer = self._to_send_away()
+        peer = self._to_send_away(process)
         if peer is not None:
             self.drop(peer)
         return peer is not None

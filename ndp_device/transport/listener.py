@@ -52,8 +52,10 @@ class Listener:
         """Of the socket; -1 once it is closed."""
         return -1 if self._socket is None else self._socket.fileno()
 
-    def accept(self) -> socket.socket | None:
-        """The next connection of a peer that may come in; it does not block. None: the peer may not, or is gone.
+    def accept(self) -> tuple[socket.socket, int | None] | None:
+        """The next connection of a peer that may come in, and the process it is of; None: the peer may not, or is gone.
+
+        It does not block. The process is None over tcp, where the system does not say it.
 
         Raises BlockingIOError where none waits, and OSError where the system has no room for one.
         """
@@ -63,8 +65,15 @@ class Listener:
         except ConnectionAbortedError:
             return None
         connection.setblocking(False)
-        if self._may_come(connection):
-            return connection
+        if self.path is None:
+            _prepare(connection)
+            return connection, None
+        process, user, _ = CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        )
+        if user in (os.geteuid(), 0):  # whatever the path's mode says
+            return connection, process or None  # 0: of a container that has numbers of its own
+        _log.warning("process %d of user %d was refused: this device belongs to user %d", process, user, os.geteuid())
         connection.close()
         return None
 
@@ -113,16 +122,8 @@ class Listener:
             self.address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         return bound
 
-    def _may_come(self, connection: socket.socket) -> bool:
-        """Over a path, only the user that runs this device and root, whatever the path's mode says."""
-        if self.path is None:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for level, option, value in _NOTICE_THE_DEAD:
-                connection.setsockopt(level, option, value)
-            return True
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        pid, uid, _ = CREDENTIALS.unpack(credentials)
-        if uid in (os.geteuid(), 0):
-            return True
-        _log.warning("process %d of user %d was refused: this device belongs to user %d", pid, uid, os.geteuid())
-        return False
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for level, option, value in _NOTICE_THE_DEAD:
+        connection.setsockopt(level, option, value)

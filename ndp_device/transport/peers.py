@@ -1,13 +1,15 @@
 """A host that is connected and what it has cost; and of all of them the one that gives way where there is not room.
 
 Peers have a rank: strangers, those that said Hello, those that have computed. The lowest rank goes first, within it the
-peer that was silent longest; a host that computes is never sent away for another. The rules take peers and a time, and
+peer that was silent longest; a host that computes is never sent away for another. Where one process has taken more than
+its part of the places, it gives way to others, and gets no more. The rules take peers and a time, and
 answer with one of the peers: they end nothing and know neither clocks nor sockets.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 
 from ndp_device.transport.connection import MAX_UNREAD_BYTES, Connection
@@ -32,6 +34,7 @@ class Peer:
         self.name, self.connection = name, connection
         self.events = 0  # of its connection that the system wakes us for
         self.rank = Rank.STRANGER
+        self.process: int | None = None  # it is of; None: the system does not say
         self.computed_ns = 0
         self.was_served = False
         self.turn_ns = connection.opened_ns  # or when it was served last
@@ -87,6 +90,13 @@ def to_send_away(peers: Iterable[Peer], now_ns: int, *, spares_young: bool = Fal
         and not (spares_young and peer.is_on_its_way and peer.connection.opened_ns > now_ns - _YOUNG_NS)
     ]
     return min(candidates, key=lambda peer: (peer.rank, peer.is_on_its_way, peer.connection.heard_ns), default=None)
+
+
+def greedy_process(peers: Iterable[Peer], part: int) -> int | None:
+    """The process that has most of the connections that never computed, if that is more than a part of them."""
+    counts = Counter(peer.process for peer in peers if peer.rank < Rank.COMPUTES and peer.process is not None)
+    process, count = max(counts.items(), key=lambda item: item[1], default=(None, 0))
+    return process if count > part else None
 
 
 def to_give_up_memory(owners: Iterable[Peer], now_ns: int) -> Peer | None:

@@ -24,6 +24,7 @@ class Process:
     def __init__(self, world: World, program: Program | None = None) -> None:
         self.world, self.program = world, program
         self.awaken: Callable[[], None] = lambda: None
+        self.number = next(world.numbers)
         self.offset_ns = world.rng.randrange(10**15)  # clocks have nothing in common
         self.spent_ns = 0  # since the world's time: what the process has done in this moment
         self.streams: set[SimStream] = set()
@@ -239,10 +240,11 @@ class SimListener:
 
         self._network.world.after(at_ns - self._network.world.now_ns, arrive)
 
-    def accept(self) -> Stream | None:
+    def accept(self) -> tuple[Stream, int | None] | None:
         if not self._queue:
             raise BlockingIOError
-        return self._queue.popleft()
+        ours = self._queue.popleft()
+        return ours, None if ours.peer is None else ours.peer.process.number
 
     def close(self) -> None:
         self._network.ends.pop(self._fd, None)

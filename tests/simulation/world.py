@@ -7,6 +7,7 @@ and hands over to that. Knows no network and no protocol.
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import threading
 import zlib
@@ -29,6 +30,7 @@ class World:
         self.num_events = 0
         self.failure: BaseException | None = None
         self.programs: list[Program] = []
+        self.numbers = itertools.count(1)  # of processes
         self._events: list[tuple[int, int, Callable[[], Program | None]]] = []
 
     def after(self, delay_ns: float, act: Callable[[], Program | None]) -> None:

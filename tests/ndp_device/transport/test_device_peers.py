@@ -9,7 +9,15 @@ import pytest
 from server_by_hand import Hands
 
 from ndp_device.transport.connection import Connection, HandshakeTime
-from ndp_device.transport.peers import Peer, Rank, greediest, others_compute, to_give_up_memory, to_send_away
+from ndp_device.transport.peers import (
+    Peer,
+    Rank,
+    greediest,
+    greedy_process,
+    others_compute,
+    to_give_up_memory,
+    to_send_away,
+)
 
 MS = 1_000_000
 NOW = 10**15
@@ -39,6 +47,15 @@ def peer() -> Iterator[MakePeer]:
     yield make
     for end in sockets:
         end.close()
+
+
+def test_a_process_is_greedy_by_its_connections_that_never_computed(peer: MakePeer) -> None:
+    of_processes = [peer(), peer(GREETED), peer(COMPUTES), peer(), peer(), peer(), peer()]
+    for one, process in zip(of_processes, (7, 7, 7, 8, None, None, None), strict=True):
+        one.process = process
+    assert greedy_process(of_processes, 1) == 7
+    assert greedy_process(of_processes, 2) is None
+    assert greedy_process([], 0) is None
 
 
 def test_the_lowest_rank_gives_way_however_lately_it_was_heard(peer: MakePeer) -> None:

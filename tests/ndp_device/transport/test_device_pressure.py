@@ -31,7 +31,7 @@ from ndp_device.transport import connection as limits
 from ndp_device.transport import connections, peers, strangers, zmtp
 from ndp_device.transport.connection import Connection, HandshakeTime
 from ndp_device.transport.listener import Listener
-from ndp_device.transport.system import READABLE
+from ndp_device.transport.system import READABLE, System
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
@@ -130,8 +130,10 @@ def test_hosts_that_computed_once_and_went_silent_do_not_keep_others_out(
 def test_a_connection_by_tcp_ends_when_its_host_is_gone_without_a_word() -> None:
     listener = Listener("tcp://127.0.0.1:0", has_keys=False, backlog=1)
     host = socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])))
-    accepted = listener.accept()
-    assert isinstance(accepted, socket.socket)
+    connection = listener.accept()
+    assert connection is not None
+    accepted, process = connection
+    assert process is None
     assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
     assert 0 < accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 90_000
@@ -223,6 +225,38 @@ def test_a_host_that_paused_comes_before_strangers_that_never_do(tmp_path: Path)
     for peer in (host, stranger):
         peer.close()
     server.close()
+
+
+OPENS_CONNECTIONS = """
+import socket, sys
+held = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]
+for connection in held:
+    connection.connect(sys.argv[1])
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_opens_connections_without_an_end_keeps_no_newcomer_out(tmp_path: Path) -> None:
+    """All have come just now, and the clock stands still: none of them would go, and more wait in the queue."""
+    system = System()
+    system.clock = Hands()
+    server = ZmqServer(f"ipc://{tmp_path}/private/device", system=system)
+    path = server.address.removeprefix("ipc://")
+    command = [sys.executable, "-c", OPENS_CONNECTIONS, path, str(connections.MAX_PEERS + 40)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as greedy:
+        assert greedy.stdout is not None
+        assert greedy.stdout.readline() == b"here\n"
+        newcomer = socket.socket(socket.AF_UNIX)
+        newcomer.connect(path)
+        newcomer.sendall(zmtp.GREETING + zmtp.HOST_READY)
+        for _ in range(connections.MAX_PEERS):
+            server._connections.look()
+        processes = Counter(peer.process for peer in server._peers.values())
+        assert processes == {greedy.pid: connections.MAX_PEERS - 1, os.getpid(): 1}
+        newcomer.close()
+        server.close()
+        greedy.communicate()
 
 
 def test_a_newcomer_has_its_turn_among_hosts_that_ask_without_an_end(server: ZmqServer) -> None:
