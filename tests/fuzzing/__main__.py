@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import random
 import re
 import signal
@@ -143,9 +144,16 @@ def _atheris(target: Target, seconds: float) -> dict[str, Any]:
         for number, data in enumerate(target.seeds()):
             (corpus / str(number)).write_bytes(data)
         command = [sys.executable, "-m", "fuzzing", "--target", target.name, "--seconds", str(seconds)]
-        done = subprocess.run([*command, "--inside-atheris", str(corpus)], cwd=folder, capture_output=True, text=True)
-        for path in Path(folder).glob("*-*"):  # crash-, timeout-, oom-
+        done = subprocess.run(
+            [*command, "--inside-atheris", str(corpus)],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
+        for path in Path(folder).glob("*-*"):  # crash-, timeout-, oom-
             (KEPT / target.name).mkdir(parents=True, exist_ok=True)
             (KEPT / target.name / path.name[-16:]).write_bytes(path.read_bytes())
     counted = re.search(r"number_of_executed_units: (\d+)", done.stderr)
