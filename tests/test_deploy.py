@@ -20,6 +20,7 @@ from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.report import PAIR_KINDS
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -176,6 +177,16 @@ def test_provisioned_files_of_grafana_lead_to_prometheus_and_to_the_dashboard() 
     assert SERVICES["prometheus"]["network_mode"] == "service:server"
     (provider,) = yaml.safe_load((folder / "dashboards" / "vllm-ndp.yml").read_text())["providers"]
     assert f"./grafana:{provider['options']['path']}:ro" in SERVICES["grafana"]["volumes"]
+
+
+def test_shares_of_decode_pairs_leave_out_the_pairs_of_prompts_wherever_they_ran() -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "vllm-ndp.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked.append((DEPLOY / "prometheus" / "ndp-rules.yml").read_text())
+    excluded = re.findall(r'where!(?:=|~)"([^"]+)"', "\n".join(asked))
+    assert len(excluded) == 5
+    for pattern in excluded:
+        assert {kind for kind in PAIR_KINDS if re.fullmatch(pattern, kind)} == {"prefill", "prefill_device"}
 
 
 def test_the_unit_of_systemd_starts_what_the_parser_reads() -> None:
