@@ -251,6 +251,19 @@ def test_a_run_on_halves_replays_to_the_picosecond_with_one_lost_and_back(split:
     assert not replay_live(replace(trace, devices={}), LossTable.nominal(4, 8)).identical
 
 
+def test_halves_of_quantized_experts_give_the_tokens_of_one_device_and_replay(tmp_path: Path):
+    """Parts are cut from the same replica, in its own order of units; prompts have widths of their own."""
+    quantized = {"hot_experts": 3, "avg_bits": 2.5, "execution": "paper", "deadline_ms": 10_000}
+    with engine(settings=quantized) as llm:
+        whole = token_ids(greedy(llm, PROMPTS, TOKENS))
+    halves = {"devices": 2, "device_experts": "split", "record": str(tmp_path / "halves")}
+    with engine(settings=quantized | halves) as llm:
+        assert token_ids(greedy(llm, PROMPTS, TOKENS)) == whole
+        assert totals(llm)["cold_pairs"] > totals(llm)["fallback_pairs"] == 0
+    trace = Trace.load(tmp_path / "halves", model_digest=model_digest(MODEL))
+    assert replay_live(trace, LossTable.nominal(4, 8)).identical
+
+
 # -- a device that joins, under two ranks ---------------------------------------------------------------------------
 
 ONE_AND_MORE = {"hot_experts": 3, "cold_precision": "full", "deadline_ms": 10_000}
