@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 from browser import MISSING, Browser
+from hypothesis import HealthCheck, settings
+
+# An example takes as long as the machine lets it.
+settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any load")
 
 
 @pytest.fixture(scope="session")

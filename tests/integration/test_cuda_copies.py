@@ -17,7 +17,7 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.migration import Migrator
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=4),
     st.sampled_from([torch.float32, torch.bfloat16]),

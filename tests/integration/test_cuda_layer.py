@@ -50,13 +50,13 @@ def compare(asynchronous: Outcome, eager: Outcome) -> None:
             assert np.array_equal(value, theirs[name]), name
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(setups())
 def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer(setup: Setup) -> None:
     compare(run(setup, asynchronous=True), run(setup, asynchronous=False))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(setups())
 def test_a_layer_waits_for_the_gpu_once(setup: Setup) -> None:
     """And not at all where every expert is hot. A layer whose message got no answer may wait to mend that."""

@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return torch.from_numpy(expert_map), torch.from_numpy(ids), torch.from_numpy(weights), x, num_slots
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from([-1, None]))
 def test_the_packet_holds_what_a_loop_finds(
     case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], elsewhere: int | None

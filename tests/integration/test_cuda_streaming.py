@@ -164,7 +164,7 @@ def in_slot_0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(setups())
 def test_experts_that_take_turns_give_the_bits_of_one_at_a_time(setup: Setup) -> None:
     """As late as a lane may run, numbers would be wrong; as early as it may, the watch would raise."""

@@ -176,7 +176,7 @@ def split_of(expert_map: list[int], ids: NDArray[np.int32], applied: NDArray[np.
 
 
 @given(cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_native_layer_is_the_python_layer_to_the_bit_and_the_picosecond(case: Case) -> None:
     buffers = Buffers(case)
     native, clock = buffers.native(case, case.model), StepClock(case.model, now_ps=17)
@@ -252,7 +252,7 @@ def test_pairs_are_aliased_up_to_the_same_number_in_both() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_partial_sums_are_added_as_torch_adds_them(dtype: torch.dtype, case: Case, seed: int) -> None:
     native = Buffers(case).native(case, PLAIN)
     native.begin_step(case.entries, case.owners, list(case.bits), 0, NO_TIME, 0)

@@ -41,7 +41,7 @@ def test_each_expert_and_width_comes_once_in_order_of_first_appearance() -> None
     assert (found.rows.dtype, found.places.dtype) == (np.int32, np.int32)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pairs=st.one_of(st.lists(pair, max_size=40), st.lists(any_pair, max_size=4)),
     flags=st.lists(st.integers(0, 255), min_size=EXPERTS, max_size=EXPERTS),

@@ -293,7 +293,7 @@ def test_shutdown_is_for_ipc_only(handler: Handler, model_dir: Path) -> None:
     assert handler.stopping
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(frames=st.lists(st.binary(max_size=100), max_size=4))
 def test_garbage_gets_exactly_one_typed_refusal(frames: list[bytes]) -> None:
     handler = Handler.__new__(Handler)  # garbage must be refused before anything is looked up

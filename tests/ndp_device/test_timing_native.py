@@ -50,7 +50,7 @@ steps = st.lists(st.tuples(works, moments, st.one_of(st.just(0), st.integers(0, 
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(steps=steps)
 def test_both_models_agree_on_every_field_of_every_command(name: str, steps: list[tuple[Work, int, int]]) -> None:
     native, python = DeviceModel(HARDWARE[name]), DeviceModel(HARDWARE[name], native=False)

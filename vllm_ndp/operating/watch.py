@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
 
-PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill")
+PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device")
 STATUS = "/v1/ndp/status"
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 5.0
@@ -171,7 +171,7 @@ def rates(before: Sample, after: Sample) -> Rates:
         count = grown.get(f"{name} count", 0.0)
         means[name] = grown[f"{name} sum"] / count if count else None
     plain = {name: value / seconds for name, value in grown.items() if not name.endswith((" sum", " count"))}
-    decoded = [grown.get(f"{place} pairs", 0.0) for place in PLACES if place != "prefill"]
+    decoded = [grown.get(f"{place} pairs", 0.0) for place in PLACES if not place.startswith("prefill")]
     return Rates(seconds, plain, means, decoded[0] / sum(decoded) if sum(decoded) else None)
 
 

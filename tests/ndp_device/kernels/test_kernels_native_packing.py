@@ -58,7 +58,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("width", [1, 2])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shape=shapes(), seed=st.integers(0, 2**32 - 1))
 def test_every_path_packs_any_shape_to_the_same_bytes(
     isa: str, width: int, shape: tuple[int, int, int, int], seed: int

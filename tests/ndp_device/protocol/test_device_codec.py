@@ -343,7 +343,7 @@ def test_a_bomb_is_one_error(bomb: bytes, intact: bool) -> None:
     assert codec.peek_id(header) == 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(name=st.sampled_from(sorted(EXAMPLES)), data=st.data())
 def test_no_single_changed_byte_is_ever_accepted(name: str, data: st.DataObject) -> None:
     message, tensors = EXAMPLES[name]
@@ -367,7 +367,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(name=st.sampled_from(sorted(EXAMPLES)), data=st.data())
 def test_a_mutated_message_with_a_correct_checksum_decodes_or_is_refused(name: str, data: st.DataObject) -> None:
     """One or two header fields become junk; nothing but RemoteProtocolError may come out, and arrays stay in bounds."""
@@ -384,7 +384,7 @@ def test_a_mutated_message_with_a_correct_checksum_decodes_or_is_refused(name: s
     assert sum(array.nbytes for array in arrays.values()) <= len(body)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(header=st.binary(max_size=200), body=st.binary(max_size=100))
 def test_random_bytes_are_one_error(header: bytes, body: bytes) -> None:
     for decoder in (decode_request, decode_reply):

@@ -49,7 +49,7 @@ def test_jumping_between_commands_equals_looking_at_every_cycle(dram: DramSpec, 
     assert exact(dram, lines, to_refresh) == slow
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2)), min_size=1, max_size=60),
     st.integers(1, 2000),

@@ -62,7 +62,7 @@ ANY_HARDWARE = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(EXPERTS, ANY_HARDWARE, st.integers(0, 10**8))
 def test_the_stages_add_up_to_the_total(experts: list[tuple[int, int]], hardware: Hardware, submit_ps: int) -> None:
     timing = run(hardware, work_of(*experts), submit_ps)
@@ -75,7 +75,7 @@ def test_the_stages_add_up_to_the_total(experts: list[tuple[int, int]], hardware
     assert timing.refresh_stall_ps <= timing.dram_ps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(EXPERTS, ANY_HARDWARE)
 def test_the_device_never_beats_its_dram_or_its_arrays(experts: list[tuple[int, int]], hardware: Hardware) -> None:
     timing = run(hardware, work_of(*experts))
@@ -84,7 +84,7 @@ def test_the_device_never_beats_its_dram_or_its_arrays(experts: list[tuple[int, 
     assert device_ps(timing) >= max(timing.dram_ps, timing.compute_ps, timing.dequant_ps)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(EXPERTS, st.sampled_from([HARDWARE, IDEAL_DRAM]), st.integers(0, 4), st.booleans())
 def test_more_tokens_or_bits_are_never_faster(
     experts: list[tuple[int, int]], hardware: Hardware, which: int, more_bits: bool

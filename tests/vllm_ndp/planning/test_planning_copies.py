@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.copies import NO_COPY, Copies, add_device, assign_copies, rebalance, route
 
-SMALL = settings(max_examples=60, deadline=None)
+SMALL = settings(max_examples=60)
 
 
 def best_makespan(amounts: list[int], allowed: list[list[int]], num_devices: int) -> int:

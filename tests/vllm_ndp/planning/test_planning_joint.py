@@ -65,7 +65,7 @@ def best_of_all(given: JointProblem, most: float, least: str) -> float:
 SMALL = tuple(c for c in MENU if c.bits in (16, 4, 2) and c.tier != "host")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 999),
     gpu=st.sampled_from([0.1, 0.3, 0.6, 1.0]),
@@ -86,7 +86,7 @@ def test_a_small_plan_is_the_best_of_all_there_are(seed, gpu, link, most, least)
         assert plan.gap == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 999),
     gpu=st.sampled_from([0.1, 0.3, 0.6]),

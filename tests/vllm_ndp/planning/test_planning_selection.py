@@ -66,7 +66,6 @@ def test_cold_bits_never_rise_as_importance_falls():
         assert (np.diff(bits[layer, by_importance].astype(int)) <= 0).all()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0), st.sampled_from([*GAINS, "uniform"]))
 def test_a_plan_fits_its_budget_and_is_the_same_to_the_bit_the_second_time(layers, experts, data, average, rule):
     num_hot = data.draw(st.integers(0, experts))
@@ -212,7 +211,7 @@ def test_a_bit_that_pays_only_with_the_next_one_is_bought_with_it():
     assert bits_over_layers(score, placement, LossTable(mse), Budget(0, 2.0)).bits.tolist() == [[3, 1]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 5), st.integers(1, 12), st.data(), st.floats(1.0, 4.0))
 def test_bits_over_layers_spend_the_budget_of_the_model_and_only_on_cold_experts(layers, experts, data, avg_bits):
     score, loss = random_model(data.draw(st.integers(0, 1000)), layers, experts)

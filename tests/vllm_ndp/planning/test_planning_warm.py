@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ndp_device.errors import ConfigError
@@ -29,7 +29,6 @@ def score(seed: int) -> ImportanceScore:
     return ImportanceScore.from_weights(np.random.default_rng(seed).random((LAYERS, EXPERTS)), 64)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, EXPERTS), st.integers(0, EXPERTS), st.integers(1, 3))
 def test_after_the_hot_experts_the_next_most_important_ones_are_warm(seed: int, hot: int, warm: int, requests: int):
     warm = min(warm, EXPERTS - hot)

@@ -35,7 +35,7 @@ def test_a_row_packs_by_hand():
     assert decode(message).tolist() == [[-1.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 9), st.integers(1, 70), st.sampled_from(BITS), st.integers(1, 80), st.booleans(), st.integers(0, 99)
 )
@@ -83,7 +83,7 @@ def test_messages_that_encode_cannot_have_written_are_refused():
             decode(message[:first_plane] + bytes([kind]) + message[first_plane + 1 :])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 10_000), st.integers(0, 255))
 def test_a_changed_byte_ends_in_a_value_error_or_in_numbers(place, value):
     message = bytearray(ActivationCodec(4).encode(SAMPLE["sent"][0][:4]))

@@ -73,7 +73,7 @@ def test_rows_of_an_expert_count_by_the_passes_that_they_take() -> None:
     assert found[1, 3] == found[2, 3] != found[0, 3]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_lightest_hot_experts_leave_and_no_other_number_of_them_is_faster(data) -> None:  # type: ignore[no-untyped-def]
     experts = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True))
