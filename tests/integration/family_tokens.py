@@ -2,7 +2,7 @@
 
 python family_tokens.py MODEL... [stock] [ndp] [hot] [quantized] [bfloat16]
 
-Prints of each: side -> passes, totals, reports of the first pass, or its refusal.
+Prints of each: side -> passes, totals, reports of the first pass, what the plugin warned of, or its refusal.
 
 One process for all of them: to import vLLM takes longer than to start an engine of such a model.
 """
@@ -10,6 +10,7 @@ One process for all of them: to import vLLM takes longer than to start an engine
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,10 @@ def dtype_of(config: dict[str, Any]) -> str:
 
 def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
     prompts = [prompt * REPEATS for prompt in PROMPTS[:PROMPT_COUNT]]
+    warnings: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm_ndp").addHandler(heard)
     try:
         settings = SETTINGS[side]
         if settings and settings.get("hot_experts") == "all":
@@ -66,9 +71,12 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
                 "chunked_prefill": bool(settled.scheduler_config.enable_chunked_prefill),
                 "prefix_cache": bool(settled.cache_config.enable_prefix_caching),
                 "totals": llm.collective_rpc("ndp_totals")[0] if settings is not None else {},
+                "warnings": warnings,
             }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        logging.getLogger("vllm_ndp").removeHandler(heard)
 
 
 def main() -> None:

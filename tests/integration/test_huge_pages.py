@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def flags_at(address: int) -> list[str]:
 
 @needs_huge_pages
 def test_the_whole_pages_inside_a_tensor_are_asked_for_and_its_edges_are_not() -> None:
-    tensor = torch.empty(9 << 20, dtype=torch.uint8)
+    memory = mmap.mmap(
+        -1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # nobody else's: what lies beside the tensor was asked for by none
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=9 << 20, offset=3 << 20)
     asked = huge_pages.ask_for(tensor)
     assert asked in (6 << 20, 8 << 20), "by where the tensor begins"
     first = -(-tensor.data_ptr() // huge_pages.PAGE_BYTES) * huge_pages.PAGE_BYTES
