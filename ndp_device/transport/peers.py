@@ -2,8 +2,8 @@
 
 Peers have a rank: strangers, those that said Hello, those that have computed. The lowest rank goes first, within it the
 peer that was silent longest; a host that computes is never sent away for another. Where one process has taken more than
-its part of the places, it gives way to others, and gets no more. The rules take peers and a time, and
-answer with one of the peers: they end nothing and know neither clocks nor sockets.
+its part of the places, it gives way to others, and gets no more. The rules take peers and a time, and answer with one
+of the peers or a process: they end nothing and know neither clocks nor sockets.
 """
 
 from __future__ import annotations

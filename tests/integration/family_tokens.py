@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,9 @@ def dtype_of(config: dict[str, Any]) -> str:
 
 def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
     prompts = [prompt * REPEATS for prompt in PROMPTS[:PROMPT_COUNT]]
-    warnings: list[str] = []
-    heard = logging.Handler(logging.WARNING)
-    heard.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("vllm_ndp").addHandler(heard)
+    warned = BufferingHandler(10_000)
+    warned.setLevel(logging.WARNING)
+    logging.getLogger("vllm_ndp").addHandler(warned)
     try:
         settings = SETTINGS[side]
         if settings and settings.get("hot_experts") == "all":
@@ -71,12 +71,12 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
                 "chunked_prefill": bool(settled.scheduler_config.enable_chunked_prefill),
                 "prefix_cache": bool(settled.cache_config.enable_prefix_caching),
                 "totals": llm.collective_rpc("ndp_totals")[0] if settings is not None else {},
-                "warnings": warnings,
+                "warnings": [record.getMessage() for record in warned.buffer],
             }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        logging.getLogger("vllm_ndp").removeHandler(heard)
+        logging.getLogger("vllm_ndp").removeHandler(warned)
 
 
 def main() -> None:
