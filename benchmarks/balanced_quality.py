@@ -40,13 +40,13 @@ from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.outcome import summarise
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
-from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.outcome import summarise
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, from_sequences

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.lab.compare import popularity, split_requests
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.compare import popularity, split_requests
-from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
-from vllm_ndp.replay.vectorised.batches import Batches
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace

@@ -24,7 +24,7 @@ WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
 WIDE_REPLICAS = Path(tempfile.gettempdir()) / "ndp-wide-replicas"
 WIDE_LAYERS = 8
 """Random weights at the width of Mixtral-8x7B: 2.8 GB a layer."""
-QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.cli import main; sys.exit(main())", "quantize")
+QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.app import main; sys.exit(main())", "quantize")
 
 WAITS: dict[str, dict[str, Any] | None] = {
     "asynchronous": {**HALF, "layers": "asynchronous"}, "eager": {**HALF, "layers": "eager"}, "stock": None,

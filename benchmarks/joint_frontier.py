@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ndp_device.errors import NdpError
+from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
+from vllm_ndp.lab.frontier import ROOMY
 from vllm_ndp.planning.joint import least_time
 from vllm_ndp.planning.joint_problem import Choice, JointProblem
-from vllm_ndp.replay.compare import CompareSettings, Replays, Workload
-from vllm_ndp.replay.frontier import ROOMY
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 GB = 10**9

@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.timing.spec import load_hardware
+from vllm_ndp.lab.exact.modelled import modelled_host
+from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.outcome import step_times
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.replay.exact.modelled import modelled_host
-from vllm_ndp.replay.exact.recorded import RecordedRun
-from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
-from vllm_ndp.replay.vectorised.batches import Batches
-from vllm_ndp.replay.vectorised.outcome import step_times
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.simulation.joint_menu import relative_losses
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace

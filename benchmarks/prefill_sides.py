@@ -1,6 +1,6 @@
 """How long until the first token: cold experts of a prompt streamed, or split between streaming and the device.
 
-Simulated for whole published models on synthetic routing, half of the experts hot (vllm_ndp/replay). With --model also
+Simulated for whole published models on synthetic routing, half of the experts hot (vllm_ndp/lab). With --model also
 live, on both clocks: stock vLLM, streamed and split, one engine each at the same time, asked in turns, so that
 whatever else the machine does meets all of them. The time of a length is the median of its rounds.
 
@@ -44,12 +44,12 @@ MS_PER_PS = 1e-9
 def simulated(model: str, length: int, requests: int) -> dict[str, Any]:
     """Mean over prompts: milliseconds until the first token, and until the hot set has moved too."""
     from ndp_device.timing.spec import load_hardware
+    from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+    from vllm_ndp.lab.vectorised.batches import Batches
     from vllm_ndp.planning.bitwidths import LossTable
     from vllm_ndp.planning.importance import ImportanceScore
     from vllm_ndp.planning.plan import Budget
     from vllm_ndp.planning.policies import PolicySettings, load_policy
-    from vllm_ndp.replay.systems import SYSTEMS, ReplayOptions
-    from vllm_ndp.replay.vectorised.batches import Batches
     from vllm_ndp.simulation.costs import Costs, model_named
     from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 

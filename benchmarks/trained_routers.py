@@ -23,8 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ndp.lab.analysis import Analysis, Interval, analyse
 from vllm_ndp.planning.importance import ImportanceScore
-from vllm_ndp.replay.analysis import Analysis, Interval, analyse
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 

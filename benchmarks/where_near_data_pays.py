@@ -1,6 +1,6 @@
 """Which system decodes fastest on one GPU of 8 to 160 GB, and from which size of model does near-data computing win?
 
-The cells of vllm_ndp/replay/frontier.py for five public models, on synthetic routing (signal 1) of each one's shape and
+The cells of vllm_ndp/lab/frontier.py for five public models, on synthetic routing (signal 1) of each one's shape and
 an ideal DRAM of the preset's rate; `vllm-ndp report` draws the same. Everything printed is simulated; the last line is
 JSON.
 """
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_ndp.replay.compare import CompareSettings
-from vllm_ndp.replay.frontier import AVG_BITS, MEMORY_GB, SHAPES, Cell, frontier_of_shapes
+from vllm_ndp.lab.compare import CompareSettings
+from vllm_ndp.lab.frontier import AVG_BITS, MEMORY_GB, SHAPES, Cell, frontier_of_shapes
 
 
 def as_dict(cell: Cell) -> dict[str, Any]:

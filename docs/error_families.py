@@ -195,7 +195,7 @@ FAMILIES = (
         "An option of the lab",
         "Replay, comparison and sweep take each value once and only where it means something.",
         "Give a value that the sentence lists; `vllm-ndp COMMAND --help`, lab.md.",
-        files="vllm_ndp/replay vllm_ndp/simulation vllm_ndp/traces vllm_ndp/cli",
+        files="vllm_ndp/lab vllm_ndp/simulation vllm_ndp/traces vllm_ndp/cli",
     ),
     Family(
         "What `plan` was asked",

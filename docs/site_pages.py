@@ -125,7 +125,7 @@ def commands_page() -> str:
     import typer
 
     from ndp_device.__main__ import app as device
-    from vllm_ndp.cli.app import app as plugin
+    from vllm_ndp.app import app as plugin
 
     lines = [
         "# Commands",

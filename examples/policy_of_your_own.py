@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.planning import policies
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings
-from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.traces.trace import Trace
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_ndp.replay.compare import CompareSettings, compare
+from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.traces.trace import Trace
 
 

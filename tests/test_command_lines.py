@@ -23,7 +23,7 @@ from paths import ROOT
 from ndp_device.__main__ import app as ndp_device
 from ndp_device.command_line import command, program
 from ndp_device.command_line import run as run_command
-from vllm_ndp.cli.app import app as vllm_ndp
+from vllm_ndp.app import app as vllm_ndp
 from vllm_ndp.cli.options import HardwareOptions, PlanOptions
 
 BIN = Path(sys.executable).parent
@@ -157,7 +157,7 @@ def test_the_device_examples_work_together(desk: Path) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_help_waits_for_no_heavy_library(name: str) -> None:
     """One fresh process prints every help and then says what it has imported."""
-    module = {"vllm-ndp": "vllm_ndp.cli.app", "ndp-device": "ndp_device.__main__"}[name]
+    module = {"vllm-ndp": "vllm_ndp.app", "ndp-device": "ndp_device.__main__"}[name]
     paths = [path[1:] for path in commands() if path[0] == name]
     script = (
         f"import sys\nfrom {module} import app\n"
@@ -228,7 +228,7 @@ def test_a_notice_leaves_the_last_line_alone() -> None:
 
 def test_defaults_that_a_help_shows_are_those_of_the_settings() -> None:
     """Options repeat them because the settings cannot be imported without numpy."""
-    from vllm_ndp.replay.compare import CompareSettings
+    from vllm_ndp.lab.compare import CompareSettings
 
     settings, plans, where = CompareSettings(), PlanOptions(), HardwareOptions()
     assert (where.model, where.hardware, where.overrides()) == (settings.model, settings.hardware, settings.overrides)

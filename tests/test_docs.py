@@ -191,7 +191,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options() -> None:
     from typer.main import get_command
 
     from ndp_device.__main__ import app as ndp_device
-    from vllm_ndp.cli.app import app as vllm_ndp
+    from vllm_ndp.app import app as vllm_ndp
 
     programs = {"vllm-ndp": get_command(vllm_ndp), "ndp-device": get_command(ndp_device)}
     pattern = re.compile(r"(?:^|`|\$ )((?:vllm-ndp|ndp-device) [^`\n]*)", re.MULTILINE)

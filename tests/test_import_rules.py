@@ -24,7 +24,7 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "vllm_ndp.integration",
             "vllm_ndp.simulation",
-            "vllm_ndp.replay",
+            "vllm_ndp.lab",
             "vllm_ndp.traces",
             "vllm_ndp.config",
             "ndp_device.protocol",
@@ -34,12 +34,15 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("vllm_ndp/planning/", ("os", "time", "socket", "random", "datetime"), ()),
     (
         "vllm_ndp/simulation/",
-        ("vllm_ndp.integration", "vllm_ndp.replay", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"),
+        ("vllm_ndp.integration", "vllm_ndp.lab", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"),
         (),
     ),
     ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
-    ("vllm_ndp/replay/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
-    ("vllm_ndp/operating/", ("vllm_ndp.integration", "vllm_ndp.replay", "vllm_ndp.traces"), ()),
+    ("vllm_ndp/lab/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
+    ("vllm_ndp/lab/", ("vllm_ndp.cli",), ("vllm_ndp/lab/cli/",)),
+    # who serves need not know the lab
+    ("vllm_ndp/", ("vllm_ndp.lab",), ("vllm_ndp/lab/", "vllm_ndp/app.py")),
+    ("vllm_ndp/operating/", ("vllm_ndp.integration", "vllm_ndp.lab", "vllm_ndp.traces"), ()),
     ("ndp_device/timing/", ("os", "time", "socket", "random", "datetime", "numpy"), ()),
     ("ndp_device/timing/", ("ndp_device.protocol", "ndp_device.replicas", "ndp_device.kernels"), ()),
     (

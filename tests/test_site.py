@@ -16,7 +16,7 @@ import typer
 import yaml
 from paths import ROOT
 
-from vllm_ndp.cli.app import app
+from vllm_ndp.app import app
 from vllm_ndp.config import NdpSettings
 
 sys.path.insert(0, str(ROOT / "docs"))

@@ -13,14 +13,14 @@ from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.timing.model import DeviceModel
+from vllm_ndp.lab.exact.clients import alone
+from vllm_ndp.lab.exact.live import recorded_rules
+from vllm_ndp.lab.serving.arrivals import of_steps
+from vllm_ndp.lab.serving.host import Host, Served
+from vllm_ndp.lab.serving.latency import tokens_of
+from vllm_ndp.lab.serving.run import serve_again
+from vllm_ndp.lab.serving.scheduler import SchedulerRules
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.clients import alone
-from vllm_ndp.replay.exact.live import recorded_rules
-from vllm_ndp.replay.serving.arrivals import of_steps
-from vllm_ndp.replay.serving.host import Host, Served
-from vllm_ndp.replay.serving.latency import tokens_of
-from vllm_ndp.replay.serving.run import serve_again
-from vllm_ndp.replay.serving.scheduler import SchedulerRules
 from vllm_ndp.traces.format import CACHED
 from vllm_ndp.traces.trace import Trace
 

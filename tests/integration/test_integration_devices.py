@@ -28,9 +28,9 @@ from vllm_ndp.device.agreement import Agreement
 from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.integration.compat import hardware_of
 from vllm_ndp.integration.device_members import DeviceMembers
+from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.copies import assign_copies
-from vllm_ndp.replay.exact.live import replay_live
 from vllm_ndp.traces.format import DOWN, JOINED
 from vllm_ndp.traces.trace import Trace
 

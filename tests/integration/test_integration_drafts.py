@@ -13,8 +13,8 @@ from engines import MODEL, PROMPTS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
+from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.live import replay_live
 from vllm_ndp.traces.format import DECODE, REJECTED
 from vllm_ndp.traces.trace import Trace
 

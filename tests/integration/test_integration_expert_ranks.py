@@ -14,8 +14,8 @@ from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
+from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.live import replay_live
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm

@@ -15,9 +15,9 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.format import read_manifest, write_manifest
 from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
 from ndp_device.timing.energy import CommandEnergy
+from vllm_ndp.lab.exact.live import recorded_rules, replay_live, require_capacity
+from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.live import recorded_rules, replay_live, require_capacity
-from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.simulation.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.traces.trace import Trace
 

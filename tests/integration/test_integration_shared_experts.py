@@ -12,8 +12,8 @@ import pytest
 from engines import PROMPTS, ROOT, engine
 
 from ndp_device.checkpoint.files import model_digest
+from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.live import replay_live
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm

@@ -17,11 +17,11 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.device.process import DeviceProcess
+from vllm_ndp.lab.exact.clients import alone, together
+from vllm_ndp.lab.exact.engine import StepRun
+from vllm_ndp.lab.exact.live import recorded_rules, replay_live
+from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.replay.exact.clients import alone, together
-from vllm_ndp.replay.exact.engine import StepRun
-from vllm_ndp.replay.exact.live import recorded_rules, replay_live
-from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.traces.trace import Trace
 
 pytestmark = pytest.mark.vllm

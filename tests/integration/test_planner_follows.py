@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.lab.exact.modelled import modelled_host
+from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import Replanner
-from vllm_ndp.replay.exact.modelled import modelled_host
-from vllm_ndp.replay.exact.recorded import RecordedRun
 from vllm_ndp.simulation.gpu_timing import StepClock
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace

@@ -17,8 +17,8 @@ from paths import ROOT
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
+from vllm_ndp.lab.analysis import analyse
 from vllm_ndp.planning.policies import read_prior
-from vllm_ndp.replay.analysis import analyse
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 
 pytestmark = pytest.mark.slow  # together: a forward pass over held-out texts

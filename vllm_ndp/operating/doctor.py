@@ -170,7 +170,7 @@ def _native_modules(machine: Machine) -> Iterator[Check]:
         "ndp_device.calibration._data_free",
         "ndp_device._commands",
         "vllm_ndp.integration._decode_layers",
-        "vllm_ndp.replay.systems",  # takes more of _lanes than any other module, so that an older one is found
+        "vllm_ndp.lab.systems",  # takes more of _lanes than any other module, so that an older one is found
     ]
     missing = []
     for name in names:

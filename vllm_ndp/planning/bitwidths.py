@@ -27,6 +27,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
+from vllm_ndp.planning.same_everywhere import power
 from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")
@@ -38,6 +39,12 @@ Absolute ones let the few experts of largest outputs take all bits. Source: docs
 
 LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
+
+
+def nominal_loss(bits: int) -> float:
+    """In units of what 1 bit loses; bits >= 1."""
+    return 1.0 / power(LOSS_RATIO_PER_BIT, bits - 1)
+
 
 LEAST_USEFUL_BITS = 2.0
 """Below this average, answers are of no use: declared, not refused. Single experts at 1 bit are part of good plans."""
@@ -93,7 +100,7 @@ class LossTable:
     @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
         """The same loss for every expert, falling by LOSS_RATIO_PER_BIT: for replicas that were never calibrated."""
-        steps = LOSS_RATIO_PER_BIT ** -np.arange(len(WIDTHS), dtype=np.float64)
+        steps = np.array([nominal_loss(bits) for bits in WIDTHS])
         return cls(np.broadcast_to(steps, (num_layers, num_experts, len(WIDTHS))))
 
 

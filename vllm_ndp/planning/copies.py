@@ -52,7 +52,7 @@ class Copies:
 
     def loads(self, load: NDArray[np.float64]) -> NDArray[np.float64]:
         """[L, D], what each device has to do where the copies of an expert share its load [L, E] equally."""
-        loads: NDArray[np.float64] = np.einsum("le,led->ld", load, self.held) / self.num_copies
+        loads: NDArray[np.float64] = (load[:, :, None] * self.held).sum(axis=1) / self.num_copies
         return loads
 
 
@@ -128,7 +128,7 @@ def add_device(
     for layer, of_layer in enumerate(load):
         if num_copies > copies.num_copies:
             for expert in np.argsort(-of_layer, kind="stable").tolist():
-                sums = of_layer @ held[layer]
+                sums = _loads(of_layer, held[layer])
                 without = [at for at in range(num_devices) if not held[layer, expert, at] and free[at] > 0]
                 if not without:
                     return add_device(copies, load, copies.num_copies, room)
@@ -137,7 +137,7 @@ def add_device(
                 free[device] -= 1
         part = len(of_layer) * num_copies // num_devices
         while held[layer, :, new].sum() < part and free[new] > 0:
-            sums = of_layer @ held[layer]
+            sums = _loads(of_layer, held[layer])
             mean, giver = sums.sum() / num_devices, int(sums[:new].argmax())
             movable = np.flatnonzero(held[layer, :, giver] & ~held[layer, :, new])
             if not len(movable):
@@ -175,11 +175,18 @@ def rebalance(copies: Copies, load: NDArray[np.float64], most: int) -> tuple[Cop
     return Copies(held), arrived
 
 
+def _loads(load: NDArray[np.float64], held: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """[D], what each device has to do in one layer: load [E] of the experts held [E, D] there. The order of the sums
+    of `@` is the processor's."""
+    sums: NDArray[np.float64] = (load[:, None] * held).sum(axis=0)
+    return sums
+
+
 def _best_exchange(held: NDArray[np.bool_], load: NDArray[np.float64]) -> tuple[float, int, int, int, int]:
     """Of one layer, held [E, D] and load [E]: how much less its busiest device has to do, the experts that leave and
     come there, that device, and the one with least to do."""
     each = load / held[0].sum()
-    sums = each @ held
+    sums = _loads(each, held)
     busiest, idlest = int(sums.argmax()), int(sums.argmin())
     away = np.flatnonzero(held[:, busiest] & ~held[:, idlest])
     back = np.flatnonzero(held[:, idlest] & ~held[:, busiest])

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.same_everywhere import exp
 
 _BETS = (0.15, 0.4, 0.9)
 """Shares of the capital that are staked, side by side: small ones find small gains, large ones large gains soon."""
@@ -85,7 +86,7 @@ class DriftWatch:
             self._capital[name] = np.maximum(self._capital[name], 1.0) * grown
         for name, memory in (("follows", rules.memory), ("turned", rules.short_memory)):
             counts = self._counts[name]
-            counts *= np.exp(-tokens / memory)
+            counts *= exp(-tokens / memory)
             np.add.at(counts, (np.broadcast_to(self._layers, ids.shape), ids), 1 / top_k)
         before, self._seen = self._seen, self._seen + tokens
         best = max(self._names, key=lambda name: float(self._capital[name].mean()))

@@ -57,7 +57,7 @@ def least_loss(problem: JointProblem, most_ps: float) -> JointPlan:
 def _plan(problem: JointProblem, limited: Limited, what: str, unit: str) -> JointPlan:
     c, layers, experts = problem.shape
     _require_room(problem)
-    if layers * experts * np.log2(max(c, 2)) <= np.log2(MOST_TRIED):
+    if max(c, 2) ** (layers * experts) <= MOST_TRIED:
         chosen, bound = _tried(limited), np.inf
     else:
         chosen, bound = _priced(limited)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.planning.joint_limits import Limited
 from vllm_ndp.planning.joint_problem import total
+from vllm_ndp.planning.same_everywhere import exp, log
 
 _INNER_STEPS = 8
 """Prices of bytes that are tried at each price of the first limit."""
@@ -78,7 +79,7 @@ class PriceSearch:
     def _over(self, r: int, chosen: NDArray[np.int64]) -> float:
         """log of what is used over what there is: falls as the price of it rises."""
         used, most = total(self._limited.takes[r], chosen), self._limited.most[r]
-        return float(np.log(max(used, 1e-300)) - np.log(max(most, 1e-300)))
+        return log(max(used, 1e-300)) - log(max(most, 1e-300))
 
 
 class _Root:
@@ -97,7 +98,7 @@ class _Root:
         if abs(value) < self._least:
             self._least, self.nearest = abs(value), self.price
         self.is_found = self._least < _CLOSE
-        point = float(np.log(max(self.price, 1e-300))), value
+        point = log(max(self.price, 1e-300)), value
         if value > 0:
             self._low = point
         else:
@@ -108,4 +109,4 @@ class _Root:
             return
         (a, fa), (b, fb) = self._low, self._high
         share = min(max(fa / (fa - fb), 0.1), 0.9) if fa - fb < 50 else 0.5
-        self.price = float(np.exp(a + share * (b - a)))
+        self.price = exp(a + share * (b - a))

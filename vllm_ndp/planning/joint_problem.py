@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.planning.same_everywhere import weighted
 from vllm_ndp.planning.stats import frozen_array
 
 TIERS = ("gpu", "host", "device")
@@ -150,7 +151,7 @@ class JointPlan:
 
 def total(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> float:
     if values.shape[1:] == (1, 1):
-        return float(np.bincount(chosen.ravel(), minlength=len(values)) @ values[:, 0, 0])
+        return weighted(np.bincount(chosen.ravel(), minlength=len(values)), values[:, 0, 0])
     return float(at(values, chosen).sum())
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.planning.joint_limits import SLACK, Limited
 from vllm_ndp.planning.joint_problem import at, total
+from vllm_ndp.planning.same_everywhere import smallest
 
 _FULL = 1e-3
 """The share of a limit that may be left over."""
@@ -83,7 +84,7 @@ def exchanged(limited: Limited, prices: NDArray[np.float64], chosen: NDArray[np.
     Only the changes that cost least at the prices are paired."""
     change = limited.changes(prices, chosen).ravel()
     count = min(_EXCHANGED, change.size)
-    near = np.argpartition(np.abs(change), count - 1)[:count]
+    near = smallest(np.abs(change), count)
     choice, cell = np.divmod(near, chosen.size)
     near = near[choice != chosen.ravel()[cell]]
     choice, cell = np.divmod(near, chosen.size)

@@ -54,7 +54,7 @@ def by_max(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
 def by_tokens(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
     """A request counts as much as its prompt is long: top-K of the merged statistics."""
     weights = np.array([max(score.num_tokens, 1) for score in scores], np.float64)
-    return top_experts(np.einsum("r,rle->le", weights, _stacked(scores)), num_hot)
+    return top_experts((weights[:, None, None] * _stacked(scores)).sum(axis=0), num_hot)
 
 
 def by_fairness(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
@@ -70,12 +70,21 @@ def by_fairness(scores: Sequence[ImportanceScore], num_hot: int) -> Placement:
     covered = np.full((len(values), num_layers), 1.0 / num_experts)  # one average expert each: log(0) has no slope
     layers = np.arange(num_layers)
     for _ in range(num_hot):
-        gain = np.log1p(values / covered[:, :, None]).sum(axis=0)
+        gain = _product(1.0 + values / covered[:, :, None])  # ranks as the sum of logarithms does
         gain[hot] = -np.inf
         best = gain.argmax(axis=1)  # argmax takes the first: ties to the lower id
         hot[layers, best] = True
         covered += values[:, layers, best]
     return Placement(hot)
+
+
+def _product(factors: NDArray[np.float64]) -> NDArray[np.float64]:
+    """factors [R, L, E] >= 1, multiplied over R, each layer in a unit of its own that keeps the largest near 1."""
+    product = np.ones(factors.shape[1:])
+    for each in factors:
+        product *= each
+        product = np.ldexp(product, -np.frexp(product.max(axis=1, keepdims=True))[1])
+    return product
 
 
 BATCH_RULES: dict[str, BatchRule] = {"sum": by_sum, "max": by_max, "tokens": by_tokens, "fairness": by_fairness}

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.same_everywhere import power
 from vllm_ndp.simulation.costs import Costs
 
 
@@ -24,7 +25,7 @@ def copies_beside_decode(costs: Costs, budget: Budget) -> Callable[[int], float]
 
 def _step_ps(costs: Costs, budget: Budget, rows: int) -> float:
     shape = costs.shape
-    used = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** rows)
+    used = shape.num_experts * (1 - power(1 - shape.top_k / shape.num_experts, rows))
     on_gpu = used * budget.num_hot / shape.num_experts
     each = max(round(rows * shape.top_k / used), 1)  # rows of an expert
     device = (used - on_gpu) * costs.device_expert_ps(round(budget.avg_bits), each) + costs.link_ps(rows, rows)

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import LOSS_RATIO_PER_BIT, LossTable
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.joint_problem import Choice
+from vllm_ndp.planning.same_everywhere import powers
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prices import MeasuredPrices
@@ -109,10 +110,9 @@ class Menu:
 
         An expert away from the GPU opens the message of its layer unless others have."""
         shares = np.linspace(0.0, 1.0, _SHARES)
-        numbers = np.arange(rows + 1)
         ways = np.array([math.comb(rows, n) for n in range(rows + 1)], np.float64)
-        likely = ways * shares[:, None] ** numbers * (1 - shares[:, None]) ** (rows - numbers)
-        used = 1 - (1 - chance) ** rows
+        likely = ways * powers(shares, rows) * powers(1 - shares, rows)[:, ::-1]
+        used = 1 - powers(1 - chance, rows)[..., rows]
         reads = np.maximum(used.sum(axis=1, keepdims=True) / 2, 1.0)  # of them away, about
         costs, cpu = self.costs, HostCpu.of(self.costs)
         opening = {
@@ -124,7 +124,8 @@ class Menu:
             opening |= {"host": 0.0, "device": self.prices.message_ps(1, 1)}
         return np.stack(
             [
-                np.interp(chance, shares, likely @ table[: rows + 1]) + used * opening[choice.tier] / reads
+                np.interp(chance, shares, (likely * table[: rows + 1]).sum(axis=1))
+                + used * opening[choice.tier] / reads
                 for choice, table in zip(self.choices, self.ps, strict=True)
             ]
         )
@@ -135,5 +136,5 @@ def relative_losses(loss: LossTable) -> NDArray[np.float64]:
     layers, experts = loss.mse.shape[:2]
     table = np.zeros((layers, experts, FULL_PRECISION_BITS + 1))
     table[:, :, 1:5] = loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
-    table[:, :, 8] = table[:, :, 4] * LOSS_RATIO_PER_BIT**-4
+    table[:, :, 8] = table[:, :, 4] * nominal_loss(5)
     return table

@@ -14,7 +14,7 @@ from ndp_device.replicas.format import ReplicaFiles
 
 
 def run_quantize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from vllm_ndp.cli import main; main()", "quantize", *map(str, arguments)]
+    command = [sys.executable, "-c", "from vllm_ndp.app import main; main()", "quantize", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

@@ -17,11 +17,11 @@ from ndp_device.errors import ConfigError
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.operating.proposal import propose
 from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, Machine, Sizing, human, parse_bytes
 from vllm_ndp.operating.sources import Source, source_named
 from vllm_ndp.operating.speed import Measured, simulated
-from vllm_ndp.replay.compare import CompareSettings, compare
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 

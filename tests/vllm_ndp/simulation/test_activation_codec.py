@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paths import DATA
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.replay.systems.cxl_expert import _PACKED_SHARE, packed_share
+from vllm_ndp.lab.systems.cxl_expert import _PACKED_SHARE, packed_share
 from vllm_ndp.simulation.activation_codec import BITS, ActivationCodec, decode, relative_error
 
 with np.load(DATA / "tiny-mixtral-activations.npz") as recorded:

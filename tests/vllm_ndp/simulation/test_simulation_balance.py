@@ -9,8 +9,8 @@ import pytest
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
-from vllm_ndp.replay.systems.balanced import offload
-from vllm_ndp.replay.vectorised.batches import Batches
+from vllm_ndp.lab.systems.balanced import offload
+from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import Provenance

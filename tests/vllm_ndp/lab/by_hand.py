@@ -1,0 +1,88 @@
+"""A model and a machine whose times are round numbers, and traces written down choice by choice, for pencil and paper.
+
+An expert is 6 MB in 16 bits: 10 us over the link (F), 1 us on the GPU (C), 20 us from host
+memory. Attention takes less than 10 ns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ndp_device.decoder_layers import DecoderLayer, GroupedQuery
+from ndp_device.model_shape import WholeModel
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.trace import Sequence, from_sequences
+
+US = 1e6  # ps
+F, C = 10 * US, 1 * US
+HARDWARE = load_hardware(
+    "h100-ndp512",
+    **{
+        "link.raw_bytes_per_s": 600_000_000_000,
+        "link.bulk_bytes_per_s": 600_000_000_000,
+        "link.dma_launch_ps": 0,
+        "link.dma_latency_ps": 0,
+        "link.completion_ps": 0,
+        "gpu.hbm_bytes_per_s": 6_000_000_000_000,
+        "host.memory_bytes_per_s": 300_000_000_000,
+        "dram.kind": "ideal",
+        "dram.ideal_bytes_per_s": 600_000_000_000,
+    },
+)
+
+
+def machine(num_layers: int = 1, num_experts: int = 4, top_k: int = 2) -> Costs:
+    layer = DecoderLayer(attention=GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=1))
+    sizes = num_layers, num_experts, top_k, 1000, 1000
+    shape = WholeModel("by hand", *sizes, vocab_size=1, decoder=(layer,) * num_layers)
+    return Costs(HARDWARE, shape)
+
+
+def chosen(*steps: list[list[int]]) -> np.ndarray:
+    """One [L][k] per step."""
+    return np.array(steps, np.int64)
+
+
+def trace(
+    prompt: np.ndarray, decode: np.ndarray, num_experts: int = 4, weights: np.ndarray | None = None, requests: int = 1
+) -> Batches:
+    """The same request so many times, all of them in one batch; gate weights are equal unless given."""
+    own = np.full(decode.shape, 1 / decode.shape[2], np.float32) if weights is None else weights.astype(np.float32)
+    sequences = [
+        Sequence(r, "", 0.0, prompt, np.full(prompt.shape, 1 / prompt.shape[2], np.float32), decode, own)
+        for r in range(requests)
+    ]
+    layers, top_k = decode.shape[1:]
+    provenance = Provenance(model="by hand", num_layers=layers, num_experts=num_experts, top_k=top_k)
+    return Batches.of(from_sequences(provenance, sequences), requests)
+
+
+def run(
+    system: str,
+    batches: Batches,
+    costs: Costs,
+    num_hot: int,
+    prior: list[list[float]] | None = None,
+    **own: float | str,
+) -> Outcome:
+    layers, experts = batches.shape[3], batches.num_experts
+    known = ImportanceScore.from_weights(
+        np.array(prior) if prior else np.tile(np.arange(experts, 0, -1.0), (layers, 1))
+    )
+    options = ReplayOptions(
+        policy=load_policy("prefill", PolicySettings(prior=known)),
+        budget=Budget(num_hot, 2.0),
+        loss=LossTable.nominal(layers, experts),
+        prior=known,
+        own=own,
+    )
+    return SYSTEMS[system].replay(batches, costs, options)

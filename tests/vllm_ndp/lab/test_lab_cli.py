@@ -1,0 +1,208 @@
+"""The lab's commands: JSON on the last line, one sentence and exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paths import DATA
+
+from vllm_ndp.app import main
+from vllm_ndp.traces.trace import Trace, from_sequences
+
+pytestmark = pytest.mark.slow  # together: each test starts programs
+
+TRACE = str(DATA / "tiny-mixtral-trace")
+PROGRAM = Path(sys.executable).parent / "vllm-ndp"
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_compare_prints_a_table_and_the_same_rows_as_csv_and_json(tmp_path):
+    done = run(
+        "compare", TRACE, "--systems", "context_aware, monde", "--policies", "prefill,oracle",
+        "--batch", "1,4,64", "--csv", str(tmp_path / "t.csv"), "--set", "dram.kind=ideal",
+    )  # fmt: skip
+    result = last_json(done)
+    assert len(result["rows"]) == 2 * (2 + 3)
+    assert result["skipped"] == ["batch 64: only 12 requests to replay"]
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["policy"] for row in rows] == [row["policy"] for row in result["rows"]]
+    assert float(rows[0]["decode_tokens_per_s"]) == pytest.approx(result["rows"][0]["decode_tokens_per_s"])
+    assert "context_aware" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert float(rows[1]["over_paper"]) == pytest.approx(
+        float(rows[1]["decode_tokens_per_s"]) / float(rows[0]["decode_tokens_per_s"]) - 1
+    )
+
+
+def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
+    words = [
+        "sweep",
+        TRACE,
+        "--systems",
+        "fiddler,monde",
+        "--memory",
+        "24,80",
+        "--fit",
+        "--out",
+        str(tmp_path / "sweep"),
+    ]
+    first, second = last_json(run(*words)), last_json(run(*words, "--jobs", "1"))
+    assert (first["rows"], first["rows_found_before"], second["rows_found_before"]) == (8, 0, 8)
+    with (tmp_path / "sweep" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["memory_gb"] for row in rows] == ["24"] * 4 + ["80"] * 4
+    done = run(*words, "--avg-bits", "3", code=2)
+    assert "holds another sweep, with other settings" in done.stderr
+
+
+def test_arrivals_prints_latencies_whose_causes_add_up_and_every_token_as_csv(tmp_path):
+    model = str(DATA.parent.parent / "models" / "tiny-mixtral")
+    done = run("arrivals", TRACE, TRACE, "--model", model, "--process", "bursty", "--rate", "500", "--requests", "3",
+               "--csv", str(tmp_path / "tokens.csv"))  # fmt: skip
+    hosts = last_json(done)["hosts"]
+    assert [host["tokens"] for host in hosts] == [3 * 257, 3 * 257]
+    for host in hosts:
+        for latency in ("ttft_p50", "ttft_p99.9", "tpot_p90", "tpot_p99.9"):
+            assert host[latency]["simulated_ps"] == sum(host[latency]["causes_ps"].values())
+    with (tmp_path / "tokens.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6 * 257
+    assert "prefill of others" in done.stdout
+
+
+def test_an_average_below_2_bits_is_called_of_no_use_on_stderr():
+    few, enough = (run("compare", TRACE, "--systems", "monde", "--avg-bits", bits) for bits in ("1.5", "2"))
+    assert few.returncode == enough.returncode == 0
+    assert "1.5 bits on average are too few for useful answers" in few.stderr
+    assert "too few" not in enough.stderr
+
+
+def test_reproduce_paper_prints_rows_with_what_was_published():
+    result = last_json(run("reproduce", "paper"))
+    row = next(r for r in result["rows"] if r["name"] == "A" and r["quantity"] == "mixtral-8x7b 3-bit over MoNDE")
+    assert row["published"] == 8.7
+    assert row["ours"] == pytest.approx(7.04, abs=0.01)
+    assert row["assumptions"]
+    assert result["notes"]
+
+
+def test_a_trace_is_synthesised_analysed_and_its_prior_used(tmp_path):
+    trace, prior = str(tmp_path / "trace"), str(tmp_path / "prior.npy")
+    made = last_json(
+        run("trace-synth", "mixtral-8x7b", "--out", trace, "--requests", "8", "--prompt-len", "16",
+            "--decode-len", "16")
+    )  # fmt: skip
+    assert (made["requests"], made["layers"], made["experts"]) == (8, 32, 8)
+    analysed = last_json(run("analyze", trace, "--prior-out", prior))
+    assert analysed["coverage"]["oracle"]["mean"] > analysed["coverage"]["random"]["mean"]
+    assert np.load(prior).shape == (32, 8)
+    used = last_json(run("compare", trace, "--systems", "fiddler", "--prior", prior))
+    assert used["num_requests"] == 8
+
+
+def test_a_foreign_recording_is_imported(tmp_path):
+    ids = np.random.default_rng(0).random((3, 8, 2, 4)).argsort(axis=3)[..., :2]
+    np.savez(tmp_path / "t.npz", experts=ids, weights=np.full(ids.shape, 0.5), prompt_len=np.array([4, 4, 4]))
+    result = last_json(
+        run("trace-import", str(tmp_path / "t.npz"), "--out", str(tmp_path / "t"), "--format", "npz",
+            "--num-experts", "4")
+    )  # fmt: skip
+    assert (result["requests"], result["rows"], result["experts"]) == (3, 24, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "nowhere"], "is not a trace"),
+        (["compare", TRACE, "--policies", "prefil"], "did you mean 'prefill'"),
+        (["compare", TRACE, "--systems", "mondo"], "did you mean 'monde'"),
+        (["compare", TRACE, "--model", "olmoe"], "8 experts top-2, the model 64 top-8"),
+        (["compare", TRACE, "--hardware", "h100-ndp513"], "did you mean"),
+        (["compare", TRACE, "--set", "gpu.hbm_efficiency_percent=200"], "hbm_efficiency_percent"),
+        (["compare", TRACE, "--batch", "one"], "whole numbers"),
+        (["compare", TRACE, "--hot-experts", "9"], r"0..8"),
+        (["compare", TRACE, "--hot-experts", "-1"], "hot experts per layer must be at least 0, got -1"),
+        (
+            ["compare", TRACE, "--set", "dram.capacity_bytes=1", "--set", "gpu.hbm_capacity_bytes=1"],
+            "context_aware with K 4 at batch 1 does not fit, gpu memory lacks 49079648255 bytes",
+        ),
+        (["compare", TRACE, "--fit", "--set", "gpu.hbm_capacity_bytes=1"], "nothing of it fits"),
+        (["compare", TRACE, "--set", "dram.capacity_bytes=-1"], "dram.capacity_bytes must lie in 1.."),
+        (["compare", TRACE, "--option", "spill_bit=2"], "unknown option 'spill_bit'"),
+        (
+            ["compare", TRACE, "--systems", "monde", "--csv", "/nowhere/t.csv"],
+            "/nowhere/t.csv cannot be used",
+        ),
+        (["compare", TRACE, "--jobs", "many"], "--jobs must be a number"),
+        (["sweep", TRACE, "--memory", "lots", "--out", "/nowhere/sweep"], "--memory must be whole numbers"),
+        (["sweep", TRACE, "--model", "olmoe", "--out", "/nowhere/sweep"], "add a trace of its routing shape"),
+        (["arrivals", TRACE, "--process", "sometimes"], "process must be one of"),
+        (["arrivals", TRACE, "--rate", "-1"], "--rate must be greater than 0"),
+        (["arrivals", TRACE, "--kv-tokens", "100"], "needs 32 blocks of KV cache for 512 tokens, there are 6"),
+        (["arrivals", TRACE, "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["arrivals", TRACE, "--process", "steps"], "no steps of a live run"),
+        (["arrivals", TRACE, TRACE, "--process", "steps"], "belong to one trace, 2 were given"),
+        (["arrivals", TRACE, "--set", "gpu.hbm_capacity_bytes=1"], "gpu memory lacks"),
+        (["analyze", TRACE, "--prior-out", "/nowhere/p.npy"], "/nowhere/p.npy"),
+        (["report", TRACE, "--steps", "-1"], "'--steps'"),
+        (["report", TRACE, "--shapes", "mixtral-8x7"], "did you mean 'mixtral-8x7b'"),
+        (["reproduce", "nothing"], "'paper', 'monde', 'cxl-expert', 'hobbit', 'moepic'"),
+        (["reproduce", "moepic", TRACE], "a trace belongs to paper and hobbit"),
+        (["reproduce", "paper", "--physical"], "--physical belongs to cxl-expert"),
+        (["replay", TRACE], "live run"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_and_code_2(arguments, says):
+    done = run(*arguments, code=2)
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["compare", "--option", "activation_bits=7", "--systems", "cxl_expert"], "activation_bits must be one of"),
+        (["compare", "--option", "tiers=moving", "--systems", "cxl_expert"], "tiers must be one of following, fixed"),
+        (["compare", "--option", "ahead=always", "--systems", "hobbit"], "ahead must be one of auto, on, off"),
+        (["compare", "--option", "speed=9"], "unknown option 'speed'"),
+        (["compare", "--columns", "speed"], "No such option"),
+        (["compare", "--model", "olmoe"], "name a model of the trace's routing shape"),
+        (["compare", "--systems", "cxl_expert", "--set", "host.cxl_capacity_bytes=1"], "expander memory lacks"),
+        (["compare", "--set", f"host.cxl_capacity_bytes={2**60}"], "host.cxl_capacity_bytes must lie in 1.."),
+        (["compare", "--set", "host.cxl_bytes_per_s=0"], "host.cxl_bytes_per_s must be"),
+        (["arrivals", "--process", "recorded"], "arrivals are out of order: request 2 comes at 1 s"),
+    ],
+)
+def test_bad_input_writes_nothing(arguments, says, tmp_path, monkeypatch, capsys):
+    """In this process; the trace's third request claims to have come before the second."""
+    trace = Trace.load(Path(TRACE)).select(range(4))
+    mixed = [replace(s, arrival_s=at) for s, at in zip(trace.sequences, (0.0, 2.0, 1.0, 3.0), strict=True)]
+    from_sequences(trace.provenance, mixed).save(tmp_path / "trace")
+    before = sorted(tmp_path.rglob("*"))
+    command, *rest = arguments
+    monkeypatch.setattr(
+        "sys.argv", ["vllm-ndp", command, str(tmp_path / "trace"), *rest, "--csv", str(tmp_path / "t.csv")]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert says in error
+    assert says == "No such option" or len(error.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before

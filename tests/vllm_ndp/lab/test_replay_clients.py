@@ -1,0 +1,196 @@
+"""Hosts that share one device: a case worked by hand, and what must hold for any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from paths import DATA
+
+from ndp_device.errors import TraceError
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Work
+from vllm_ndp.lab.exact.clients import alone, together
+from vllm_ndp.lab.exact.engine import Asks, Command, Migration, StepRun
+from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
+from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.traces.format import CHANGED, JOINED
+from vllm_ndp.traces.trace import Trace
+
+NS = 1000
+EASY = load_hardware(
+    "h100-ndp512",
+    **{
+        "dram.kind": "ideal",  # 512 bytes/ns
+        "array.clock_hz": 10**12,  # arrays wait for the DRAM
+        "array.command_ps": 0,
+        "link.raw_bytes_per_s": 85 * 10**9,  # a line of 64 B, 85 on the wire, takes 1 ns
+        "link.dma_launch_ps": 0,
+        "link.dma_latency_ps": 0,
+    },
+)
+WORK = Work(
+    hidden_size=1024,
+    intermediate_size=1024,
+    group_size=128,
+    tokens=1,
+    bytes_in=6400,  # 100 ns
+    bytes_out=12800,  # 200 ns
+    experts=(ExpertWork(0, 0, 16, 1, 5_120_000),),  # 10 000 ns
+)
+TAIL = 316
+"""ps: the last tile in the arrays, after the last byte."""
+
+
+def sending(at_ns: Sequence[int]) -> Asks[list[tuple[int, int, int]]]:
+    """A host that submits WORK at given times, or when the answer before has come: (submit, start, done) of each."""
+    seen, now = [], 0
+    for at in at_ns:
+        now = max(now, at * NS)
+        timing = yield Command(WORK, now)
+        seen.append((now, timing.start_ps, timing.done_ps))
+        now = timing.done_ps
+    return seen
+
+
+def moving(at_ns: int, num_bytes: int) -> Asks[int]:
+    """A host that migrates once; when its last byte came."""
+    return (yield Migration(num_bytes, at_ns * NS))
+
+
+def test_two_hosts_and_a_migration_take_what_a_pencil_says():
+    """In ns. One command alone: 125 + 100 to the device, 10 000 read, 0.316 in the arrays, 250 + 200 back: 10 675.316.
+
+    A submits at 0, B at 1000, C a migration of 25.6 MB at 2000, A again when its answer has come.
+
+      A1   arrives 225, read to 10 225.316, done 10 675.316
+      B    arrives 1225, waits for A1; 10 225.316 to 20 225.632; leaves to 20 425.632, done 20 675.632
+      C    was submitted before A2: begins when B's result has left, 20 425.632. One stripe of 5120 B is read (10), then
+           25.6 MB at 25.6 GB/s: 1 000 010. Its reads take 50 000 of that.
+      A2   submitted 10 675.316, waits for B until 20 225.632. Beside C it reads for
+           10 000 + 10 000 * 50 000 / (1 000 010 - 50 000) = 10 526.311: to 30 752.259, done 31 202.259
+      C    A2's result has passed it for 200: 20 425.632 + 1 000 010 + 200 = 1 020 635.632
+    """
+    a, b, c = together([sending([0, 0]), sending([1000]), moving(2000, 25_600_000)], DeviceModel(EASY))
+    assert a[0] == (0, 225 * NS, 10_675_316)
+    assert b[0] == (1000 * NS, 10_225_316, 20_675_632)
+    beside = 10_000 * NS + -(-10_000 * NS * 50_000 // (1_000_010 - 50_000))
+    assert beside == 10_526_311
+    assert a[1] == (10_675_316, 20_225_632, 20_225_632 + beside + TAIL + 450 * NS)
+    assert c == 20_425_632 + 1_000_010 * NS + 200 * NS
+
+
+def test_a_host_alone_waits_for_its_own_migration_only():
+    """25.6 MB: 10 ns for the first stripe, 1 ms on the link; nothing passes it."""
+    assert alone(moving(7, 25_600_000), DeviceModel(EASY)) == 7 * NS + 1_000_010 * NS
+    assert alone(moving(7, 0), DeviceModel(EASY)) == 7 * NS
+
+
+def test_two_migrations_follow_each_other():
+    first, second = together([moving(0, 25_600_000), moving(5, 25_600_000)], DeviceModel(EASY))
+    assert (first, second) == (1_000_010 * NS, 2 * 1_000_010 * NS)
+
+
+def test_every_result_that_passes_a_migration_moves_its_end_and_that_of_those_that_wait_for_it():
+    """40 commands of 10 675 ns or more each end before 1 ms is over; each result is 200 ns on the wire."""
+    hosts = [moving(0, 25_600_000), moving(0, 25_600_000), sending([1] * 40)]
+    first, second, commands = together(hosts, DeviceModel(EASY))
+    assert all(done < 1_000_010 * NS for _, _, done in commands)
+    assert first == 1_000_010 * NS + 40 * 200 * NS
+    assert second == first + 1_000_010 * NS
+
+
+def test_of_two_that_ask_at_once_the_first_host_goes_first():
+    a, b = together([sending([5]), sending([5])], DeviceModel(EASY))
+    assert a[0][1] < b[0][1]
+
+
+def recorded_host(requests: Sequence[int], **changes) -> RecordedRun:
+    trace = Trace.load(DATA / "tiny-mixtral-trace").select(requests)
+    trace, loss = with_layers(trace, LossTable.nominal(4, 8), 8)
+    setup, rules = modelled_host(
+        trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, policy=load_policy("prefill", PolicySettings()),
+        budget=Budget(4, 3.0), loss=loss, **changes,
+    )  # fmt: skip
+    return RecordedRun(trace, setup, rules)
+
+
+def with_changes(change: int, *, ends: bool = True) -> RecordedRun:
+    host = recorded_host([0])
+    devices = {"step": np.array([2]), "device": np.array([-1]), "change": np.array([change])}
+    events = {"step": host.steps} | {f"simulated_{name}_ps": np.arange(len(host.steps)) for name in ("start", "step")}
+    trace = replace(host.engine.trace, devices=devices, events=events if ends else {})
+    return RecordedRun(trace, host.engine.setup, host.engine.planner.rules)
+
+
+@pytest.mark.parametrize("change", [CHANGED, JOINED])
+def test_a_run_whose_devices_changed_is_not_replayed_beside_other_hosts(change: int):
+    host = with_changes(change)
+    with pytest.raises(TraceError, match="which cannot be replayed beside other hosts: record one with steady devices"):
+        alone(host.whole(), DeviceModel(host.engine.hardware))
+
+
+def test_a_step_whose_devices_changed_needs_its_recorded_time():
+    with pytest.raises(TraceError, match="a device was lost in step 2, whose time the trace lacks"):
+        with_changes(CHANGED, ends=False)
+
+
+def test_a_device_that_joins_a_run_that_none_could_join_is_a_damaged_trace():
+    with pytest.raises(TraceError, match="others could not join: the trace is damaged"):
+        run_steps(with_changes(JOINED))
+
+
+def times(runs: list[StepRun], start_ps: int = 0) -> list[tuple[int, int]]:
+    return [(run.time.start_ps - start_ps, run.time.total_ps) for run in runs]
+
+
+def run_steps(host: RecordedRun) -> list[StepRun]:
+    return [host.run(step) for step in host.steps.tolist()]
+
+
+def test_hosts_that_never_meet_take_what_each_takes_alone():
+    """The second begins when the first has ended; refresh is off, since it counts absolute time."""
+    hardware = load_hardware("h100-ndp512", **{"dram.kind": "ideal"})
+    parts = [recorded_host([0, 1]), recorded_host([2, 3])]
+    lone = [alone(recorded_host(r).whole(), DeviceModel(hardware)) for r in ([0, 1], [2, 3])]
+    late = lone[0][-1].time.end_ps
+    first, second = together([parts[0].whole(), parts[1].whole(late)], DeviceModel(hardware))
+    assert times(first) == times(lone[0])
+    assert times(second, late) == times(lone[1])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_host_alone_takes_what_its_own_device_gives_step_by_step(kept):
+    host = recorded_host([0, 1, 2], keeps_streamed=kept, offload_bits=3)
+    whole = alone(
+        recorded_host([0, 1, 2], keeps_streamed=kept, offload_bits=3).whole(), DeviceModel(host.engine.hardware)
+    )
+    assert whole == run_steps(host)
+    for run in whole:
+        assert run.migration_ps == host.engine.clock.model.migration_ps(run.migrated_experts)
+
+
+def test_sharing_a_device_makes_no_host_faster_and_all_of_them_slower():
+    hardware = load_hardware("h100-ndp512")
+    requests = ([0, 1], [2, 3], [4, 5])
+    lone = [sum(run.time.total_ps for run in run_steps(recorded_host(r))) for r in requests]
+    shared = [
+        sum(run.time.total_ps for run in runs)
+        for runs in together([recorded_host(r).whole() for r in requests], DeviceModel(hardware))
+    ]
+    assert all(s > alone for s, alone in zip(shared, lone, strict=True))
+
+
+def test_a_model_of_more_layers_takes_each_recorded_layer_as_often_as_it_must():
+    trace = Trace.load(DATA / "tiny-mixtral-trace")
+    longer, loss = with_layers(trace, LossTable.nominal(4, 8), 6)
+    assert longer.provenance.num_layers == 6
+    assert np.array_equal(longer.ids, trace.ids[:, [0, 0, 1, 2, 2, 3]])
+    assert loss.mse.shape == (6, 8, 4)
+    assert with_layers(trace, loss, 4)[0] is trace

@@ -1,0 +1,265 @@
+"""Costs and execution: sums against the device model itself, fast paths against obvious ones, limits and edges."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from paths import DATA
+
+from ndp_device.errors import ConfigError, TraceError
+from ndp_device.timing.model import DeviceModel
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.work import ExpertWork, Work, execute_bytes
+from ndp_device.widths import PLAN_BITS
+from vllm_ndp.lab.compare import popularity
+from vllm_ndp.lab.exact.recorded import RecordedRun
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import NOWHERE, copied_in_order, run_pairs, run_prompts, with_copies
+from vllm_ndp.lab.vectorised.outcome import Traffic, step_times, summarise
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.format import LiveSetup
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.traces.trace import Trace
+
+TRACE = Trace.load(DATA / "tiny-mixtral-trace")
+COSTS = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
+IDEAL = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
+
+
+def device_ps(costs: Costs, experts: list[tuple[int, int]], rows: int) -> float:
+    """The device model itself on one message of (bits, tokens) experts, mean over submit times."""
+    pairs = sum(tokens for _, tokens in experts)
+    bytes_in, bytes_out = execute_bytes(rows, pairs, costs.shape.hidden_size, costs.shape.dtype_bytes)
+    parts = tuple(ExpertWork(0, e, bits, tokens, costs.replica_bytes(bits)) for e, (bits, tokens) in enumerate(experts))
+    work = Work(
+        costs.shape.hidden_size, costs.shape.intermediate_size, costs.group_size, rows, bytes_in, bytes_out, parts
+    )
+    return float(np.mean([DeviceModel(costs.hardware).execute(work, 244_140 * i).total_ps for i in range(16)]))
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe"])
+@pytest.mark.parametrize("experts", [[(2, 1)], [(3, 1), (2, 1)], [(4, 3), (1, 1), (2, 6)], [(16, 1), (3, 2)]], ids=str)
+def test_the_sum_over_experts_is_the_device_model_within_two_percent(model, experts):
+    costs = Costs(load_hardware("h100-ndp512"), model_named(model))
+    rows = max(tokens for _, tokens in experts)
+    table = costs.device_experts_ps(8)
+    ours = costs.link_ps(rows, sum(t for _, t in experts)) + costs.device_fill_ps
+    ours += sum(table[bits, tokens] for bits, tokens in experts)
+    assert ours == pytest.approx(device_ps(costs, experts, rows), rel=0.02)
+
+
+def test_more_bits_and_more_tokens_never_cost_less():
+    table = COSTS.device_experts_ps(16)[[1, 2, 3, 4, 16], 1:]
+    assert (np.diff(table, axis=0) > 0).all()
+    assert (np.diff(table, axis=1) >= 0).all()
+
+
+def test_a_trace_of_another_routing_shape_is_refused_with_both_shapes():
+    with pytest.raises(ConfigError, match="64 experts top-8, the model 8 top-2"):
+        COSTS.require(64, 8)
+
+
+def grouped_by_hand(batches: Batches, widths: np.ndarray, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """One Python loop per pair: who shares an expert at a width shares its read."""
+    g, b, d, layers, k = batches.shape
+    device, gpu = costs.device_experts_ps(b), costs.gpu_experts_ps(b)
+    gpu_ps, dev_ps = np.zeros((2, g, d, layers))
+    for group in range(g):
+        for step in range(d):
+            for layer in range(layers):
+                counts: dict[tuple[int, int], int] = {}
+                rows, pairs = set(), 0
+                for request in np.flatnonzero(batches.valid[group, :, step]):
+                    for choice in range(k):
+                        width = int(widths[group, request, step, layer, choice])
+                        if width == NOWHERE:
+                            continue
+                        key = int(batches.ids[group, request, step, layer, choice]), width
+                        counts[key] = counts.get(key, 0) + 1
+                        if width:
+                            rows.add(int(request))
+                            pairs += 1
+                at = group, step, layer
+                gpu_ps[at] = sum(gpu[n] for (_, width), n in counts.items() if width == 0)
+                dev_ps[at] = sum(device[width, n] for (_, width), n in counts.items() if width)
+                if rows:
+                    dev_ps[at] += costs.link_ps(len(rows), pairs) + costs.device_fill_ps
+    return gpu_ps, dev_ps
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_vectorised_execution_is_a_loop_over_pairs(batch):
+    batches = Batches.of(TRACE.select(range(batch * 2)), batch)
+    batches = Batches(
+        batches.num_experts,
+        batches.ids[:, :, :7],
+        batches.weights[:, :, :7],
+        batches.valid[:, :, :7] & (np.random.default_rng(0).random((2, batch, 7)) < 0.8),
+        batches.prompts,
+        batches.decodes,
+        batches.requests,
+    )
+    widths = np.random.default_rng(1).choice([0, 1, 2, 4, NOWHERE], size=batches.ids.shape).astype(np.uint8)
+    split = run_pairs(batches, widths, COSTS)
+    gpu_ps, dev_ps = grouped_by_hand(batches, widths, COSTS)
+    assert np.allclose(split.gpu_ps, gpu_ps)
+    assert np.allclose(split.device_ps, dev_ps)
+    assert (split.moe_ps == np.maximum(split.gpu_ps, split.device_ps)).all()
+
+
+def test_all_hot_leaves_the_device_idle_and_all_cold_the_gpu():
+    batches = Batches.of(TRACE)
+    hot = run_pairs(batches, np.zeros(batches.ids.shape, np.uint8), IDEAL)
+    assert (hot.device_ps == 0).all()
+    assert hot.gpu_ps == pytest.approx(np.full(hot.gpu_ps.shape, 2 * IDEAL.gpu_experts_ps(1)[1]))
+    cold = run_pairs(batches, np.full(batches.ids.shape, 2, np.uint8), IDEAL)
+    assert (cold.gpu_ps == 0).all()
+
+
+def test_two_bits_on_an_ideal_device_take_their_bytes_over_the_bandwidth():
+    """352.3 MB at 2 of 16 bits and 0.25 bit of scales are 49.5 MB; at 512 GB/s 96.8 us an expert."""
+    table = IDEAL.device_experts_ps(1)
+    assert table[2, 1] == pytest.approx(352_321_536 * 2.25 / 16 / 512e9 * 1e12, rel=0.005)
+
+
+def test_a_resident_prompt_streams_nothing_and_a_cold_one_pays_for_each_touched_expert():
+    batches = Batches.of(TRACE.select([0]))
+    everything = np.ones((1, 4, 8), bool)
+    resident, cold = run_prompts(batches, everything, COSTS).ps, run_prompts(batches, ~everything, COSTS).ps
+    touched = int((batches.prompts[0][0].counts > 0).sum()) * COSTS.shape.num_layers / 4
+    stream = touched * COSTS.shape.expert_bytes / 25.6e9 * 1e12
+    assert cold[0, 0] - resident[0, 0] == pytest.approx(stream, rel=0.05)
+
+
+def copied_by_hand(compute: list[float], missing: list[bool], before: float, each: list[float]) -> float:
+    """One event after the other: copies what computes longest first, the GPU computes whatever has arrived."""
+    order = sorted((e for e, m in enumerate(missing) if m), key=lambda e: -compute[e])
+    link, now = before + COSTS.copy_opening_ps, sum(c for c, m in zip(compute, missing, strict=True) if not m)
+    for expert in order:
+        link += each[expert]
+        now = max(now, link) + compute[expert]
+    return now
+
+
+def test_every_fetch_is_paid_by_one_rule_which_a_loop_over_events_gives():
+    """One launch, copies in a row, compute beside them: at once for random experts, and where compute is the longer."""
+    rng = np.random.default_rng(3)
+    for scale in (0.05, 1.0, 30.0):
+        compute = rng.random((50, 5)) * scale * COSTS.copy_ps
+        missing = rng.random((50, 5)) < 0.5
+        before = rng.random(50) * COSTS.copy_ps
+        times = with_copies(compute, missing, COSTS, before_ps=before)
+        each = [COSTS.copy_ps] * 5
+        by_hand = [
+            copied_by_hand(c, m, b, each) for c, m, b in zip(compute.tolist(), missing.tolist(), before, strict=True)
+        ]
+        assert times == pytest.approx(np.array(by_hand))
+        falling = -np.sort(-np.where(missing, compute, 0.0), axis=1)
+        here = np.where(missing, 0.0, compute).sum(axis=1)[:, None]
+        all_copied = copied_in_order(falling, here, COSTS)[:, -1]
+        assert all_copied == pytest.approx(with_copies(compute, missing, COSTS))
+
+
+def test_copies_take_what_prompts_take_to_stream_the_same_bytes():
+    """Six microseconds of launch, half of one on the way, and three experts at 25.6 GB/s."""
+    missing = np.ones((1, 3), bool)
+    alone = with_copies(np.full((1, 3), 1.0), missing, COSTS)[0]
+    assert alone == pytest.approx(6_500_000 + 3 * 352_321_536 / 25.6e9 * 1e12 + 1.0)
+    assert alone == pytest.approx(COSTS.streamed_ps(3, 3), rel=1e-6)
+    low = with_copies(np.full((1, 3), 1.0), missing, COSTS, copy_ps=COSTS.copy_ps / 4)[0]
+    assert low == pytest.approx(6_500_000 + 0.75 * COSTS.copy_ps + 1.0)
+    begun = with_copies(np.full((1, 3), 1.0), missing, COSTS, before_ps=-COSTS.copy_ps)[0]
+    assert begun == pytest.approx(alone - COSTS.copy_ps)
+
+
+def test_the_first_token_comes_before_the_hot_set_moves_and_the_second_after_it_as_on_the_live_clock():
+    """One request on the exact engine: its first token to the picosecond, and the step after it within the 2 % of the
+    averaged device. Two hot experts per layer of the prompt's choice are not those that the slots hold at first."""
+    trace = TRACE.select([5])
+    costs = Costs(COSTS.hardware, dataclasses.replace(COSTS.shape, num_layers=4, decoder=COSTS.shape.decoder[:4]))
+    loss, policy = LossTable.nominal(4, 8), load_policy("prefill", PolicySettings())
+    options = ReplayOptions(policy, Budget(2, 2.0), loss, popularity(TRACE), migration="difference")
+    batches = Batches.of(trace)
+    outcome = SYSTEMS["context_aware"].replay(batches, costs, options)
+    setup = LiveSetup(
+        preset="h100-ndp512",
+        overrides={},
+        host_dims=costs.shape.recorded(),
+        hot_experts=2,
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
+        group_size=costs.group_size,
+        activation_bytes=2,
+    )
+    recorded = RecordedRun(trace, setup, PlannerRules(policy, Budget(2, 2.0), loss, keeps_streamed=False))
+    first, second = (recorded.run(int(step)) for step in recorded.steps[:2])
+    assert outcome.prefill_ps[0, 0] == first.time.end_ps
+    assert outcome.migration_ps[0] == second.time.start_ps - first.time.end_ps > 0
+    between = second.time.end_ps - first.time.end_ps
+    assert step_times(outcome, batches, costs)[0, 0] == pytest.approx(between, rel=0.02)
+    assert summarise(outcome, batches, costs).ttft_ms == first.time.end_ps / 1e9
+
+
+def test_energy_of_pairs_is_that_of_the_device_model_and_of_bytes_over_the_wire():
+    """All cold at 2 bits: what DeviceModel says of the same commands, but for rows reopened by refresh. All hot: HBM
+    reads at 3.97 pJ a bit and nothing else."""
+    batches = Batches.of(TRACE.select([0, 1]), 2).first_steps(3)
+    hot = run_pairs(batches, np.zeros(batches.ids.shape, np.uint8), COSTS).traffic
+    used = int((batches.loads.rows > 0).sum())
+    assert hot == Traffic(hbm_bytes=used * COSTS.shape.expert_bytes)
+    cold = run_pairs(batches, np.full(batches.ids.shape, 2, np.uint8), COSTS).traffic
+    shape, total = COSTS.shape, 0.0
+    for step in range(3):
+        for layer in range(4):
+            _, rows = np.unique(batches.ids[0, :, step, layer], return_counts=True)
+            sizes = execute_bytes(2, 4, shape.hidden_size, shape.dtype_bytes)
+            experts = tuple(ExpertWork(0, e, 2, int(n), COSTS.replica_bytes(2)) for e, n in enumerate(rows))
+            work = Work(shape.hidden_size, shape.intermediate_size, COSTS.group_size, 2, *sizes, experts)
+            total += DeviceModel(COSTS.hardware).execute(work, 0).energy_pj
+    link_pj = cold.link_bytes * 8 * COSTS.hardware.energy.link_bit_fj / 1e3
+    assert cold.device_dram_pj + cold.device_arrays_pj + link_pj == pytest.approx(total, rel=0.005)
+    assert cold.hbm_bytes == 0
+
+
+def test_a_token_of_a_model_that_is_all_hot_costs_the_bits_it_reads():
+    """Batch 1: 64 experts of 352 MB, attention and its cache, the head; one expert read costs 3.97 pJ for each bit."""
+    batches = Batches.of(TRACE.select([0]))
+    options = ReplayOptions(
+        load_policy("prefill", PolicySettings()), Budget(8, 2.0), LossTable.nominal(4, 8), popularity(TRACE)
+    )
+    row = summarise(SYSTEMS["context_aware"].replay(batches, COSTS, options), batches, COSTS)
+    shape = COSTS.shape
+    weights = 64 * shape.weights_per_expert + shape.beside_weights + shape.head_weights
+    cached = 131_072 * batches.kv_tokens.mean()
+    assert (row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj) == (0, 0, 0)
+    assert row.energy_gpu_mj == row.energy_mj == pytest.approx((2 * weights + cached) * 8 * 3.97e-9)
+
+
+def test_requests_of_different_lengths_decode_until_the_longest_is_done():
+    settings = SyntheticSettings(num_layers=2, num_experts=8, top_k=2, num_requests=2, prompt_len=3, decode_len=5)
+    trace = synthetic_trace(settings)
+    keep = ~((trace.request == 1) & (trace.position >= 6))
+    trace = Trace(  # type: ignore[call-arg]  # of arrays by name
+        trace.provenance,
+        *(getattr(trace, n)[keep] for n in ("step", "request", "position", "phase", "ids", "weights")),
+        trace.prompt_len,
+        trace.arrival_s,
+        trace.request_ids,
+        trace.labels,
+    )
+    batches = Batches.of(trace, 2)
+    assert batches.rows.tolist() == [[2, 2, 2, 1, 1]]
+    assert batches.kv_tokens.tolist() == [[8, 10, 12, 7, 8]]
+    assert batches.num_decisions == 8 * 2
+    assert batches.loads.rows.sum() == 8 * 2 * 2
+
+
+def test_a_batch_larger_than_the_trace_is_refused():
+    with pytest.raises(TraceError, match="needs as many requests, the trace has 16"):
+        Batches.of(TRACE, 17)

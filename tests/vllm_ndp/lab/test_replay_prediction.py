@@ -1,0 +1,141 @@
+"""The predictor by pencil, its accuracy, and what wrong guesses cost the system that prefetches by them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from by_hand import C, F, chosen, machine, trace
+from paths import DATA
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.lab.compare import CompareSettings, Workload, compare
+from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions
+from vllm_ndp.lab.systems.hobbit import _pays
+from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.lab.vectorised.prediction import NextLayer
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+
+TRACE = Trace.load(DATA / "tiny-mixtral-trace")
+
+
+def learned(tokens: np.ndarray, num_experts: int = 4) -> NextLayer:
+    """From tokens [T, L, k]."""
+    weights = np.full(tokens.shape, 1 / tokens.shape[2], np.float32)
+    _, layers, top_k = tokens.shape
+    sequence = Sequence(0, "", 0.0, tokens, weights, tokens[:0], weights[:0])
+    provenance = Provenance(model="by hand", num_layers=layers, num_experts=num_experts, top_k=top_k)
+    return NextLayer.learned(from_sequences(provenance, [sequence]))
+
+
+def test_chances_are_counts_of_what_followed_and_one_token_of_popularity():
+    """Three tokens: 0 then 1, 0 then 1, 0 then 2. Layer 1: popularity 2/3 and 1/3, so after 0 the chances are
+    (2 + 2/3) / 4 and (1 + 1/3) / 4; after 3, which nobody chose, they are the popularity."""
+    tokens = np.array([[[0], [1]], [[0], [1]], [[0], [2]]])
+    chances = learned(tokens).chances
+    assert chances[1, 0] == pytest.approx([0, 2 / 3, 1 / 3, 0])
+    assert chances[1, 3] == pytest.approx([0, 2 / 3, 1 / 3, 0])
+    assert chances[0] == pytest.approx(np.tile([1, 0, 0, 0], (4, 1)))
+    mixed = learned(np.array([[[0], [1]], [[3], [2]]])).chances
+    assert mixed[1, 0] == pytest.approx([0, (1 + 0.5) / 2, 0.5 / 2, 0])
+
+
+def test_a_guess_follows_the_choices_of_the_layer_before_and_the_first_layer_popularity():
+    """0 is always followed by 1, 3 by 2; 0 is the more popular. Decode: 0 then 1 (both guessed), 3 then 2 (the second
+    guessed, the first not), 0 then 2 (the first guessed): 4 of 6."""
+    predictor = learned(np.array([[[0], [1]]] * 3 + [[[3], [2]]] * 2))
+    batches = trace(chosen([[0], [1]]), chosen([[0], [1]], [[3], [2]], [[0], [2]]), num_experts=4)
+    guess = predictor.guess(batches)
+    assert guess.ids[0, 0, :, :, 0].tolist() == [[0, 1], [0, 2], [0, 1]]
+    assert guess.accuracy == guess.top1_accuracy == pytest.approx(4 / 6)
+
+
+def test_the_predictor_of_a_comparison_knows_no_request_that_is_replayed_and_beats_popularity():
+    workload = Workload(TRACE)
+    assert workload._known is not None
+    assert not set(workload._known.request_ids) & set(workload.trace.request_ids)
+    batches, chances = workload.batches(1), workload.predictor.chances
+    popular = NextLayer(np.broadcast_to(chances.mean(axis=1, keepdims=True), chances.shape))
+    accuracy = workload.predictor.guess(batches).accuracy
+    assert 0.25 < popular.guess(batches).accuracy < accuracy < 1  # 2 of 8 by chance
+    given = Workload(TRACE, prior=ImportanceScore.from_weights(np.ones((4, 8))))
+    assert 0.25 < given.predictor.guess(given.batches(1)).accuracy < 1
+
+
+def hobbit(decode: np.ndarray, predictor: NextLayer | None, places: int) -> Outcome:
+    """All choices in high precision: one expert a layer."""
+    batches = trace(chosen([[0], [0]]), decode, num_experts=4)
+    prior = ImportanceScore.from_weights(np.array([[1.0, 0, 0, 0]] * 2))
+    options = ReplayOptions(
+        load_policy("prefill", PolicySettings(prior=prior)),
+        Budget(places, 2.0),
+        LossTable.nominal(2, 4),
+        prior,
+        predictor=predictor,
+        own={"low_slots": 0, "ahead": "on"},
+    )
+    return SYSTEMS["hobbit"].replay(batches, machine(2, top_k=1), options)
+
+
+def test_a_wrong_guess_costs_link_time_and_a_place_that_the_next_step_misses():
+    """One place per layer, holding 0. Layer 1 always uses 0. Who guesses that fetches nothing; who guesses 3 has it
+    ordered in every step, which throws 0 out: a wrong copy in each, as far as it crosses, and a late one for 0."""
+    decode = chosen(*[[[0], [0]]] * 4)
+    right = hobbit(decode, learned(np.array([[[0], [0]]] * 4)), places=1)
+    wrong = hobbit(decode, learned(np.array([[[0], [3]]] * 4)), places=1)
+    assert right.migrated_bytes == 0
+    assert (right.notes["prefetch_accuracy"], right.notes["wrong_copies"]) == (1.0, 0)
+    assert (wrong.notes["prefetch_accuracy"], wrong.notes["wrong_copies"]) == (0.5, 4)
+    assert wrong.migrated_bytes > 4 * 6e6  # four late copies of layer 1, and what crossed of the wrong ones
+    assert (wrong.moe_ps[0, :, 1] >= F).all()
+    assert wrong.moe_ps.sum() > right.moe_ps.sum() + 4 * F * 0.99
+
+
+def test_a_right_guess_hides_what_fits_beside_the_layer_before():
+    """Two places. Layer 1 uses 1, 2, 1, 3 in turn, told by layer 0; what it misses has been on its way since layer 0's
+    gate. Nothing is wrong, and no layer waits longer than under the published accuracy of 96 %."""
+    decode = chosen([[0], [1]], [[2], [2]], [[0], [1]], [[3], [3]])
+    tokens = np.array([[[0], [1]], [[2], [2]], [[3], [3]]] * 5)
+    measured, published = hobbit(decode, learned(tokens), 2), hobbit(decode, None, 2)
+    assert "measured" in measured.policy
+    assert "published" in published.policy
+    assert measured.moe_ps[0, :, 1].sum() <= published.moe_ps[0, :, 1].sum()
+
+
+def test_a_copy_that_has_begun_ends_also_a_wrong_one():
+    """No places at all. 0 is always followed by 2. Layer 0: its copy begins with attention, F + C. Layer 1: 2 is
+    ordered at layer 0's gate and has crossed for C when its own is known: F - C are left, then C. If layer 1 uses 1
+    instead, 2 goes on for F - C all the same, then F for 1, then C."""
+    told = learned(np.array([[[0], [2]]] * 4))
+    outcome = hobbit(chosen([[0], [2]], [[0], [1]]), told, places=0)
+    assert outcome.moe_ps[0] == pytest.approx(np.array([[F + C, F], [F + C, 2 * F]]), abs=2e4)
+    assert outcome.notes["wrong_copies"] == 1
+    assert outcome.migrated_bytes == 5 * 6e6
+
+
+def test_hobbit_orders_ahead_only_where_a_right_guess_gains_more_than_a_wrong_one_costs():
+    """A layer takes C, a copy F: a right guess gains C, a wrong one costs F - C. Nine of ten right would be even."""
+    batches = trace(chosen([[0], [0]]), chosen([[0], [2]]))
+    for accuracy, pays in ((0.89, False), (0.91, True), (1.0, True), (0.0, False)):
+        assert _pays(accuracy, batches, machine(2, top_k=1)) == pays
+
+
+def test_the_published_constants_stay_available():
+    def rows(prefetch: str) -> dict[str, float]:
+        settings = CompareSettings(systems=("hobbit", "moepic"), prefetch=prefetch, overrides={"dram.kind": "ideal"})
+        return {row.system: row.decode_tokens_per_s for row in compare(TRACE, settings).rows}
+
+    measured, published = rows("measured"), rows("published")
+    assert measured["hobbit"] < published["hobbit"]
+    assert measured["moepic"] <= published["moepic"]  # no worse a guess fetches less that is wrong
+    with pytest.raises(ConfigError, match="prefetch must be one of measured, published, got 'guessed'"):
+        CompareSettings(prefetch="guessed")
+
+
+def test_nothing_can_be_learned_from_no_token():
+    with pytest.raises(ConfigError, match="needs tokens to learn from"):
+        NextLayer.learned(TRACE, np.zeros(len(TRACE.request), bool))

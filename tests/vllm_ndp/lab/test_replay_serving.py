@@ -1,0 +1,329 @@
+"""Requests that arrive, wait and join: arrivals by seed, steps as vLLM makes them, and a cause for every picosecond."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from paths import DATA, ROOT
+
+from ndp_device.errors import ConfigError, NdpError, TraceError
+from vllm_ndp.lab.exact.engine import StepRun
+from vllm_ndp.lab.serving.arrivals import drawn, of_steps, recorded
+from vllm_ndp.lab.serving.host import Served, ServedStep
+from vllm_ndp.lab.serving.latency import CAUSES, Tokens, percentiles, tokens_of
+from vllm_ndp.lab.serving.run import ServingSettings, repeated, serve
+from vllm_ndp.lab.serving.scheduler import Request, Scheduler, SchedulerRules, Span
+from vllm_ndp.simulation.gpu_timing import LayerTime, StepTime
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+
+BUNDLED = Trace.load(DATA / "tiny-mixtral-trace")
+TINY = str(ROOT / "models" / "tiny-mixtral")
+SLOW = {"gpu.hbm_bytes_per_s": 10**9, "link.bulk_bytes_per_s": 10**9}
+"""A GPU and link so slow that the test model's steps take long beside a launch."""
+
+
+def short(requests: int, prompt: int, decode: int) -> Trace:
+    """The bundled trace with short prompts and answers."""
+    sequences = [
+        dataclasses.replace(
+            s,
+            prompt_ids=s.prompt_ids[:prompt],
+            prompt_weights=s.prompt_weights[:prompt],
+            decode_ids=s.decode_ids[:decode],
+            decode_weights=s.decode_weights[:decode],
+        )
+        for s in BUNDLED.sequences[:requests]
+    ]
+    return from_sequences(BUNDLED.provenance, sequences)
+
+
+def settings(**changes) -> ServingSettings:
+    return ServingSettings(**{"model": TINY, "overrides": dict(SLOW), "process": "together", "num_hot": 4} | changes)
+
+
+# -- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+def test_arrivals_repeat_with_their_seed_and_keep_their_rate():
+    at = drawn(4000, 50.0, seed=3)
+    assert np.array_equal(at, drawn(4000, 50.0, seed=3))
+    assert not np.array_equal(at, drawn(4000, 50.0, seed=4))
+    assert (np.diff(at) >= 0).all()
+    assert at[-1] / 1e12 == pytest.approx(4000 / 50, rel=0.05)
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 2.0), (4.0, 0.5)])
+def test_burstiness_is_the_gamma_shape_so_gaps_vary_by_one_over_its_root(burstiness, variation):
+    gaps = np.diff(drawn(20_000, 10.0, seed=0, burstiness=burstiness)) / 1e12
+    assert gaps.mean() == pytest.approx(0.1, rel=0.06)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.06)
+
+
+def test_recorded_arrivals_are_taken_as_they_are_or_faster():
+    trace = dataclasses.replace(short(3, 4, 2), arrival_s=np.array([0.0, 0.5, 2.0]))
+    assert recorded(trace).tolist() == [0, 5 * 10**11, 2 * 10**12]
+    assert recorded(trace, speed=10).tolist() == [0, 5 * 10**10, 2 * 10**11]
+
+
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [
+        ([0.0, 2.0, 1.0], "out of order: request 2 comes at 1 s, after request 1 at 2 s"),
+        ([0.0, -1.0, 2.0], "at least 0"),
+    ],
+)
+def test_arrivals_that_no_clock_could_give_are_refused(at, says):
+    with pytest.raises(TraceError, match=says):
+        recorded(dataclasses.replace(short(3, 4, 2), arrival_s=np.array(at)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"process": "poison"}, "process must be one of"),
+        ({"process": "poisson", "rate_per_s": 0.0}, "--rate must be greater than 0"),
+        ({"process": "bursty", "burstiness": -1.0}, "--burstiness must be greater than 0"),
+        ({"process": "recorded", "speed": float("nan")}, "--speed must be greater than 0"),
+        ({"process": "recorded", "num_requests": 9}, "leave --requests out"),
+        ({"num_requests": 0}, "at least 1 request"),
+        ({"execution": "fast"}, "execution must be one of"),
+        ({"migration": "free"}, "migration must be one of"),
+        ({"num_hot": 9}, "0..8"),
+        ({"model": "olmoe"}, "64 top-8"),
+        ({"policy": "prefil"}, "did you mean 'prefill'"),
+        ({"overrides": {"gpu.hbm_capacity_bytes": 10**6}}, "gpu memory lacks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_sentence(change, says):
+    with pytest.raises(NdpError, match=says):
+        serve([short(2, 4, 2)], settings(**change))
+
+
+def test_a_trace_without_live_steps_has_no_arrivals_by_step():
+    with pytest.raises(TraceError, match="no steps of a live run"):
+        of_steps(BUNDLED)
+
+
+# -- the scheduler ----------------------------------------------------------------------------------------------------
+
+
+def steps_of(requests: list[tuple[int, int, int]], limit: int = 30, **rules) -> list[list[tuple[int, int, int]]]:
+    """requests: (before which step, prompt, rows in all). Each step as (request, start, rows)."""
+    scheduler = Scheduler(SchedulerRules(**rules))
+    left = [(when, Request(number, prompt, rows)) for number, (when, prompt, rows) in enumerate(requests)]
+    steps = []
+    while (left or scheduler.busy) and len(steps) < limit:
+        while left and left[0][0] <= len(steps):
+            scheduler.add(left.pop(0)[1])
+        steps.append([(span.request, span.start, span.num_tokens) for span in scheduler.schedule()])
+        scheduler.end_step()
+    assert len(steps) < limit
+    return steps
+
+
+def test_running_requests_decode_beside_the_chunks_of_a_long_prompt():
+    """4 tokens a step. 0 decodes with one of them, so 1's prompt of 7 comes in chunks of 3, 3 and 1."""
+    assert steps_of([(0, 2, 6), (1, 7, 8)], max_num_batched_tokens=4) == [
+        [(0, 0, 2)],
+        [(0, 2, 1), (1, 0, 3)],
+        [(0, 3, 1), (1, 3, 3)],
+        [(0, 4, 1), (1, 6, 1)],
+        [(0, 5, 1), (1, 7, 1)],
+    ]
+
+
+def test_who_finds_no_place_waits_for_one():
+    steps = steps_of([(0, 2, 4), (0, 2, 3), (0, 2, 2)], max_num_seqs=2)
+    assert [[request for request, _, _ in step] for step in steps] == [[0, 1], [0, 1], [0, 2]]
+
+
+def test_newcomers_take_the_places_of_those_that_left_and_then_the_last_moves_down():
+    """0, 1, 2 run; 0 and 1 leave together. 3 takes the first place; the second is filled with 2 from the end."""
+    steps = steps_of([(0, 1, 1), (0, 1, 1), (0, 1, 4), (1, 1, 3)])
+    assert [[request for request, _, _ in step] for step in steps] == [[0, 1, 2], [3, 2], [3, 2], [3, 2]]
+
+
+def test_a_full_kv_cache_sends_back_the_one_admitted_last_which_then_computes_all_it_had_again():
+    """Blocks of 2, three of them. Both prompts of 2 take one. In step 1 both want a second: 0 gets the last free one,
+    1 has none to get but its own, and goes. When 0 has ended it comes back, with prompt and first output at once."""
+    assert steps_of([(0, 2, 4), (0, 2, 4)], block_size=2, kv_blocks=3) == [
+        [(0, 0, 2), (1, 0, 2)],
+        [(0, 2, 1)],
+        [(0, 3, 1)],
+        [(1, 0, 3)],
+        [(1, 3, 1)],
+    ]
+
+
+def test_a_request_that_the_kv_cache_could_never_hold_is_refused():
+    with pytest.raises(ConfigError, match="needs 3 blocks of KV cache for 5 tokens, there are 2"):
+        steps_of([(0, 3, 5)], block_size=2, kv_blocks=2)
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 1"):
+        SchedulerRules(max_num_seqs=0)
+
+
+# -- latencies --------------------------------------------------------------------------------------------------------
+
+
+def step(
+    decided: int, start: int, spans: list[Span], layers: list[tuple[int, int]], yielded: tuple[int, ...], alone=None
+):
+    """layers: (hot, device) of each; attention 10, overhead 0, head 0. alone: the layers without prefill rows."""
+
+    def time(of: list[tuple[int, int]]) -> StepTime:
+        made = tuple(LayerTime(0, 10, 0, hot, 0, device, 0) for hot, device in of)
+        return StepTime(start, start + sum(layer.total_ps for layer in made), 0, made)
+
+    decode_only = None if alone is None else time(alone)
+    run = StepRun(0, time(layers), (None,) * len(layers), 0, start - decided, decode_only, False)
+    return ServedStep(decided, tuple(spans), run, yielded)
+
+
+def test_each_picosecond_between_two_tokens_has_the_cause_that_a_pencil_gives():
+    """Request 0 (prompt 2) arrives at 0, request 1 (prompt 3) at 5; one layer; attention 10.
+
+    step A, 0 to 30     0's prompt alone: 20 of experts.                            0: prefill 30
+    step B, 36 to 86    after 6 of migration. 0 decodes, 1 has 2 of its 3 rows.
+                        Alone the decode would be 10 + max(5, 15) = 25, of which the device 10.
+                        0: migration 6, gpu 15, device 10, prefill of others 25
+                        1: queue 25 (5 to 30), migration 6, gpu 15, device 10, prefill 25
+    step C, 86 to 116   1's last prompt row alone; 0 is left out of it.             1: prefill 30
+    step D, 116 to 146  0 decodes again: 10 + 20 of experts.                        0: queue 30, gpu 30
+    """
+    steps = [
+        step(0, 0, [Span(0, 0, 2)], [(20, 0)], (0,)),
+        step(30, 36, [Span(0, 2, 1), Span(1, 0, 2)], [(40, 15)], (0,), alone=[(5, 15)]),
+        step(86, 86, [Span(1, 2, 1)], [(20, 0)], (1,)),
+        step(116, 116, [Span(0, 3, 1)], [(20, 0)], (0,)),
+    ]
+    tokens = tokens_of(Served(np.array([0, 5]), np.array([2, 3]), steps, 0))
+    found = [
+        (int(r), int(n), {c: int(v) for c, v in zip(CAUSES, row, strict=True) if v})
+        for r, n, row in zip(tokens.request, tokens.index, tokens.causes_ps, strict=True)
+    ]
+    assert found == [
+        (0, 0, {"prefill": 30}),
+        (0, 1, {"migration": 6, "gpu": 15, "device": 10, "prefill of others": 25}),
+        (1, 0, {"queue": 25, "migration": 6, "gpu": 15, "device": 10, "prefill": 55}),
+        (0, 2, {"queue": 30, "gpu": 30}),
+    ]
+    assert tokens.latency_ps.tolist() == [30, 86 - 30, 116 - 5, 146 - 86]
+
+
+def test_percentiles_are_tokens_by_nearest_rank():
+    causes = np.zeros((1000, len(CAUSES)), np.int64)
+    causes[:, -1] = np.arange(1000, 0, -1)
+    tokens = Tokens(np.zeros(1000, int), np.ones(1000, int), np.arange(1000), causes)
+    assert [(p.percent, p.latency_ps) for p in percentiles(tokens)] == [(50, 500), (90, 900), (99, 990), (99.9, 999)]
+    assert list(percentiles(tokens.first())) == []
+
+
+def check_causes(served: Served) -> Tokens:
+    """Tokens whose causes add up to the time between them, in every request."""
+    tokens = tokens_of(served)
+    for request, arrival in enumerate(served.arrivals_ps.tolist()):
+        own = tokens.request == request
+        gaps = np.diff(np.concatenate([[arrival], tokens.at_ps[own]]))
+        assert tokens.index[own].tolist() == list(range(own.sum()))
+        assert tokens.latency_ps[own].tolist() == gaps.tolist()
+    assert (tokens.causes_ps >= 0).all()
+    return tokens
+
+
+@pytest.mark.parametrize("process", ["together", "poisson", "bursty"])
+@pytest.mark.parametrize("execution", ["balanced", "paper"])
+def test_causes_add_up_to_the_latency_of_every_token(process, execution):
+    (served,) = serve(
+        [short(6, 24, 10)],
+        settings(
+            process=process,
+            execution=execution,
+            rate_per_s=40.0,
+            migration="difference",
+            scheduling=SchedulerRules(max_num_batched_tokens=16, max_num_seqs=3, kv_blocks=7),
+        ),
+    )
+    tokens = check_causes(served)
+    assert len(tokens.at_ps) == 6 * 11
+    by_cause = dict(zip(CAUSES, tokens.causes_ps.sum(axis=0).tolist(), strict=True))
+    assert {cause for cause, spent in by_cause.items() if not spent} <= {"other hosts", "device"}
+    mixed = [step.run for step in served.steps if step.run.decode_only is not None]
+    assert mixed
+    assert all(run.decode_only.total_ps <= run.time.total_ps for run in mixed)
+
+
+def test_a_request_that_meets_no_other_takes_what_it_takes_alone():
+    """Refresh counts absolute time, so the DRAM is ideal here; one request, since the hot set outlives it."""
+    trace = short(1, 16, 6)
+    overrides = SLOW | {"dram.kind": "ideal"}
+    early, late = (
+        serve([trace], settings(process=process, rate_per_s=1e-3, overrides=overrides))[0]
+        for process in ("together", "poisson")
+    )
+    assert late.arrivals_ps[0] > 0
+    first, second = tokens_of(early), tokens_of(late)
+    assert np.array_equal(first.causes_ps, second.causes_ps)
+    assert np.array_equal(second.at_ps - late.arrivals_ps[0], first.at_ps)
+
+
+def test_hosts_that_share_a_device_wait_for_each_other_and_say_so():
+    trace = short(2, 8, 12)
+    (alone,) = serve([trace], settings(execution="paper"))
+    both = serve([trace, trace], settings(execution="paper"))
+    hosts = CAUSES.index("other hosts")
+    assert tokens_of(alone).causes_ps[:, hosts].sum() == 0
+    assert sum(int(tokens_of(served).causes_ps[:, hosts].sum()) for served in both) > 0
+    for served in both:
+        assert check_causes(served).at_ps.max() >= tokens_of(alone).at_ps.max()
+
+
+def test_hosts_that_know_of_each_other_are_no_slower_balanced_than_by_the_papers_rule():
+    """Before, each offloaded as if the device were idle: at 8x7B's sizes 2 hosts took 303 us a layer instead of 240."""
+    traces = [short(1, 8, 12) for _ in range(2)]
+
+    def last_ps(execution: str) -> int:
+        big = settings(execution=execution, model="mixtral-8x7b", overrides={"dram.kind": "ideal"})
+        return max(int(tokens_of(served).at_ps.max()) for served in serve(traces, big))
+
+    assert last_ps("balanced") <= last_ps("paper")
+
+
+def test_the_same_settings_serve_the_same_to_the_picosecond():
+    runs = [serve([short(4, 12, 6)], settings(process="bursty", rate_per_s=100.0, seed=5))[0] for _ in range(2)]
+    assert tokens_of(runs[0]).causes_ps.tolist() == tokens_of(runs[1]).causes_ps.tolist()
+
+
+def test_a_trace_is_taken_round_and_round_for_more_requests():
+    trace = short(3, 4, 2)
+    longer = repeated(trace, 7)
+    assert len(longer.prompt_len) == 7
+    assert np.array_equal(longer.sequences[5].decode_ids, trace.sequences[2].decode_ids)
+    assert len(repeated(trace, 2).prompt_len) == 2
+    assert repeated(trace, None) is trace
+
+
+def test_a_recording_with_holes_is_refused():
+    trace = short(2, 6, 3)
+    hole = dataclasses.replace(
+        trace,
+        **{
+            name: np.delete(getattr(trace, name), 12, axis=0)
+            for name in ("step", "request", "position", "phase", "ids", "weights")
+        },
+    )
+    with pytest.raises(TraceError, match=r"request 1 has rows for 8 of its positions 0\.\.8"):
+        serve([hole], settings())
+    with pytest.raises(TraceError, match="the recording is incomplete"):
+        serve([dataclasses.replace(trace, prompt_len=trace.prompt_len + 9)], settings())
+
+
+def test_a_request_of_its_prompt_alone_gives_one_token():
+    one = BUNDLED.sequences[0]
+    nothing = Sequence(
+        0, "", 0.0, one.prompt_ids[:5], one.prompt_weights[:5], one.decode_ids[:0], one.decode_weights[:0]
+    )
+    (served,) = serve([from_sequences(BUNDLED.provenance, [nothing])], settings())
+    assert [len(step.spans) for step in served.steps] == [1]
+    assert tokens_of(served).index.tolist() == [0]

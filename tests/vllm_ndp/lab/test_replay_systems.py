@@ -1,0 +1,335 @@
+"""Systems: golden results on the checked-in trace, bounds that hold for all, and each one's own edge."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from paths import DATA
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.lab.compare import CompareSettings, compare, popularity, split_requests
+from vllm_ndp.lab.systems import OPTIONS, SYSTEMS, ReplayOptions, TooFewPlaces
+from vllm_ndp.lab.systems.context_aware import few_moves, gate_loss, plan_groups
+from vllm_ndp.lab.systems.monde import num_moved
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import SKIPPED
+from vllm_ndp.lab.vectorised.hobbit_caches import HIGH, LOW, SKIP, precision_classes
+from vllm_ndp.lab.vectorised.outcome import Outcome, ratio_se, summarise
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.placement import BATCH_RULES
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.traces.format import Provenance
+from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+
+KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
+PRIOR = popularity(KNOWN)
+COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
+GOLDEN = DATA / "golden-replay.json"
+GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
+
+
+def options_of(policy: str = "prefill", **changes) -> ReplayOptions:
+    fields = {"budget": Budget(4, 2.0), **changes}
+    return ReplayOptions(
+        policy=load_policy(policy, PolicySettings(prior=PRIOR)), loss=LossTable.nominal(4, 8), prior=PRIOR, **fields
+    )
+
+
+def run(system: str = "context_aware", batch: int = 1, policy: str = "prefill", **changes) -> Outcome:
+    return SYSTEMS[system].replay(Batches.of(TRACE, batch), COSTS, options_of(policy, **changes))
+
+
+def golden_rows() -> list[dict]:
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), GOLDEN_SETTINGS).rows
+    return [
+        {name: float(f"{value:.10g}") if isinstance(value, float) else value for name, value in row.as_dict().items()}
+        for row in rows
+    ]
+
+
+def test_every_system_gives_its_golden_result_on_the_checked_in_trace():
+    """After a change that is meant to move them: PYTHONPATH=tests python FILE, with this file, writes them anew."""
+    golden = json.loads(GOLDEN.read_text())
+    assert {row["system"] for row in golden} == set(SYSTEMS)
+    assert golden_rows() == golden
+
+
+@pytest.mark.parametrize("hot", [0, 1, 2, 4, 7, 8])
+@pytest.mark.parametrize("rule", BATCH_RULES)
+def test_no_policy_covers_more_than_the_oracle(hot, rule):
+    room = {"gpu.hbm_capacity_bytes": 10**12}
+    settings = CompareSettings(systems=("context_aware",), num_hot=hot, batches=(1, 4), batch_rule=rule, overrides=room)
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
+    oracle = {row.batch: row.hit_mass for row in rows if row.policy == "oracle"}
+    assert all(row.hit_mass <= oracle[row.batch] for row in rows)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_replaying_twice_gives_the_same_to_the_bit_and_nothing_negative(system):
+    first, second = run(system, batch=2), run(system, batch=2)
+    assert first.moe_ps.tobytes() == second.moe_ps.tobytes()
+    assert first.prefill_ps.tobytes() == second.prefill_ps.tobytes()
+    assert (first.moe_ps >= 0).all()
+    assert np.isfinite(first.moe_ps).all()
+    assert 0 <= first.hot_pairs <= first.total_pairs
+    assert first.migrated_bytes >= 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("hot", [0, 8])
+def test_every_system_survives_no_gpu_memory_and_enough_for_all(system, hot):
+    if system in ("quantized", "dynaexq") and not hot:
+        says = "take 0.396 GB, 0 hot ones leave room for 0.000 GB" if system == "quantized" else "bytes are missing"
+        with pytest.raises(TooFewPlaces, match=rf"at 2 bits .*{says}"):
+            run(system, budget=Budget(hot, 2.0))
+        return
+    outcome = run(system, budget=Budget(hot, 2.0))
+    assert outcome.total_pairs == 2 * 4 * int(Batches.of(TRACE).valid.sum())
+    if system in ("context_aware", "adaptive"):
+        assert outcome.hit_mass == hot / 8
+    if system in ("context_aware", "fiddler", "cxl_expert", "moe_infinity") and hot == 8:
+        assert outcome.moe_ps == pytest.approx(np.full(outcome.moe_ps.shape, 2 * COSTS.gpu_experts_ps(1)[1]))
+
+
+def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused():
+    settings = CompareSettings(systems=("quantized", "fiddler"), num_hot=2)
+    result = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings)
+    assert [row.policy for row in result.rows] == ["3 bits", "2 bits", "static"]
+    assert [note.partition(" take")[0].rpartition("at ")[2] for note in result.skipped] == [
+        "16 bits",
+        "8 bits",
+        "4 bits",
+    ]
+    with pytest.raises(TooFewPlaces, match="16 bits take"):
+        compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("quantized",), num_hot=1))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_has_a_loss_and_an_energy_of_every_part(system):
+    row = summarise(run(system, batch=2), Batches.of(TRACE, 2), COSTS)
+    assert 0 <= row.loss < 1
+    parts = row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj, row.energy_gpu_mj
+    assert min(parts) >= 0
+    assert sum(parts) == row.energy_mj > 0
+
+
+def test_skipping_an_expert_loses_all_of_it_and_no_width_loses_more():
+    everything, nothing = (
+        gate_loss(Batches.of(TRACE), np.full(Batches.of(TRACE).ids.shape, width), options_of())
+        for width in (SKIPPED, 1)
+    )
+    assert everything == pytest.approx(nothing / (1 - 2 / np.pi))
+    assert nothing == pytest.approx(1.0, rel=1e-3)  # in units of the loss at 1 bit; gates of a row sum to 1
+
+
+def test_pairs_and_bits_are_conserved_by_a_static_plan():
+    outcome = run()
+    assert outcome.hot_pairs + outcome.cold_pairs == outcome.total_pairs
+    assert 1 <= outcome.cold_bits / outcome.cold_pairs <= 4
+
+
+def test_fewer_bits_are_faster_and_lose_more():
+    two, three = run(budget=Budget(0, 2.0)), run(budget=Budget(0, 3.0))
+    assert two.moe_ps.sum() < three.moe_ps.sum()
+    assert two.loss > three.loss > 0
+
+
+def test_each_way_to_migrate_moves_no_more_than_the_one_before():
+    moved = {kind: run(migration=kind).migrated_bytes for kind in ("once", "difference", "kept", "free")}
+    assert moved["once"] == 12 * 4 * 4 * 8 * COSTS.shape.expert_bytes  # requests x hot x layers x layers stood for
+    assert moved["once"] > moved["difference"] > moved["kept"] >= moved["free"] == 0
+
+
+def test_prompts_on_both_sides_begin_to_answer_sooner_and_end_no_later_than_one_copy_a_layer():
+    """What the device computed and will be hot has to move afterwards: at most one copy more than streaming it all."""
+    streamed, split = (run("balanced", migration="kept", own={"prefill": kind}) for kind in ("streamed", "split"))
+    assert run("balanced", migration="kept").prefill_ps.tobytes() == streamed.prefill_ps.tobytes()
+    assert (split.prefill_ps < streamed.prefill_ps).all()
+    assert split.prefill_ps.sum() < 0.6 * streamed.prefill_ps.sum()
+    assert split.moe_ps.tobytes() == streamed.moe_ps.tobytes()
+    both = [outcome.prefill_ps.sum(axis=1) + outcome.migration_ps for outcome in (streamed, split)]
+    assert (both[1] <= both[0] + COSTS.shape.num_layers * COSTS.copy_ps).all()
+    with pytest.raises(ConfigError, match="prefill must be one of streamed, split"):
+        run("balanced", own={"prefill": "both"})
+
+
+def test_a_batch_that_shares_its_widths_reads_each_expert_once_and_is_alone_what_it_was():
+    alone, shared = run(), run(bits_for="batch")
+    assert alone.moe_ps.tobytes() == shared.moe_ps.tobytes()
+    _, _, bits = plan_groups(Batches.of(TRACE, 4), options_of(bits_for="batch"))
+    assert (bits == bits[:, :1]).all()
+    budget = Budget(2, 2.0)
+    own, shared = (run(batch=12, budget=budget, bits_for=bits_for) for bits_for in ("request", "batch"))
+    assert shared.moe_ps.sum() < 0.7 * own.moe_ps.sum()
+    assert shared.hot_pairs == own.hot_pairs
+    with pytest.raises(ConfigError, match="bits_for must be one of request, batch"):
+        run(bits_for="expert")
+
+
+def test_a_budgeted_migration_exchanges_the_best_pairs_while_they_are_worth_it():
+    """Hot 0 (.1) and 1 (.3); outside .4 and .2: .4 replaces .1, .2 would have to beat .3."""
+    hot = np.array([[True, True, False, False]])
+    ranking = np.array([[0.1, 0.3, 0.4, 0.2]])
+    assert few_moves(hot, ranking, 2, 0.1).tolist() == [[False, True, True, False]]
+    assert few_moves(hot, ranking, 0, 0.1).tolist() == hot.tolist()
+    assert few_moves(hot, ranking, 2, 3.1).tolist() == hot.tolist()
+    assert run(migration="budgeted").hit_mass < run().hit_mass
+
+
+@pytest.mark.parametrize(
+    ("active", "rounding", "wanted"),
+    [(2, "floor", 0), (2, "round", 0), (2, "ceil", 1), (17, "floor", 1), (16, "floor", 0), (9, "round", 1)],
+)
+def test_mondes_rounding_decides_how_many_experts_move(active, rounding, wanted):
+    """1/17 of the active experts: 2 / 17 = 0.12, 16 / 17 just below one, 9 / 17 = 0.53."""
+    assert num_moved(np.array([active]), 1 / 17, rounding).tolist() == [wanted]
+
+
+def test_monde_at_batch_one_floor_stays_on_the_device_and_ceil_waits_for_a_copy_in_every_layer():
+    floor = run("monde", own={"h_rounding": "floor"})
+    ceil = run("monde", own={"h_rounding": "ceil"})
+    assert floor.hot_pairs == 0
+    assert ceil.hot_pairs == ceil.total_pairs // 2
+    assert floor.moe_ps.mean() == pytest.approx(2 * 0.688e9, rel=0.01)
+    assert ceil.moe_ps.mean() == pytest.approx(COSTS.fetch_ps() + COSTS.gpu_experts_ps(1)[1], rel=0.001)
+    assert run("monde").moe_ps.sum() <= floor.moe_ps.sum()
+
+
+def test_spilling_to_the_device_only_happens_where_it_shortens_a_layer():
+    plain, balanced = run(), run("balanced")
+    assert (balanced.moe_ps <= plain.moe_ps + 1e-3).all()
+    assert balanced.moe_ps.sum() < 0.9 * plain.moe_ps.sum()
+    assert balanced.notes["spilled_pairs"] == plain.hot_pairs - balanced.hot_pairs > 0
+    saved = [plain.moe_ps.sum() - run("balanced", own={"spill_bits": bits}).moe_ps.sum() for bits in (2, 3, 4)]
+    assert saved[0] > saved[1] > saved[2] > 0
+
+
+def test_following_decode_covers_more_and_keeps_the_bit_budget():
+    still, moving = run(policy="random"), run("adaptive", policy="random")
+    assert moving.hit_mass > still.hit_mass + 0.1
+    assert moving.notes["copies"] > 0
+
+
+def test_batching_requests_that_route_alike_covers_more():
+    """Two kinds of requests that share no expert, in alternation: two hot of four cover a kind, not both."""
+    sequences = []
+    for request in range(8):
+        ids = np.full((20, 1, 2), 2 * (request % 2)) + np.array([0, 1])
+        weights = np.full(ids.shape, 0.5, np.float32)
+        sequences.append(Sequence(request, "", 0.0, ids[:10], weights[:10], ids[10:], weights[10:]))
+    trace = from_sequences(Provenance(model="two kinds", num_layers=1, num_experts=4, top_k=2), sequences)
+    mixed, alike = (Batches.of(trace, 4, affinity=affinity) for affinity in (False, True))
+    assert mixed.requests.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert alike.requests.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_hobbit_weighs_a_choice_by_the_gate_mass_before_it():
+    """T1 .6, T2 .9: after .55 the second choice is high, after .7 low, after .95 skipped; order does not matter."""
+    weights = np.array([[0.55, 0.45], [0.7, 0.3], [0.95, 0.05], [0.05, 0.95]], np.float32)
+    assert precision_classes(weights, 0.6, 0.9).tolist() == [[HIGH, HIGH], [HIGH, LOW], [HIGH, SKIP], [SKIP, HIGH]]
+
+
+def test_a_summary_adds_layers_attention_and_head():
+    batches = Batches.of(TRACE)
+    outcome = run(migration="free")
+    outcome.moe_ps[:] = 1e9  # a millisecond in each of the trace's 4 layers: 32 in the model's
+    summary = summarise(outcome, batches, COSTS)
+    rest = 32 * COSTS.attention_ps(1, np.array([300]))[0] + COSTS.gpu.head_ps(1)
+    assert summary.tpot_p50_ms == pytest.approx(32 + rest / 1e9, rel=0.01)
+    assert summary.decode_tokens_per_s == pytest.approx(1e3 / summary.tpot_p50_ms, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("system", "own", "says"),
+    [
+        ("monde", {"h_rounding": "up"}, "h_rounding"),
+        ("hobbit", {"t1": "much"}, "t1 must lie in 0..1, got 'much'"),
+        ("hobbit", {"t1": 1.5}, "t1 must lie in 0..1, got 1.5"),
+        ("hobbit", {"t1": 0.5, "t2": 0.4}, "t2 must lie in 0.5..1"),
+        ("hobbit", {"low_slots": -3}, r"low_slots must lie in 0..16"),
+        ("hobbit", {"low_slots": 17}, r"low_slots must lie in 0..16"),
+        ("hobbit", {"low_slots": 2.5}, "whole number"),
+        ("hobbit", {"layer_weight": 1.1}, "layer_weight must lie in 0..1"),
+        ("hobbit", {"ahead": "always"}, "ahead must be one of auto, on, off"),
+        ("gpu_on_demand", {"cache": "fifo"}, "cache must be"),
+        ("balanced", {"spill_bits": 7}, "spill_bits"),
+        ("moepic", {"theta": 2.0}, "theta"),
+        ("dynaexq", {"high_bits": 2, "low_bits": 4}, "high_bits must be above low_bits"),
+        ("cxl_expert", {"percentile": 101}, "percentile must lie in 0..100"),
+        ("cxl_expert", {"near_data": "yes"}, "near_data must be one of off, on"),
+        ("cxl_expert", {"tiers": "moving"}, "tiers must be one of following, fixed"),
+        ("cxl_expert", {"retier_steps": 0}, "retier_steps must lie in 1.."),
+        ("cxl_expert", {"activation_bits": 7}, "activation_bits must be one of 8, 6, 5, 4, 3 or 16"),
+        ("cxl_expert", {"activation_bits": 2}, "activation_bits must lie in 3..16"),
+        ("cxl_expert", {"warm_share": 1.5}, "warm_share must lie in 0..1"),
+        ("daop", {"predicted": 2}, "predicted must lie in 0..1"),
+        ("quantized", {"weight_bits": 5}, "weight_bits must be widest or one of 16, 8, 4, 3, 2, got 5"),
+        ("vllm_offload", {"offload_backend": "disk"}, "offload_backend must be one of uva, prefetch"),
+        ("llama_cpp", {"gguf_bits": 6}, "gguf_bits must be one of"),
+        ("ktransformers", {"cpu_bits": 3}, "cpu_bits must"),
+        ("adaptive", {"memory_tokens": 0}, "memory_tokens"),
+        ("adaptive", {"frequency": "fifo"}, "frequency must be"),
+    ],
+)
+def test_an_impossible_option_is_refused(system, own, says):
+    with pytest.raises(ConfigError, match=says):
+        run(system, own=own)
+
+
+def test_every_option_has_its_system_and_others_are_refused_before_anything_runs():
+    assert set(OPTIONS) <= set(SYSTEMS)
+    CompareSettings(systems=("balanced", "hobbit"), options={"spill_bits": 2, "t1": 0.5})
+    with pytest.raises(ConfigError, match=r"unknown option 'spill_bit': the chosen systems have spill_bits"):
+        CompareSettings(systems=("balanced",), options={"spill_bit": 2})
+    with pytest.raises(ConfigError, match="the chosen systems have none"):
+        CompareSettings(systems=("fiddler",), options={"theta": 0.5})
+
+
+@pytest.mark.parametrize("hysteresis", [-0.1, float("nan"), float("inf")])
+def test_an_impossible_hysteresis_is_refused(hysteresis):
+    with pytest.raises(ConfigError, match="hysteresis must be at least 0"):
+        run(migration="budgeted", hysteresis=hysteresis)
+
+
+def test_errors_are_those_of_leaving_one_group_out():
+    """Rates 10/1, 10/2, 10/4 s: leaving one out gives 20/6, 20/5, 20/3; their spread x (G - 1) / G, root of the sum."""
+    left = np.array([20 / 6, 20 / 5, 20 / 3])
+    expected = np.sqrt(2 / 3 * ((left - left.mean()) ** 2).sum())
+    assert ratio_se(np.full(3, 10.0), np.array([1.0, 2.0, 4.0])) == pytest.approx(expected)
+    assert np.isnan(ratio_se(np.ones(1), np.ones(1)))
+
+
+def test_gains_over_the_paper_are_of_the_same_requests():
+    settings = CompareSettings(systems=("context_aware", "balanced", "monde"), policies=("prefill", "static"))
+    rows = compare(Trace.load(DATA / "tiny-mixtral-trace"), settings).rows
+    paper = next(row for row in rows if (row.system, row.policy) == ("context_aware", "prefill"))
+    assert (paper.over_paper, paper.over_paper_se) == (0.0, 0.0)
+    for row in rows:
+        assert row.over_paper == pytest.approx(row.decode_tokens_per_s / paper.decode_tokens_per_s - 1)
+    balanced = next(row for row in rows if row.policy == "prefill, spill 3")
+    apart = np.hypot(balanced.decode_tokens_per_s_se, paper.decode_tokens_per_s_se) / paper.decode_tokens_per_s
+    assert 0 < balanced.over_paper_se < apart
+    without = compare(Trace.load(DATA / "tiny-mixtral-trace"), replace(settings, systems=("monde",))).rows
+    assert all(np.isnan(row.over_paper) for row in without)
+
+
+def test_an_unknown_migration_is_refused():
+    with pytest.raises(ConfigError, match="migration must be one of"):
+        run(migration="twice")
+
+
+def test_the_prior_comes_from_requests_that_are_not_replayed():
+    assert len(KNOWN.prompt_len) + len(TRACE.prompt_len) == 16
+    assert not set(KNOWN.request_ids) & set(TRACE.request_ids)
+    assert isinstance(PRIOR, ImportanceScore)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden_rows(), indent=0) + "\n")

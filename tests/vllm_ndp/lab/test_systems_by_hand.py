@@ -1,0 +1,338 @@
+"""Every system on a few tokens, to be worked out with a pencil. F = 10 us: a copy; C = 1 us: computing on the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from by_hand import US, C, F, chosen, machine, run, trace
+
+from vllm_ndp.lab.systems.ktransformers import most_used
+from vllm_ndp.lab.systems.quantized import widest_that_fits
+
+PROMPT = chosen([[0, 1]])
+CPU = 20 * US  # an expert read from host memory
+HOP = 2 * 1000 * 2 / 600e9 * 1e12  # one row to the CPU and back
+
+
+def near(expected):
+    return pytest.approx(expected, rel=1e-3, abs=1e4)  # of us; 10 ns for attention and link packets
+
+
+def test_gpu_on_demand_waits_for_every_copy_and_the_last_expert():
+    """Two copies and the compute of the second: 2 F + C. With two places holding 0 and 1 (the most popular):
+    [0, 1] hits, 2 C; [2, 3] misses both and takes the places, 2 F + C; [2, 3] hits; [0, 3]: one copy, F + C."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]], [[2, 3]], [[0, 3]]))
+    cold = run("gpu_on_demand", batches, machine(), 2)
+    assert cold.moe_ps.ravel() == near([2 * F + C] * 4)
+    lru = run("gpu_on_demand", batches, machine(), 2, cache="lru")
+    assert lru.moe_ps.ravel() == near([2 * C, 2 * F + C, 2 * C, F + C])
+    assert lru.migrated_bytes == 3 * 6e6
+
+
+def test_least_frequently_used_leaves_where_least_recently_used_would_keep_it():
+    """Two places, used: 0, 0, 1, then 2. LFU keeps 0 (used twice), LRU keeps 1; then 0: a hit under LFU alone."""
+    batches = trace(chosen([[0]]), chosen([[0]], [[0]], [[1]], [[2]], [[0]]), num_experts=4)
+    costs = machine(top_k=1)
+    lfu, lru = (run("gpu_on_demand", batches, costs, 2, cache=kind).moe_ps.ravel() for kind in ("lfu", "lru"))
+    assert lfu == near([C, C, C, F + C, C])
+    assert lru == near([C, C, C, F + C, F + C])
+
+
+def test_fiddler_computes_a_miss_on_the_cpu_unless_a_copy_is_faster():
+    """0 and 1 are on the GPU. [0, 1]: 2 C. [0, 2]: the CPU needs 20 us and a hop, the copy F + C = 11 us: copied,
+    and the GPU computes 0 meanwhile: F + C."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]]))
+    outcome = run("fiddler", batches, machine(), 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, F + C])
+    assert outcome.cold_pairs == 0
+
+
+def test_moe_infinity_fetches_early_what_the_sequence_has_used_and_hides_it_behind_the_layer_before():
+    """Layer 0 always uses [0, 1], which its two places hold: 2 C. Layer 1 holds 0 and 1, and the prompt used 2 and 3
+    in 20 tokens, more than the 16 that the prior (0 and 1) is worth: both are predicted, so the layer before hides 2 C
+    of their two copies: 2 F - 2 C of waiting, then the C of the one that came last."""
+    prompt = chosen(*[[[0, 1], [2, 3]]] * 20)
+    outcome = run("moe_infinity", trace(prompt, chosen([[0, 1], [2, 3]])), machine(2), 2, [[1, 1, 0, 0]] * 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, 2 * F - C])
+    assert outcome.notes["misses_predicted"] == 1.0
+
+
+def test_moe_infinity_waits_for_what_it_did_not_predict():
+    """Prompt and prior know 0 and 1 only; 2 and 3 come as a surprise: 2 F + C, the first one computing while
+    the second is copied, and take the places of 0 and 1."""
+    prompt = chosen([[0, 1]], [[0, 1]])
+    outcome = run("moe_infinity", trace(prompt, chosen([[2, 3]])), machine(), 2, [[1, 1, 0, 0]])
+    assert outcome.moe_ps.ravel() == near([2 * F + C])
+    assert outcome.notes["misses_predicted"] == 0.0
+
+
+def test_mondes_rounding_of_half_an_expert_decides_between_the_device_and_a_copy():
+    """Link and device have the same rate: H = 1/2 of the active experts. One of two moves: a copy and its compute,
+    11 us, beside one on the device: 11.7 us of multiplying 3 M weights at 256 a ns, and its message. Of a single one,
+    half is nothing or all: the device's 12.7 us or F + C = 11 us; cost takes the shorter."""
+    costs, alone = machine(), machine(top_k=1)
+    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    assert 12 * US < device < 13 * US
+    two = run("monde", trace(PROMPT, chosen([[0, 1]])), costs, 2, h_rounding="floor")
+    assert two.moe_ps.ravel() == near([device])
+    assert (two.hot_pairs, two.migrated_bytes) == (1, 6e6)
+    one = trace(chosen([[0]]), chosen([[0]]))
+    for rounding, expected in (("floor", device), ("ceil", F + C), ("cost", F + C)):
+        assert run("monde", one, alone, 2, h_rounding=rounding).moe_ps.ravel() == near([expected])
+
+
+def test_the_papers_layer_is_the_slower_of_its_hot_experts_and_the_device():
+    """The prompt made 0 and 1 hot. [0, 1]: 2 C. [0, 2]: C beside one cold expert. [2, 3]: two of them."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[2, 3]]))
+    costs = machine()
+    outcome = run("context_aware", batches, costs, 2)
+    cold = costs.device_experts_ps(1)
+    bits = [int(b) for b in np.unique(cold_bits(batches, outcome))]
+    assert bits == [2]  # two cold experts that the prompt never used: equal, so 2 bits each
+    message = costs.links_ps(1)[1, 1] + costs.device_fill_ps
+    two = costs.links_ps(1)[1, 2] + costs.device_fill_ps
+    assert outcome.moe_ps.ravel() == near([2 * C, max(C, message + cold[2, 1]), two + 2 * cold[2, 1]])
+    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 3)
+
+
+def cold_bits(batches, outcome):
+    return [outcome.cold_bits / outcome.cold_pairs]
+
+
+def test_balancing_sends_the_lighter_of_two_hot_experts_to_the_device_only_if_that_is_shorter():
+    """Two hot experts on this GPU take 2 C = 2 us, on the device at 3 bits one takes longer: nothing moves."""
+    batches = trace(PROMPT, chosen([[0, 1]]))
+    costs = machine()
+    outcome = run("balanced", batches, costs, 2)
+    alone = costs.device_experts_ps(1)[3, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    assert alone > 2 * C
+    assert outcome.moe_ps.ravel() == near([2 * C])
+    assert outcome.notes["spilled_pairs"] == 0
+
+
+def test_following_decode_exchanges_one_expert_once_the_link_had_time_for_its_copy():
+    """Hot: 0 (prompt). Decode uses 3 alone: each step lasts as long as 3 does on the device, d; a copy takes F. After
+    ceil(F / d) steps the copy is there and 3 is hot: C from then on."""
+    batches = trace(chosen([[0]]), chosen(*[[[3]]] * 12), num_experts=4)
+    costs = machine(top_k=1)
+    outcome = run("adaptive", batches, costs, 1, frequency="lru")
+    steps = outcome.moe_ps.ravel()
+    first_hot = int(np.argmin(steps > 1.5 * C))
+    assert first_hot == int(np.ceil(F / steps[0]))
+    assert steps[first_hot:] == near([C] * (12 - first_hot))
+    assert outcome.notes["copies"] == 1
+
+
+def test_quantized_reads_everything_at_the_widest_width_that_fits():
+    """1000 x 1000 x 3 weights at 4 bits, groups of 64: 1.5 MB and 4 B for each of 48,000 groups: 1.692 MB; four of them
+    take 6.768 MB, more than one place of 6 MB, so one hot place means 3 bits (5.268 MB). Two places hold 4 bits, not 8
+    (12.768 MB). [0, 1] at 4 bits: 2 x 1.692 MB at 6 TB/s = 0.564 us."""
+    costs = machine()
+    assert [widest_that_fits(costs, places) for places in (0, 1, 2, 3, 4)] == [None, 3, 4, 8, 16]
+    outcome = run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 2)
+    assert outcome.moe_ps.ravel() == pytest.approx([0.564 * US], rel=1e-4)
+    assert outcome.loss == pytest.approx(4.4**-3)
+    assert outcome.prefill_ps.ravel() == pytest.approx([0.564 * US], rel=0.01)
+    assert run("quantized", trace(PROMPT, chosen([[0, 1]])), costs, 4).loss == 0.0
+
+
+def test_vllm_offload_reads_chosen_experts_of_half_of_its_layers_or_copies_all_of_them():
+    """Two layers, two of four places: one layer stays. uva: 2 C there, 2 F in the other. prefetch: the other's four
+    experts are copied in every step whatever was chosen: 4 F for two layers, 2 F each."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    uva = run("vllm_offload", batches, machine(2), 2)
+    assert uva.moe_ps.sum() == near(2 * C + 2 * F)
+    assert uva.migrated_bytes == 2 * 6e6
+    prefetch = run("vllm_offload", batches, machine(2), 2, offload_backend="prefetch")
+    assert prefetch.moe_ps.sum() == near(4 * F)
+    assert prefetch.migrated_bytes == 4 * 6e6
+    assert run("vllm_offload", batches, machine(2), 4).moe_ps.sum() == near(4 * C)
+
+
+def test_llama_cpp_computes_whole_layers_on_the_cpu():
+    """Two layers, places for one of them: 2 C, and two experts from host memory with a hop. At 4 bits all fit."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    assert run("llama_cpp", batches, machine(2), 2).moe_ps.sum() == near(2 * C + 2 * CPU + HOP)
+    small = run("llama_cpp", batches, machine(2), 2, gguf_bits=4)
+    assert small.moe_ps.sum() == pytest.approx(2 * 0.564 * US, rel=1e-4)
+    assert small.loss == pytest.approx(4.4**-3)
+
+
+def test_ktransformers_places_by_frequency_over_all_layers_and_both_sides_work_at_once():
+    """Two places per layer on average: the four highest counts lie 3 in layer 0 and 1 in layer 1. Layer 0 [0, 1]: 2 C.
+    Layer 1 [0, 2]: C on the GPU beside one expert on the CPU."""
+    frequency = np.array([[9.0, 8, 7, 0], [6, 1, 1, 1]])
+    assert most_used(frequency, 4).tolist() == [[True, True, True, False], [True, False, False, False]]
+    # a prior is a share of each layer: written so that the shares rank as above
+    prior = [[0.34, 0.33, 0.33, 0.0], [0.4, 0.2, 0.2, 0.2]]
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("ktransformers", batches, machine(2), 2, prior)
+    assert outcome.notes["gpu_experts_per_layer"] == [3, 1]
+    assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP])
+    narrow = run("ktransformers", batches, machine(2), 2, prior, cpu_bits=4)
+    assert narrow.moe_ps.ravel()[1] == near(CPU * 1.692 / 6 + HOP)
+    assert narrow.loss == pytest.approx(4.4**-3 / 4)  # one of four equal choices
+
+
+def test_moepic_hides_bottoms_behind_the_layer_before_and_books_the_link_once():
+    """Two layers, theta .5, four tops: all cached, every prediction right. Layer 0 has no layer before it: its two
+    bottoms, F in all, wait; beside them C of tops, then C of bottoms: F + C. Its bottoms' C hides C of layer 1's F."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    outcome = run("moepic", batches, machine(2), 2, theta=0.5, prefetch_accuracy=1.0)
+    assert outcome.notes["tops"] == [4, 4]
+    assert outcome.moe_ps.ravel() == near([F + C, F])
+    assert outcome.migrated_bytes == 4 * 3e6
+    assert outcome.prefill_ps.ravel() == pytest.approx([2 * F], rel=0.01)  # half of each of four experts
+
+
+def test_moepics_missing_expert_waits_for_its_gate_or_is_ordered_ahead():
+    """Two layers, theta 1, two places with 0 and 1; layer 1 uses [0, 2]. Ordered ahead, the copy hides behind layer 0's
+    2 C less what is ready there (its cached experts compute at once): nothing but C waits for it."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    wait = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0)
+    ahead = run("moepic", batches, machine(2), 2, theta=1.0, prefetch_accuracy=1.0, misses="prefetched")
+    assert wait.moe_ps.ravel() == near([2 * C, F + C])
+    assert ahead.moe_ps.ravel() == near([2 * C, F - 2 * C + C])
+
+
+def test_pregated_copies_are_always_right_and_wait_only_for_what_the_layer_before_does_not_hide():
+    """Two layers, no places. Layer 0 has no gate before it: 2 F + 2 C. Layer 1: 2 F less layer 0's 2 C of compute."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [2, 3]]))
+    outcome = run("pregated", batches, machine(2), 0)
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, 2 * F])
+
+
+def test_klotski_orders_the_popular_ahead_and_pays_for_the_wrong_ones():
+    """No places; 0 and 1 are ordered ahead. Layer 0 [0, 1] has nothing before it: 2 F + 2 C. Layer 1 [0, 2]: of the two
+    ordered copies the layer before hides 2 C, half of it of expert 0: F - C is left of that one, and F of expert 2."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("klotski", batches, machine(2), 0)
+    assert outcome.moe_ps.ravel() == near([2 * F + 2 * C, (F - C) + F + 2 * C])
+    assert outcome.migrated_bytes == 6e6 * (2 + 3)
+
+
+def test_dynaexq_keeps_all_experts_and_as_many_wide_ones_as_memory_leaves():
+    """Three places are 18 MB; four experts at 4 bits take 6.768 MB; one wide one adds 4.308 MB: two are wide, 0 and 1
+    (prompt and prior). [0, 2]: 1 us, and 1.692 MB at 6 TB/s = 0.282 us. One place holds all at 2 bits (3.768 MB), and
+    two of them at 4 bits."""
+    outcome = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 3)
+    assert outcome.policy == "16 over 4 bits, 2 high"
+    assert outcome.moe_ps.ravel() == near([C + 0.282 * US])
+    assert outcome.loss == pytest.approx(4.4**-3 / 2)
+    narrow = run("dynaexq", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
+    assert narrow.policy == "4 over 2 bits, 2 high"
+    assert narrow.loss == pytest.approx((4.4**-3 + 4.4**-1) / 2)
+
+
+def test_hybrimoe_divides_its_misses_among_cpu_and_link():
+    """0 and 1 are cached. [0, 2]: a copy takes F + C, the CPU 20 us: copied. [2, 3]: two copies take 2 F + C,
+    one of each the CPU's 20 us and a hop, which is shorter."""
+    outcome = run("hybrimoe", trace(PROMPT, chosen([[0, 2]])), machine(), 2)
+    assert outcome.moe_ps.ravel() == near([F + C])
+    both = run("hybrimoe", trace(PROMPT, chosen([[2, 3]])), machine(), 2)
+    assert both.moe_ps.ravel() == near([CPU + HOP])
+    assert (both.cold_pairs, both.migrated_bytes) == (1, 6e6)
+
+
+def test_daop_computes_predicted_cold_experts_a_layer_ahead():
+    """The prompt made 0 and 1 hot in both layers. Layer 1 [0, 2]: C beside one cold expert on the CPU, 20 us and a hop,
+    which began with layer 0 and its 2 C. Half predicted: half of that work, and half of the cold choice's gate lost."""
+    batches = trace(chosen([[0, 1], [0, 1]]), chosen([[0, 1], [0, 2]]))
+    outcome = run("daop", batches, machine(2), 2, predicted=1.0)
+    assert outcome.moe_ps.ravel() == near([2 * C, CPU + HOP - 2 * C])
+    assert outcome.loss == 0
+    half = run("daop", batches, machine(2), 2, predicted=0.5)
+    assert half.moe_ps.ravel()[1] == near((CPU + HOP) / 2 - 2 * C)
+    assert half.loss == pytest.approx(0.5 * 0.5 / (1 - 2 / np.pi) / 2)  # half of one of two gates, over two layers
+
+
+def test_pimoe_moves_the_longest_experts_to_the_gpu_while_that_shortens_the_layer():
+    """0 and 1 on both sides. [0, 1]: on this machine both move, 2 C. [0, 2]: C beside 2 on the device."""
+    costs = machine()
+    device = costs.device_experts_ps(1)[16, 1] + costs.device_fill_ps + costs.links_ps(1)[1, 1]
+    outcome = run("pimoe", trace(PROMPT, chosen([[0, 1]], [[0, 2]])), costs, 2)
+    assert outcome.moe_ps.ravel() == near([2 * C, device])
+    assert (outcome.hot_pairs, outcome.cold_pairs) == (3, 1)
+
+
+def test_cxl_expert_reads_warm_experts_from_host_memory_and_cold_ones_from_the_expander():
+    """0 is hot, 1 warm (20 us from host memory), 2 and 3 cold: 1.5 MB of 4-bit codes at 64 GB/s are 23.4 us. [0, 1]: a
+    copy and its compute, F + C, are shorter than 20 us, and hide C of the hot one. With no expert above the 100th
+    percentile nothing is loaded: 20 us and its activations. [1, 2]: 43.4 us one after the other, 23.4 us if the
+    expander computes beside the CPU. A row's 1000 values each way are 8-bit planes, .572 of their 2 kB: log2 of 1000
+    lies .741 of the way from 128 (.7148) to 2048 (.5219). Both ways: 3.8 ns of link, and 4 kB x 1.572 of host
+    memory to unpack them, 21 ns."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[1, 2]]))
+    prior = [[8, 4, 2, 1]]
+    still = {"tiers": "fixed"}
+    assert run("cxl_expert", batches, machine(), 1, prior, **still).moe_ps.ravel()[0] == near(F + C)
+    hop = (4000 * 0.572 / 600e9 + 4000 * 1.572 / 300e9) * 1e12
+    cold = 1.5e6 / 64e9 * 1e12
+    none = run("cxl_expert", batches, machine(), 1, prior, percentile=100, **still)
+    assert none.moe_ps.ravel() == pytest.approx([CPU + hop, CPU + cold + 2 * hop], abs=100)
+    apart = run("cxl_expert", batches, machine(), 1, prior, percentile=100, near_data="on", **still)
+    assert apart.moe_ps.ravel() == near([CPU + hop, cold + hop])
+    every = run("cxl_expert", batches, machine(), 1, prior, percentile=0, **still)
+    assert every.moe_ps.ravel()[1] == near(2 * F + C)
+
+
+def test_cxl_experts_experts_change_tier_when_that_would_have_paid_for_the_copy():
+    """Every look is after 4 steps; 0 is hot, 1 warm, 2 and 3 cold. The prompt used 0 alone: nothing moves.
+
+    Four steps of [2]: 23.4 us each from the expander (11 us if loaded, which is shorter and what they take). 2 was used
+    4 times, each 10 us longer than on the GPU: 40 us. Its copy comes out of the expander, 6 MB at 64 GB/s: 93.75 us. It
+    stays. With looks every 16 steps it would have saved 160 us, so then it moves: the 17th step takes 93.75 us and C,
+    the 18th C, and 0 is where 2 was: cold, so loading it takes F + C."""
+    steps = [[[2]]] * 18 + [[[0]]]
+    batches = trace(chosen([[0]]), chosen(*steps))
+    prior = [[8, 4, 2, 1]]
+    copy = 6e6 / 64e9 * 1e12
+    often = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=4)
+    assert often.moe_ps.ravel() == near([F + C] * 18 + [C])
+    assert often.notes["moved_to_gpu"] == 0
+    seldom = run("cxl_expert", batches, machine(top_k=1), 1, prior, retier_steps=16)
+    assert seldom.moe_ps.ravel() == near([F + C] * 16 + [copy + C, C, F + C])
+    assert (seldom.notes["moved_to_gpu"], seldom.notes["moved_to_cpu"]) == (1, 0)
+
+
+def test_hobbits_caches_are_shared_by_all_layers_and_keep_what_is_used_often():
+    """Two layers, one place for each: they hold both layers' 0. Layer 1 uses 1 in the first two steps: at first its own
+    0 leaves, which was never used; a copy, of which .96 C hide behind layer 0, then a hit. In the third step layer 0
+    uses 2: its 0 and layer 1's 1 were used twice each, so the one of the last layer leaves. Then layer 1 misses its 1:
+    layer 0's 0 was used twice and its 2 once, so 2 leaves, and the fourth step finds both."""
+    steps = chosen([[0], [1]], [[0], [1]], [[2], [1]], [[0], [1]])
+    outcome = run("hobbit", trace(chosen([[0], [0]]), steps), machine(2, top_k=1), 1, low_slots=0)
+    assert outcome.moe_ps[0, :, 0] == near([C, C, F + C, C])
+    assert outcome.moe_ps[0, :, 1] == near([F + 0.04 * C, C, F + 0.04 * C, C])
+
+
+def test_hobbit_fetches_a_light_choice_at_four_bits_and_skips_the_lightest():
+    """Two places for whole experts hold 0 and 1, none for narrow ones; one layer, nothing before it hides a copy.
+
+    [0, 1] at .55 and .45: both in full, both there: 2 C. [0, 2] at .7 and .3: 2 follows .7 of the gate, above T1: its
+    4 bits take F / 4 and C / 4, while 0 computes. [0, 3] at .95 and .05: 3 follows .95, above T2: skipped, C. [0, 2] at
+    .55 and .45: in full, F + C.
+    """
+    gates = np.array([[[0.55, 0.45]], [[0.7, 0.3]], [[0.95, 0.05]], [[0.55, 0.45]]])
+    batches = trace(PROMPT, chosen([[0, 1]], [[0, 2]], [[0, 3]], [[0, 2]]), weights=gates)
+    outcome = run("hobbit", batches, machine(), 2, low_slots=0)
+    assert outcome.moe_ps.ravel() == near([2 * C, (F + C) / 4, C, F + C])
+    assert outcome.loss == pytest.approx((0.3 * 4.4**-3 + 0.05 / (1 - 2 / np.pi)) / 4, rel=1e-5)
+
+
+def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
+    """Three places are 18 MB, four experts at 8 bits and their scales 12.4: two reads take 2 x C x 8.25 / 16, and
+    nothing waits for the device. At most 1e-4 may be lost: 8 bits lose 4.4^-7 = 3e-5."""
+    batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]]))
+    costs = machine()
+    outcome = run("joint", batches, costs, 3, max_loss=1e-4)
+    assert outcome.moe_ps.ravel() == near([2 * C * costs.replica_bytes(8) / 6e6] * 2)
+    assert (outcome.hot_pairs, outcome.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
+
+
+def test_joint_without_gpu_memory_computes_everything_on_the_device():
+    """At the paper's 2 bits: 6 MB x 2.25 / 16 at 600 GB/s are 1.4 us an expert, two of them and the message."""
+    batches = trace(PROMPT, chosen([[0, 1]]))
+    outcome = run("joint", batches, machine(), 0)
+    assert outcome.hot_pairs == 0
+    assert outcome.moe_ps.ravel() == run("context_aware", batches, machine(), 0).moe_ps.ravel()

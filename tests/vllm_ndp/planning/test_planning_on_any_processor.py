@@ -1,0 +1,87 @@
+"""What planners decide on scores of every kind, as digests that test_same_everywhere.py compares."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.timing.spec import load_hardware
+from vllm_ndp.planning.bitwidths import LossTable, bits_over_layers, select_bitwidths
+from vllm_ndp.planning.copies import add_device, assign_copies, rebalance
+from vllm_ndp.planning.drift import DriftRules, DriftWatch
+from vllm_ndp.planning.importance import ImportanceScore, importance, repeats
+from vllm_ndp.planning.joint import least_loss, least_time
+from vllm_ndp.planning.joint_problem import Choice, JointProblem
+from vllm_ndp.planning.placement import BATCH_RULES, top_experts
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.beside_decode import copies_beside_decode
+from vllm_ndp.simulation.costs import Costs, model_named
+from vllm_ndp.simulation.joint_menu import Menu
+from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
+from vllm_ndp.simulation.prefill_split import PrefillSplit
+
+LAYERS, EXPERTS, TOP = 6, 16, 2
+
+
+def digest(*values: object) -> str:
+    taken = hashlib.sha256()
+    for value in values:
+        taken.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+    return taken.hexdigest()
+
+
+def routing(seed: int, tokens: int) -> NDArray[np.int64]:
+    """[T, L, k] of whole numbers only, so that every processor draws the same."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    drawn = generator.integers(0, 1 << 30, (tokens, LAYERS, EXPERTS)) >> generator.integers(0, 9, (LAYERS, EXPERTS))
+    return np.argsort(-drawn, axis=2, kind="stable")[:, :, :TOP]
+
+
+def decisions() -> dict[str, str]:
+    ids = [routing(seed, 40 + seed) for seed in range(6)]
+    gates = [1.0 / (3 + (each * 7919) % 101) for each in ids]
+    stats = [RoutingStats.from_choices(a, b, EXPERTS) for a, b in zip(ids, gates, strict=True)]
+    scores = [importance(each) for each in stats]
+    load = np.sum([score.values for score in scores], axis=0)
+    loss = LossTable.from_measured(1.0 / (3 + np.arange(LAYERS * EXPERTS * 4) * 7919 % 997).reshape(LAYERS, EXPERTS, 4))
+    budget = Budget(4, 2.5)
+    hot = top_experts(load, 4)
+    copies = assign_copies(load, 3, 2)
+    costs = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
+    menu = Menu(costs, {tier: LIVE_WIDTHS[tier] for tier in ("gpu", "host", "device")}, 8)
+    choices = tuple(Choice(tier, bits, bits * 1000) for tier, bits in [("gpu", 16), ("gpu", 4), ("device", 3)])
+    work = np.array([1.0, 1.5, 3.0])[:, None, None] * load
+    lost = np.array([0.0, 0.01, 0.07])[:, None, None] * loss.mse[:, :, 0] * load
+    problem = JointProblem(choices, work, lost, {"gpu": 5000.0 * LAYERS * EXPERTS})
+    watch = DriftWatch(DriftRules(), hot.hot, ImportanceScore.from_weights(load))
+    noticed = [watch.see(ids[step % 6][step : step + 3]) for step in range(36)]
+    balancer = Balancer(costs, 2)
+    split = PrefillSplit(costs)
+    bits = np.full((8, 8), 3, np.uint8)
+    eight = [each[:8, 0] % 8 for each in ids]
+    weights = [each[:8, 0].astype(np.float32) for each in gates]
+    loads = [LayerLoad.of_arrays(np.arange(8) < 4, a, b, bits) for a, b in zip(eight, weights, strict=True)]
+    return {
+        "scores": digest(*[score.values for score in scores]),
+        "repeats": digest([repeats(each, scores[0]) for each in stats]),
+        **{f"hot by {name}": digest(rule(scores, 5).hot) for name, rule in BATCH_RULES.items()},
+        "bits": digest(select_bitwidths(scores[0], hot, loss, budget).bits),
+        "bits over layers": digest(bits_over_layers(scores[0], hot, loss, budget).bits),
+        "copies": digest(copies.held, copies.loads(load), *rebalance(copies, load[::-1], 8)[1:]),
+        "one device more": digest(add_device(copies, load, 3, [LAYERS * EXPERTS] * 4)[0].held),
+        "drift": digest(noticed, watch.noticed),
+        "beside decode": digest([copies_beside_decode(costs, Budget(4, 3.0))(rows) for rows in range(1, 65)]),
+        "menu": digest(menu.expected_ps(np.minimum(TOP * scores[0].values, 1.0), 8)),
+        "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),
+        "least loss": digest(least_loss(problem, problem.time_ps(np.full((LAYERS, EXPERTS), 1))).chosen),
+        "offloaded": digest([sorted(balancer.offloaded(each)) for each in loads]),
+        "split": digest([split.on_device(np.repeat(each.ravel(), 3)).tolist() for each in eight]),
+    }
+
+
+def test_a_decision_is_made_again_alike():
+    assert decisions() == decisions()

@@ -1,0 +1,111 @@
+"""Plans and simulated times are the same on every processor: the same work in processes that see other ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+from vllm_ndp.planning.same_everywhere import exp, log, power, powers, smallest
+
+WORK = """
+import hashlib, json, sys
+import numpy as np
+sys.path[:0] = [TESTS, TESTS + "/vllm_ndp/lab"]
+from test_replay_systems import golden_rows
+from test_planning_on_any_processor import decisions
+print(json.dumps({"rows": golden_rows(), "decisions": decisions()}))
+"""
+
+
+def features() -> list[str]:
+    """What numpy may choose by processor and finds on this one."""
+    from numpy._core import _multiarray_umath as numpy_core
+
+    return [name for name in numpy_core.__cpu_dispatch__ if numpy_core.__cpu_features__.get(name)]
+
+
+def settings() -> dict[str, dict[str, str]]:
+    wide = [name for name in features() if name.startswith("AVX512")]
+    return {
+        "as it is": {},
+        "no AVX-512": {"NPY_DISABLE_CPU_FEATURES": " ".join(wide), "OPENBLAS_CORETYPE": "Haswell", "NDP_ISA": "avx2"},
+        "nothing but the least": {
+            "NPY_DISABLE_CPU_FEATURES": " ".join(features()),
+            "OPENBLAS_CORETYPE": "Prescott",
+            "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
+            "NDP_ISA": "portable",
+        },
+    }
+
+
+def done_under(environment: dict[str, str]) -> dict:
+    tests = json.dumps(str(ROOT / "tests"))
+    program = WORK.replace("TESTS", tests)
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests/vllm_ndp/planning")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def as_it_is() -> dict:
+    return done_under({})
+
+
+@pytest.mark.parametrize("name", [name for name in settings() if name != "as it is"])
+def test_every_plan_and_every_simulated_time_is_the_same_on_another_processor(name, as_it_is):
+    other = done_under(settings()[name])
+    assert other["decisions"] == as_it_is["decisions"]
+    assert other["rows"] == as_it_is["rows"]
+
+
+def test_numpy_does_round_differently_on_another_processor():
+    """Else the test above shows nothing: in a process without vector libraries np.exp gives other last digits."""
+    if not any(name.startswith("AVX512") for name in features()):
+        pytest.skip("this processor has no AVX-512: numpy has one exp on it")
+    program = "import numpy as np; print(np.exp(np.linspace(-1, 1, 4001)).tobytes().hex())"
+    wide = settings()["nothing but the least"]["NPY_DISABLE_CPU_FEATURES"]
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, **more}, capture_output=True, text=True, check=True
+        ).stdout
+        for more in ({}, {"NPY_DISABLE_CPU_FEATURES": wide})
+    }
+    assert len(results) == 2
+
+
+def test_exp_and_log_are_those_of_the_library_to_its_last_digits():
+    for x in np.geomspace(1e-300, 1e300, 997).tolist():
+        assert log(x) == pytest.approx(math.log(x), rel=1e-15, abs=1e-16)
+    for x in np.linspace(-700, 700, 997).tolist():
+        assert exp(x) == pytest.approx(math.exp(x), rel=3e-13)
+    for x in np.linspace(-1, 1, 97).tolist():
+        assert exp(x) == pytest.approx(math.exp(x), rel=1e-15)
+
+
+def test_powers_are_those_of_the_library_to_its_last_digits():
+    base = np.linspace(0, 1, 11)
+    assert np.allclose(powers(base, 5), base[:, None] ** np.arange(6), rtol=1e-15)
+    assert power(0.9, 7) == pytest.approx(0.9**7, rel=1e-15)
+
+
+def test_the_smallest_are_found_and_of_equal_ones_the_first():
+    values = np.array([3.0, 1.0, 2.0, 1.0, 2.0, 2.0])
+    assert smallest(values, 2).tolist() == [1, 3]
+    assert smallest(values, 4).tolist() == [1, 2, 3, 4]
+    assert smallest(values, 6).tolist() == [0, 1, 2, 3, 4, 5]

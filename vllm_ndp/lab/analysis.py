@@ -1,0 +1,247 @@
+"""What a trace says about predictability: skew, prefill -> decode similarity against a null, coverage with intervals.
+
+The null resamples every request's tokens from all requests' tokens together: routing as it is, without anything that
+belongs to one request. Knows routing statistics. Does not know hardware or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import TraceError
+from vllm_ndp.lab.compare import popularity, split_requests
+from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
+from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import PolicySettings
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.traces.trace import Sequence as Request
+from vllm_ndp.traces.trace import Trace
+
+NULL_DRAWS = 100
+BOOTSTRAP_DRAWS = 1000
+PRIOR_TOKENS = (4, 16, 32, 64, 256)
+FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+REFRESH_TOKENS = (8, 16, 32, 64, 128)
+LENGTH_EDGES = (0, 32, 128, 512, 2048, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over requests and its 95 % bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], seed: int = 0) -> Interval:
+        draws = np.random.default_rng(seed).integers(0, len(values), (BOOTSTRAP_DRAWS, len(values)))
+        low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
+        return cls(float(values.mean()), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Everything `analyze` prints; lists are per layer unless named otherwise."""
+
+    num_requests: int
+    num_hot: int
+    gini: list[float]
+    cosine: list[float]
+    cosine_null_low: list[float]
+    cosine_null_high: list[float]
+    cosine_across: list[float]
+    """Prefill of one request against decode of another."""
+    coverage: dict[str, Interval]
+    over_static: dict[str, Interval]
+    """Coverage minus static's, paired by request."""
+    by_domain: dict[str, dict[str, float]]
+    by_prompt_len: dict[str, dict[str, float]]
+    first_tokens: dict[int, Interval]
+    """Hot sets from the first n prompt tokens only."""
+    first_tokens_and_prior: dict[int, Interval]
+    last_tokens: dict[int, Interval]
+    refresh: dict[int, Interval]
+    prior_tokens: dict[int, Interval]
+
+    @property
+    def layers_outside_null(self) -> int:
+        """Layers whose prefill -> decode cosine exceeds what independent tokens give."""
+        return sum(c > high for c, high in zip(self.cosine, self.cosine_null_high, strict=True))
+
+
+def analyse(
+    trace: Trace, num_hot: int | None = None, *, prior: ImportanceScore | None = None, seed: int = 0
+) -> Analysis:
+    """Raises TraceError when there are too few requests with a prompt and a decode."""
+    if prior is None:
+        known, trace = split_requests(trace)
+        prior = popularity(known)
+    requests = [s for s in trace.sequences if len(s.prompt_ids) and len(s.decode_ids)]
+    if len(requests) < 2:
+        raise TraceError(f"an analysis needs at least 2 requests with prompt and decode, the trace has {len(requests)}")
+    num_experts = trace.provenance.num_experts
+    hot = num_experts // 2 if num_hot is None else num_hot
+    prompts = [trace.stats(s) for s in requests]
+    decodes = [trace.stats(s, "decode") for s in requests]
+    cosine, across = _cosines(prompts, decodes)
+    low, high = _null_band(requests, num_experts, seed)
+    scores = {
+        "prefill": [importance(stats) for stats in prompts],
+        "prefill_prior": [importance(stats).shrunk_to(prior, PolicySettings.prior_tokens) for stats in prompts],
+        "static": [prior] * len(requests),
+        "random": _random_scores(prompts, seed),
+        "oracle": [importance(stats, 1.0) for stats in decodes],
+    }
+    covered = {name: _coverage(score, decodes, hot) for name, score in scores.items()}
+    counts = np.sum([stats.counts for stats in (*prompts, *decodes)], axis=0)
+
+    def of_tokens(part: slice, n0: float = 0.0) -> Interval:
+        picked = [RoutingStats.from_choices(s.prompt_ids[part], s.prompt_weights[part], num_experts) for s in requests]
+        found = [importance(stats) if n0 == 0 else importance(stats).shrunk_to(prior, n0) for stats in picked]
+        return Interval.of(_coverage(found, decodes, hot), seed)
+
+    longest = max(len(s.prompt_ids) for s in requests)
+    lengths = [n for n in FIRST_TOKENS if n <= longest]
+    return Analysis(
+        num_requests=len(requests),
+        num_hot=hot,
+        gini=_gini(counts).tolist(),
+        cosine=cosine.tolist(),
+        cosine_null_low=low.tolist(),
+        cosine_null_high=high.tolist(),
+        cosine_across=across.tolist(),
+        coverage={name: Interval.of(values, seed) for name, values in covered.items()},
+        over_static={
+            name: Interval.of(values - covered["static"], seed) for name, values in covered.items() if name != "static"
+        },
+        by_domain=_grouped(covered, [s.label for s in requests]),
+        by_prompt_len=_grouped(covered, [_length_class(len(s.prompt_ids)) for s in requests]),
+        first_tokens={n: of_tokens(slice(n)) for n in lengths},
+        first_tokens_and_prior={n: of_tokens(slice(n), PolicySettings.prior_tokens) for n in lengths},
+        last_tokens={n: of_tokens(slice(-n, None)) for n in lengths},
+        refresh={m: Interval.of(_refreshed(requests, num_experts, hot, m), seed) for m in REFRESH_TOKENS},
+        prior_tokens={n0: of_tokens(slice(None), n0) for n0 in PRIOR_TOKENS},
+    )
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How much two calibrations agree: on losses, and on the bits that follow from them."""
+
+    rank_correlation: list[float]
+    """Spearman of the losses of all experts, per width 1..4."""
+    bits_changed: float
+    """Share of cold experts that get other bits, mean over requests."""
+
+
+def calibration_sensitivity(
+    trace: Trace, first: LossTable, second: LossTable, budget: Budget, gain: str = "importance"
+) -> Sensitivity:
+    """Plans of every request under both loss tables."""
+    changed = []
+    for sequence in trace.sequences:
+        score = importance(trace.stats(sequence))
+        placement = top_experts(score.values, budget.num_hot)
+        plans = [select_bitwidths(score, placement, loss, budget, gain).bits for loss in (first, second)]
+        cold = ~placement.hot
+        if cold.any():
+            changed.append(float((plans[0] != plans[1])[cold].mean()))
+    ranks = [[np.argsort(np.argsort(table.mse[:, :, w].ravel())) for table in (first, second)] for w in range(4)]
+    return Sensitivity([float(np.corrcoef(a, b)[0, 1]) for a, b in ranks], float(np.mean(changed)) if changed else 0.0)
+
+
+def _coverage(scores: Sequence[ImportanceScore], decodes: Sequence[RoutingStats], num_hot: int) -> NDArray[np.float64]:
+    """[requests], share of decode choices in the top num_hot of each score."""
+    shares = [
+        decode.counts[top_experts(score.values, num_hot).hot].sum() / decode.counts.sum()
+        for score, decode in zip(scores, decodes, strict=True)
+    ]
+    return np.array(shares, np.float64)
+
+
+def _cosines(
+    prompts: Sequence[RoutingStats], decodes: Sequence[RoutingStats]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Per layer: (mean cosine of a request's prompt and decode counts, the same with another request's decode)."""
+    a = np.stack([stats.counts for stats in prompts]).astype(np.float64)  # [R, L, E]
+    b = np.stack([stats.counts for stats in decodes]).astype(np.float64)
+    a /= np.maximum(np.linalg.norm(a, axis=2, keepdims=True), 1e-12)
+    b /= np.maximum(np.linalg.norm(b, axis=2, keepdims=True), 1e-12)
+    every = np.einsum("rle,sle->lrs", a, b)
+    own = np.einsum("lrr->lr", every)
+    others = (every.sum(axis=(1, 2)) - own.sum(axis=1)) / (len(a) * (len(a) - 1))
+    return own.mean(axis=1), others
+
+
+def _null_band(
+    requests: Sequence[Request], num_experts: int, seed: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Per layer, 95 % band of the mean cosine when every token is drawn from all requests' tokens together."""
+    generator = np.random.default_rng(seed)
+    pool = np.concatenate([part for s in requests for part in (s.prompt_ids, s.decode_ids)]).astype(np.int64)
+    layers = pool.shape[1]
+    cells = pool + np.arange(layers)[:, None] * num_experts
+    sizes = [(len(s.prompt_ids), len(s.decode_ids)) for s in requests]
+    means = np.zeros((NULL_DRAWS, layers))
+    for draw in range(NULL_DRAWS):
+        for size in sizes:
+            prompt, decode = (
+                np.bincount(cells[generator.integers(0, len(cells), n)].ravel(), minlength=layers * num_experts)
+                .reshape(layers, num_experts)
+                .astype(np.float64)
+                for n in size
+            )
+            norms = np.linalg.norm(prompt, axis=1) * np.linalg.norm(decode, axis=1)
+            means[draw] += (prompt * decode).sum(axis=1) / norms
+    low, high = np.percentile(means / len(sizes), [2.5, 97.5], axis=0)
+    return low, high
+
+
+def _refreshed(requests: Sequence[Request], num_experts: int, num_hot: int, every: int) -> NDArray[np.float64]:
+    """Coverage when the hot set is chosen anew every `every` decode tokens from prompt and decode so far."""
+    shares = []
+    for s in requests:
+        stats = RoutingStats.from_choices(s.prompt_ids, s.prompt_weights, num_experts)
+        covered = 0
+        for start in range(0, len(s.decode_ids), every):
+            part = slice(start, start + every)
+            now = RoutingStats.from_choices(s.decode_ids[part], s.decode_weights[part], num_experts)
+            covered += int(now.counts[top_experts(importance(stats).values, num_hot).hot].sum())
+            stats = stats.merge(now)
+        shares.append(covered / s.decode_ids.size)
+    return np.array(shares, np.float64)
+
+
+def _random_scores(prompts: Sequence[RoutingStats], seed: int) -> list[ImportanceScore]:
+    generator = np.random.default_rng(seed)
+    return [ImportanceScore.from_weights(generator.random(stats.counts.shape)) for stats in prompts]
+
+
+def _gini(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Per layer, 0 = every expert equally often, towards 1 = one does it all."""
+    ranked = np.sort(counts, axis=1).astype(np.float64)
+    experts = counts.shape[1]
+    weights = 2 * np.arange(1, experts + 1) - experts - 1
+    gini: NDArray[np.float64] = (ranked * weights).sum(axis=1) / (experts * np.maximum(ranked.sum(axis=1), 1))
+    return gini
+
+
+def _grouped(covered: dict[str, NDArray[np.float64]], labels: Sequence[str]) -> dict[str, dict[str, float]]:
+    names = np.array(labels)
+    return {
+        str(label): {name: float(values[names == label].mean()) for name, values in covered.items()}
+        for label in sorted(set(labels))
+    }
+
+
+def _length_class(tokens: int) -> str:
+    upper = next(edge for edge in LENGTH_EDGES[1:] if tokens < edge)
+    lower = LENGTH_EDGES[LENGTH_EDGES.index(upper) - 1]
+    return f"{lower}-{upper - 1}" if upper < LENGTH_EDGES[-1] else f"{lower}+"

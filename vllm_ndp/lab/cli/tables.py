@@ -1,0 +1,152 @@
+"""Tables for people that the replay commands print before their last line. Knows columns; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from ndp_device.widths import WIDTHS
+from vllm_ndp.cli.terminal import print_table
+from vllm_ndp.lab.analysis import Analysis, Sensitivity
+from vllm_ndp.lab.compare import CompareSettings, Comparison
+from vllm_ndp.lab.reproduce import Reproduction
+from vllm_ndp.lab.serving.latency import CAUSES, Percentile
+from vllm_ndp.lab.sweep.run import SweepResult
+from vllm_ndp.lab.systems import SYSTEMS
+
+EXPENDABLE = (
+    "MoE ms/layer",
+    "NDP busy %",
+    "moved GB",
+    "hit mass",
+    "p99 ms",
+    "GPU GB",
+    "mJ/token",
+    "regret %",
+    "TTFT ms",
+)
+"""Columns of a comparison that a narrow terminal goes without, the least first."""
+
+
+def print_comparison(result: Comparison, settings: CompareSettings) -> None:
+    where = f"{settings.model} on {settings.hardware} ({result.config_hash})"
+    table = Table(title=f"{where}, {result.num_requests} requests; simulated times")
+    for name in result.rows[0].cells():
+        table.add_column(
+            name.replace(" ", "\n"), justify="left" if name in ("system", "policy") else "right", no_wrap=True
+        )
+    for row in result.rows:
+        table.add_row(*row.cells().values())
+    print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--csv FILE has all columns")
+    for name in settings.systems:
+        for assumption in SYSTEMS[name].assumptions:
+            print(f"  {name}: {assumption}")
+    for note in result.skipped:
+        print(f"  skipped {note}")
+
+
+def print_sweep(result: SweepResult) -> None:
+    """For each point and batch size the fastest row that is no oracle, and the best of the others' systems."""
+    table = Table(title="fastest system at each point; simulated decode tokens/s")
+    for name in (
+        "model",
+        "hardware",
+        "memory GB",
+        "batch",
+        "system",
+        "policy",
+        "tokens/s",
+        "loss",
+        "next system",
+        "of it",
+    ):
+        table.add_column(name, justify="left" if name in ("model", "hardware", "system", "policy") else "right")
+    for point, batch, best, second in result.winners():
+        model, hardware, memory = map(str, point.columns().values())
+        cells = best.cells()
+        other = (
+            ("-", "-")
+            if second is None
+            else (second.system, f"{second.decode_tokens_per_s / best.decode_tokens_per_s:.2f}")
+        )
+        table.add_row(
+            model,
+            hardware,
+            memory,
+            str(batch),
+            best.system,
+            best.policy,
+            cells["decode tokens/s"],
+            cells["loss"],
+            *other,
+        )
+    print_table(table, width=200)
+    for point, why in result.refused:
+        print(f"  refused {', '.join(map(str, point.columns().values()))}: {why}")
+    for note in result.skipped:
+        print(f"  skipped {note}")
+
+
+def print_latencies(hosts: Sequence[Mapping[str, Sequence[Percentile]]], title: str) -> None:
+    """hosts: of each, kind of latency -> percentiles."""
+    table = Table(title=title)
+    for name in ("host", "latency", "percentile", "ms", *CAUSES):
+        table.add_column(name, justify="left" if name == "latency" else "right")
+    for number, kinds in enumerate(hosts):
+        for kind, found in kinds.items():
+            for one in found:
+                shares = (f"{one.causes_ps[cause] / 1e9:.3f}" if one.causes_ps[cause] else "-" for cause in CAUSES)
+                table.add_row(str(number), kind, f"p{one.percent:g}", f"{one.latency_ps / 1e9:.3f}", *shares)
+    print_table(table, width=160)
+
+
+def print_reproduction(result: Reproduction) -> None:
+    table = Table(title=result.source)
+    for name in ("row", "quantity", "published", "ours", "unit", "off by", "assumptions"):
+        table.add_column(name, justify="right" if name in ("published", "ours", "off by") else "left")
+    for row in result.rows:
+        off = "" if row.deviation is None else f"{100 * row.deviation:+.1f} %"
+        published = "" if row.published is None else f"{row.published:g}"
+        table.add_row(row.name, row.quantity, published, f"{row.ours:.4g}", row.unit, off, row.assumptions)
+    print_table(table, width=200)
+    for note in result.notes:
+        print(f"  note: {note}")
+
+
+def print_analysis(result: Analysis) -> None:
+    table = Table(title=f"per layer, {result.num_requests} requests")
+    for name in ("layer", "gini", "cosine prefill-decode", "null 95 %", "cosine to other requests"):
+        table.add_column(name, justify="right")
+    for layer, cosine in enumerate(result.cosine):
+        band = f"{result.cosine_null_low[layer]:.3f}-{result.cosine_null_high[layer]:.3f}"
+        table.add_row(
+            str(layer), f"{result.gini[layer]:.3f}", f"{cosine:.3f}", band, f"{result.cosine_across[layer]:.3f}"
+        )
+    print_table(table, width=140)
+    coverage = Table(title=f"share of decode choices in {result.num_hot} hot experts, 95 % interval over requests")
+    coverage.add_column("hot set from")
+    for name in ("covered", "interval", "minus static", "interval "):
+        coverage.add_column(name, justify="right")
+    for name, value in result.coverage.items():
+        over = result.over_static.get(name)
+        paired = ("", "") if over is None else (f"{over.mean:+.4f}", f"{over.low:+.4f} {over.high:+.4f}")
+        coverage.add_row(name, f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", *paired)
+    for title, curve in (
+        ("first {} prompt tokens", result.first_tokens),
+        ("first {} and prior", result.first_tokens_and_prior),
+        ("last {} prompt tokens", result.last_tokens),
+        ("refreshed every {} decode tokens", result.refresh),
+        ("prior worth {} tokens", result.prior_tokens),
+    ):
+        for tokens, value in curve.items():
+            coverage.add_row(title.format(tokens), f"{value.mean:.4f}", f"{value.low:.4f} {value.high:.4f}", "", "")
+    print_table(coverage, width=140)
+
+
+def print_agreement(agreement: Sensitivity) -> None:
+    correlations = ", ".join(
+        f"{value:.3f} at {width} bit" for width, value in zip(WIDTHS, agreement.rank_correlation, strict=True)
+    )
+    changed = f"{100 * agreement.bits_changed:.1f} % of cold experts get other bits"
+    print(f"calibrations: rank correlation of losses {correlations}; {changed}")

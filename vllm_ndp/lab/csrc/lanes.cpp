@@ -1,0 +1,766 @@
+// What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
+// once, HOBBIT's two caches that all layers share, and a hot set that follows decode; and the search for what balances a
+// layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py, adaptive.py
+// and balanced.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same in numpy.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class T, size_t N>
+using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+template <class T, size_t N>
+using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+constexpr uint8_t kHit = 1, kPredicted = 2;
+constexpr double kNever = -1e6;
+constexpr double kInUse = 1e9;  // above any priority: experts in use come before all others
+constexpr double kHighest = std::numeric_limits<double>::infinity();
+
+struct Lane {
+    std::vector<double> last_used, frequency;
+    std::vector<uint8_t> cached;
+    std::vector<double> absent;  // 0 where cached, else above any key: what cannot leave
+    std::vector<double> rank;    // in the order of the keys but for almost equal ones, and set anew only when used
+    std::vector<double> keys;
+    size_t held;
+
+    void hold(int64_t expert) {
+        cached[expert] = 1;
+        absent[expert] = 0.0;
+        ++held;
+    }
+
+    void drop(int64_t expert) {
+        cached[expert] = 0;
+        absent[expert] = kHighest;
+        --held;
+    }
+};
+
+void want(bool holds, const char* sentence) {
+    if (!holds) throw std::invalid_argument(sentence);
+}
+
+template <class Array>
+bool has_shape(const Array& array, std::initializer_list<size_t> shape) {
+    size_t axis = 0;
+    for (size_t size : shape)
+        if (array.shape(axis++) != size) return false;
+    return true;
+}
+
+template <class Ids>
+void require_known(const Ids& ids, size_t num_experts) {
+    for (size_t i = 0; i < ids.size(); ++i)
+        want(ids.data()[i] >= 0 && ids.data()[i] < static_cast<int64_t>(num_experts), "expert ids must lie in 0..E-1");
+}
+
+uint64_t scrambled(uint64_t x) {  // splitmix64
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+// Whether an expert is among the `most` of highest key; of equal keys the lower id is higher.
+bool among_highest(int64_t expert, int64_t most, const std::vector<double>& keys) {
+    const double own = keys[expert];
+    int64_t above = 0;
+    for (double key : keys) above += key > own;
+    for (int64_t other = 0; other < expert; ++other) above += keys[other] == own;
+    return above < most;
+}
+
+// The lowest of some values; of equal ones the last.
+size_t last_lowest(const double* values, size_t count) {
+    double lowest[4] = {kHighest, kHighest, kHighest, kHighest};  // four at a time: each comparison waits for no other
+    size_t i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (size_t j = 0; j < 4; ++j) lowest[j] = values[i + j] < lowest[j] ? values[i + j] : lowest[j];
+    for (; i < count; ++i) lowest[0] = std::min(lowest[0], values[i]);
+    const double least = std::min(std::min(lowest[0], lowest[1]), std::min(lowest[2], lowest[3]));
+    size_t at = count;
+    while (at > 0 && values[at - 1] != least) --at;
+    return at - 1;
+}
+
+// Of those held the one of lowest key, of equal ones the last. ranks: with absent and kInUse in them.
+template <class Key>
+size_t who_leaves(const std::vector<double>& ranks, const Key& key, bool rank_is_key) {
+    const size_t first = last_lowest(ranks.data(), ranks.size());
+    if (rank_is_key) return first;
+    const double near = ranks[first] + 1e-9 * std::max(1.0, std::abs(ranks[first]));
+    size_t leaves = first;
+    double least = key(static_cast<int64_t>(first));
+    for (size_t e = ranks.size(); e-- > 0;) {
+        if (e == first || !(ranks[e] <= near)) continue;
+        const double own = key(static_cast<int64_t>(e));
+        if (own < least || (own == least && e > leaves)) least = own, leaves = e;
+    }
+    return leaves;
+}
+
+// Holds the experts in use and those of highest key, as far as the places go. Of equal ones the higher id leaves.
+template <class Key>
+void bring_in(Lane& lane, const int64_t* experts, const int64_t* rows, size_t slots, size_t places, const Key& key,
+              bool rank_is_key) {
+    for (size_t s = 0; s < slots; ++s)
+        if (rows[s] && !lane.cached[experts[s]]) lane.hold(experts[s]);
+    if (lane.held <= places) return;
+    const size_t num_experts = lane.keys.size();
+    for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = lane.rank[e] + lane.absent[e];
+    for (size_t s = 0; s < slots; ++s)
+        if (rows[s]) lane.keys[experts[s]] += kInUse;
+    while (lane.held > places) {
+        const size_t leaves = who_leaves(lane.keys, key, rank_is_key);
+        lane.keys[leaves] = kHighest;
+        lane.drop(static_cast<int64_t>(leaves));
+    }
+}
+
+enum class Ranks { kKeys, kNear, kNone };
+
+struct Visit {
+    In<int64_t, 4> experts, rows;  // [G, D, L, S]
+    In<bool, 3> start;             // [G, L, E]
+    In<double, 3> frequency;       // [G, L, E]
+    In<int64_t, 1> places;         // [L]
+    int64_t predict;
+    Out<uint8_t, 4> flags;  // [G, D, L, S]
+
+    // key_of(lane, number, layer, step) -> function of an expert. rank_of(lane, layer) -> the same without the step, in
+    // the same order but for almost equal ones; Ranks::kNone: keys of another step say nothing.
+    template <class KeyOf, class RankOf>
+    void run(const KeyOf& key_of, const RankOf& rank_of, Ranks ranks) const {
+        const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+        const size_t slots = experts.shape(3), num_experts = start.shape(2);
+        Lane lane;
+        for (size_t g = 0; g < groups; ++g) {
+            for (size_t l = 0; l < layers; ++l) {  // a lane to its end: what it remembers stays in the processor's cache
+                begin(lane, (g * layers + l) * num_experts, num_experts);
+                const auto rank = rank_of(lane, l);
+                for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = rank(static_cast<int64_t>(e));
+                for (size_t d = 0; d < steps; ++d) {
+                    const size_t cell = ((g * steps + d) * layers + l) * slots;
+                    const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
+                    uint8_t* flag = flags.data() + cell;
+                    const auto key = key_of(lane, g * layers + l, l, d);
+                    bool missing = false;
+                    for (size_t s = 0; s < slots; ++s) {
+                        flag[s] = count[s] && lane.cached[ids[s]] ? kHit : 0;
+                        missing |= count[s] && !lane.cached[ids[s]];
+                    }
+                    if (missing && predict) {
+                        for (size_t e = 0; e < num_experts; ++e) lane.keys[e] = key(static_cast<int64_t>(e));
+                        for (size_t s = 0; s < slots; ++s)
+                            if (count[s] && !lane.cached[ids[s]] && among_highest(ids[s], predict, lane.keys))
+                                flag[s] |= kPredicted;
+                    }
+                    for (size_t s = 0; s < slots; ++s) {
+                        if (!count[s]) continue;
+                        lane.last_used[ids[s]] = static_cast<double>(d);
+                        lane.frequency[ids[s]] += static_cast<double>(count[s]);
+                        lane.rank[ids[s]] = rank(ids[s]);
+                    }
+                    if (!missing || !places.data()[l]) continue;
+                    if (ranks == Ranks::kNone)
+                        for (size_t e = 0; e < num_experts; ++e) lane.rank[e] = key(static_cast<int64_t>(e));
+                    bring_in(lane, ids, count, slots, places.data()[l], key, ranks != Ranks::kNear);
+                }
+            }
+        }
+    }
+
+    void begin(Lane& lane, size_t at, size_t num_experts) const {
+        lane.last_used.assign(num_experts, kNever);
+        lane.frequency.assign(frequency.data() + at, frequency.data() + at + num_experts);
+        lane.cached.assign(num_experts, 0);
+        lane.absent.assign(num_experts, kHighest);
+        lane.keys.assign(num_experts, 0.0);
+        lane.rank.assign(num_experts, 0.0);
+        lane.held = 0;
+        for (size_t e = 0; e < num_experts; ++e)
+            if (start.data()[at + e]) lane.hold(static_cast<int64_t>(e));
+    }
+};
+
+// To 2^-40: below that libm's differs by processor, and almost equal ranks decide who stays.
+double same_log(double x) { return std::nearbyint(std::log(x) * 0x1p40) * 0x1p-40; }
+
+// A frequency, times what it is worth after 0, 1, ... steps without use. `rank` is in the order of the keys of any step, but
+// for almost equal ones, where every step is worth the same share of the one before and none lies behind the last entry.
+struct Faded {
+    const double* worth;
+    size_t count;
+    double fading;
+    bool has_ranks;
+
+    Faded(const double* p, size_t size, size_t steps) : worth(p), count(size), fading(0.0), has_ranks(false) {
+        want(size > 0 && p[0] > 0.0, "faded needs what a frequency is worth after 0, 1, ... steps");
+        if (size < 2 || !(p[1] > 0.0)) return;
+        fading = same_log(p[0] / p[1]);
+        has_ranks = steps < size;
+        for (size_t i = 2; i < size && has_ranks; ++i)
+            has_ranks = p[i] > 0.0 && std::abs(p[i] * p[0] / (p[i - 1] * p[1]) - 1.0) <= 1e-12;
+    }
+
+    double key(double frequency, double last_used, size_t step) const {
+        const double since = static_cast<double>(step) - last_used;
+        return frequency * worth[static_cast<size_t>(std::min(since, static_cast<double>(count - 1)))];
+    }
+
+    double rank(double frequency, double last_used) const {
+        return frequency > 0.0 ? rank_of_log(same_log(frequency), last_used) : -1e300;
+    }
+
+    double rank_of_log(double log_frequency, double last_used) const { return log_frequency + fading * last_used; }
+};
+
+// An expert that was never used has no frequency either: its key is 0 at any time.
+bool never_without_use(const In<double, 3>& frequency) {
+    for (size_t i = 0; i < frequency.size(); ++i)
+        if (frequency.data()[i] != 0.0) return false;
+    return true;
+}
+
+void visit(In<int64_t, 4> experts, In<int64_t, 4> rows, In<bool, 3> start, In<double, 3> frequency,
+           In<int64_t, 1> places, const std::string& priority, In<double, 1> parameters, int64_t predict,
+           Out<uint8_t, 4> flags) {
+    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+    const size_t slots = experts.shape(3), num_experts = start.shape(2);
+    want(has_shape(rows, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
+             has_shape(start, {groups, layers, num_experts}) && has_shape(frequency, {groups, layers, num_experts}) &&
+             has_shape(places, {layers}),
+         "experts, rows and flags must be [G, D, L, S], start and frequency [G, L, E], places [L]");
+    require_known(experts, num_experts);
+    for (size_t l = 0; l < layers; ++l) want(places.data()[l] >= 0, "places must be at least 0");
+    for (size_t i = 0; i < rows.size(); ++i) want(rows.data()[i] >= 0, "rows must be at least 0");
+
+    const Visit work{experts, rows, start, frequency, places, predict, flags};
+    const double* p = parameters.data();
+    const size_t count = parameters.size();
+    nb::gil_scoped_release release;
+    const auto alike = [](const auto& rank_of) {  // a key that does not depend on the step
+        return [rank_of](const Lane& lane, size_t, size_t l, size_t) { return rank_of(lane, l); };
+    };
+    if (priority == "lru") {
+        const auto last = [](const Lane& lane, size_t) { return [&lane](int64_t e) { return lane.last_used[e]; }; };
+        work.run(alike(last), last, Ranks::kKeys);
+    } else if (priority == "lfu") {  // ties go to the one used last
+        const auto often = [](const Lane& lane, size_t) {
+            return [&lane](int64_t e) { return lane.frequency[e] + 1e-7 * (lane.last_used[e] - kNever); };
+        };
+        work.run(alike(often), often, Ranks::kKeys);
+    } else if (priority == "faded") {
+        const Faded faded(p, count, steps);
+        work.run(
+            [=](const Lane& lane, size_t, size_t, size_t d) {
+                return [&lane, faded, d](int64_t e) { return faded.key(lane.frequency[e], lane.last_used[e], d); };
+            },
+            [=](const Lane& lane, size_t) {
+                return [&lane, faded](int64_t e) { return faded.rank(lane.frequency[e], lane.last_used[e]); };
+            },
+            faded.has_ranks && never_without_use(frequency) ? Ranks::kNear : Ranks::kNone);
+    } else if (priority == "expected") {
+        want(count == layers * num_experts, "expected needs a frequency known beforehand per layer and expert");
+        const auto known = [=](const Lane& lane, size_t l) {
+            return [&lane, of_layer = p + l * num_experts](int64_t e) { return lane.frequency[e] + of_layer[e]; };
+        };
+        work.run(alike(known), known, Ranks::kKeys);
+    } else if (priority == "random") {
+        work.run(
+            [=](const Lane&, size_t lane, size_t, size_t d) {
+                return [seed = scrambled(scrambled(lane) ^ d)](int64_t e) {
+                    return static_cast<double>(scrambled(seed ^ static_cast<uint64_t>(e)) >> 11);
+                };
+            },
+            [](const Lane&, size_t) { return [](int64_t) { return 0.0; }; }, Ranks::kNone);
+    } else {
+        throw std::invalid_argument("priority must be lru, lfu, faded, expected or random, got " + priority);
+    }
+}
+
+// The experts of a lane in such an order that a cache of C places holds the first C of them, for any C: who stays depends on
+// keys only, and every cache begins with the first of one order (Mattson's stack).
+struct Stack {
+    std::vector<int64_t> order, used, waiting;
+    std::vector<size_t> place;
+    std::vector<double> last_used, frequency, rank;
+    std::vector<double> standing;  // rank, but below any rank while in use
+
+    void begin(const int64_t* first, size_t num_experts) {
+        order.assign(first, first + num_experts);
+        place.resize(num_experts);
+        for (size_t i = 0; i < num_experts; ++i) place[order[i]] = i;
+        last_used.assign(num_experts, kNever);
+        frequency.assign(num_experts, 0.0);
+        rank.assign(num_experts, -1e300);
+        standing = rank;
+    }
+
+    // Experts in use first, then each cache's own by key: of the first C of before and those in use, the best C.
+    template <class Above>
+    void serve(const Above& above, bool has_ranks) {
+        std::sort(used.begin(), used.end(), above);
+        for (int64_t e : used) standing[e] = -kHighest;
+        waiting.clear();
+        size_t first = 0, i = 0;  // of those that wait, best first: never more than are in use
+        const auto wait = [&](int64_t expert) {
+            size_t at = waiting.size();
+            waiting.push_back(expert);
+            for (; at > first && above(expert, waiting[at - 1]); --at) waiting[at] = waiting[at - 1];
+            waiting[at] = expert;
+        };
+        for (; i < used.size(); ++i) {
+            if (standing[order[i]] > -kHighest) wait(order[i]);
+            put(i, used[i]);
+        }
+        while (first < waiting.size()) {
+            const int64_t best = waiting[first];
+            const double clear = has_ranks ? rank[best] + near(rank[best]) : kHighest;
+            while (standing[order[i]] > clear) ++i;  // better than all that wait; in the end comes one in use
+            const int64_t old = order[i];
+            const bool in_use = standing[old] == -kHighest;
+            if (in_use || above(best, old)) {
+                ++first;
+                if (!in_use) wait(old);
+                put(i, best);
+            }
+            ++i;
+        }
+        for (int64_t e : used) standing[e] = rank[e];
+    }
+
+    static double near(double value) { return 1e-9 * std::max(1.0, std::abs(value)); }
+
+   private:
+    void put(size_t at, int64_t expert) {
+        order[at] = expert;
+        place[expert] = at;
+    }
+};
+
+// How far down each expert lies when it is asked for: a cache of more places has it. Keys are Faded's.
+void depths(In<int64_t, 4> experts, In<int64_t, 4> rows, In<int64_t, 2> order, In<double, 1> worth, Out<uint16_t, 4> depth) {
+    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+    const size_t slots = experts.shape(3), num_experts = order.shape(1);
+    want(has_shape(rows, {groups, steps, layers, slots}) && has_shape(depth, {groups, steps, layers, slots}) &&
+             has_shape(order, {layers, num_experts}) && num_experts < 65535,
+         "experts, rows and depth must be [G, D, L, S], order [L, E] with E below 65535");
+    require_known(experts, num_experts);
+    for (size_t l = 0; l < layers; ++l) {
+        std::vector<uint8_t> seen(num_experts, 0);
+        for (size_t i = 0; i < num_experts; ++i) {
+            const int64_t e = order.data()[l * num_experts + i];
+            want(e >= 0 && e < static_cast<int64_t>(num_experts) && !seen[e]++, "order must hold each expert once");
+        }
+    }
+    const Faded faded(worth.data(), worth.size(), steps);
+    nb::gil_scoped_release release;
+    Stack stack;
+    std::vector<double> logs(1, 0.0);  // frequencies are counts here, and small
+    for (size_t g = 0; g < groups; ++g)
+        for (size_t l = 0; l < layers; ++l) {
+            stack.begin(order.data() + l * num_experts, num_experts);
+            for (size_t d = 0; d < steps; ++d) {
+                const size_t cell = ((g * steps + d) * layers + l) * slots;
+                const int64_t *ids = experts.data() + cell, *count = rows.data() + cell;
+                stack.used.clear();
+                for (size_t s = 0; s < slots; ++s) {
+                    depth.data()[cell + s] = count[s] ? static_cast<uint16_t>(stack.place[ids[s]]) : 65535;
+                    if (!count[s]) continue;
+                    const int64_t e = ids[s];
+                    stack.last_used[e] = static_cast<double>(d);
+                    stack.frequency[e] += static_cast<double>(count[s]);
+                    const size_t uses = static_cast<size_t>(stack.frequency[e]);
+                    while (logs.size() <= uses) logs.push_back(same_log(static_cast<double>(logs.size())));
+                    stack.rank[e] = faded.rank_of_log(logs[uses], stack.last_used[e]);
+                    stack.used.push_back(e);
+                }
+                const auto above = [&](int64_t a, int64_t b) {
+                    const double first = stack.rank[a], second = stack.rank[b];
+                    if (faded.has_ranks && std::abs(first - second) > Stack::near(second)) return first > second;
+                    const double own = faded.key(stack.frequency[a], stack.last_used[a], d);
+                    const double other = faded.key(stack.frequency[b], stack.last_used[b], d);
+                    return own > other || (own == other && a < b);
+                };
+                stack.serve(above, faded.has_ranks);
+            }
+        }
+}
+
+// hobbit_caches.py: one of HOBBIT's caches, which all layers of a group share. Experts are layer * E + id.
+class SharedCache {
+   public:
+    SharedCache(size_t layers, size_t num_experts)
+        : layers_(layers), num_experts_(num_experts), least_(layers), share_(layers), lowest_(layers), own_(layers) {}
+
+    void begin(const bool* start, size_t places) {
+        const size_t all = layers_ * num_experts_;
+        held_.assign(start, start + all);
+        leaving_.assign(all, kHighest);
+        places_ = places;
+        count_ = 0;
+        for (size_t e = 0; e < all; ++e)
+            if (held_[e]) leaving_[e] = 0.0, ++count_;
+        for (size_t l = 0; l < layers_; ++l) look_at(l);
+    }
+
+    // So many tokens have begun.
+    void at_token(double tokens) {
+        tokens_ = tokens;
+        for (size_t l = 0; l < layers_; ++l) share_[l] = least_[l] / tokens_;
+    }
+
+    bool holds(size_t expert) const { return held_[expert]; }
+
+    // Not thrown out before `unpin`. All of one layer.
+    void pin(size_t expert, size_t layer) {
+        leaving_[expert] = kHighest;
+        pinned_.push_back(expert);
+        is_lowest_pinned_ |= lowest_[layer] == expert;
+    }
+
+    // Takes the place of the expert of lowest priority, value / tokens + near[layers until it is used]; is not kept
+    // where all others are pinned. near: twice, one after the other.
+    void enter(size_t expert, const std::vector<double>& near, size_t layer) {
+        if (count_ == places_) {
+            if (is_lowest_pinned_) look_at(layer), is_lowest_pinned_ = false;
+            const double* until = near.data() + layers_ - layer;
+            for (size_t l = 0; l < layers_; ++l) own_[l] = share_[l] + until[l];
+            const size_t from = last_lowest(own_.data(), layers_);
+            if (least_[from] == kHighest) return;
+            held_[lowest_[from]] = 0, leaving_[lowest_[from]] = kHighest, --count_;
+            look_at(from);
+        }
+        held_[expert] = 1, ++count_;  // and pinned: who enters is in use or guessed
+    }
+
+    void unpin(size_t layer, const std::vector<double>& value) {
+        for (size_t expert : pinned_) {
+            if (!held_[expert]) continue;
+            const double own = leaving_[expert] = value[expert];
+            if (own < least_[layer] || (own == least_[layer] && expert > lowest_[layer])) lowest_is(layer, expert);
+        }
+        pinned_.clear();
+        if (is_lowest_pinned_) look_at(layer), is_lowest_pinned_ = false;
+    }
+
+   private:
+    size_t layers_, num_experts_, places_ = 0, count_ = 0;
+    double tokens_ = 1.0;
+    std::vector<uint8_t> held_;
+    std::vector<double> leaving_;  // what an expert is worth if it may leave, else above any
+    std::vector<double> least_;    // the lowest of each layer
+    std::vector<double> share_;    // the same / tokens
+    std::vector<size_t> lowest_;   // and whose it is
+    std::vector<double> own_;
+    std::vector<size_t> pinned_;
+    bool is_lowest_pinned_ = false;  // then the layer's lowest is to be looked for
+
+    void look_at(size_t layer) {
+        lowest_is(layer, layer * num_experts_ + last_lowest(leaving_.data() + layer * num_experts_, num_experts_));
+    }
+
+    void lowest_is(size_t layer, size_t expert) {
+        lowest_[layer] = expert;
+        least_[layer] = leaving_[expert];
+        share_[layer] = least_[layer] / tokens_;
+    }
+};
+
+constexpr uint8_t kEarly = 2, kLate = 4, kLow = 8;  // beside kHit
+
+// Guessed experts are ordered before a layer, then its own choices are served, in both caches. See hobbit_caches.py.
+void two_caches(In<int64_t, 4> experts, In<uint8_t, 4> need, In<int64_t, 4> guessed, In<uint8_t, 4> as, In<bool, 2> high,
+                In<bool, 2> low, int64_t high_places, int64_t low_places, In<double, 1> weights, Out<uint8_t, 4> flags,
+                Out<uint8_t, 4> order, Out<uint8_t, 4> ordered) {
+    const size_t groups = experts.shape(0), steps = experts.shape(1), layers = experts.shape(2);
+    const size_t slots = experts.shape(3), guesses = guessed.shape(3), num_experts = high.shape(1);
+    want(has_shape(need, {groups, steps, layers, slots}) && has_shape(flags, {groups, steps, layers, slots}) &&
+             has_shape(order, {groups, steps, layers, slots}) && has_shape(guessed, {groups, steps, layers, guesses}) &&
+             has_shape(as, {groups, steps, layers, guesses}) && has_shape(ordered, {groups, steps, layers, guesses}) &&
+             has_shape(high, {layers, num_experts}) && has_shape(low, {layers, num_experts}) && has_shape(weights, {4}),
+         "experts, need, flags and order must be [G, D, L, S], guessed, as and ordered [G, D, L, S'], high and low "
+         "[L, E], weights [4]");
+    want(guesses < 255, "at most 254 experts can be guessed for a layer");
+    want(high_places >= 0 && low_places >= 0, "places must be at least 0");
+    require_known(experts, num_experts);
+    require_known(guessed, num_experts);
+
+    nb::gil_scoped_release release;
+    const double* w = weights.data();
+    SharedCache upper(layers, num_experts), lower(layers, num_experts);
+    std::vector<double> value, last, near(2 * layers);
+    std::vector<int64_t> at_high(layers * num_experts), at_low(layers * num_experts);  // when an expert was ordered
+    std::vector<uint8_t> as_guess(layers * num_experts);                               // and as which guess
+    for (size_t l = 0; l < 2 * layers; ++l)
+        near[l] = w[3] * (1.0 - static_cast<double>(l % layers) / static_cast<double>(layers));
+    int64_t now = 0;
+    for (size_t g = 0; g < groups; ++g) {
+        upper.begin(high.data(), static_cast<size_t>(high_places));
+        lower.begin(low.data(), static_cast<size_t>(low_places));
+        value.assign(layers * num_experts, 0.0);
+        last.assign(layers * num_experts, 0.0);
+        for (size_t d = 0; d < steps; ++d) {
+            const double tokens = static_cast<double>(d + 1);
+            upper.at_token(tokens), lower.at_token(tokens);
+            for (size_t l = 0; l < layers; ++l) {
+                ++now;
+                const size_t cell = (g * steps + d) * layers + l;
+                const int64_t *ids = experts.data() + cell * slots, *ahead = guessed.data() + cell * guesses;
+                const uint8_t *needs = need.data() + cell * slots, *ahead_as = as.data() + cell * guesses;
+                uint8_t *flag = flags.data() + cell * slots, *which = order.data() + cell * slots;
+                uint8_t* copies = ordered.data() + cell * guesses;
+                for (size_t s = 0; s < guesses; ++s) {
+                    if (!ahead_as[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
+                    upper.pin(e, l), lower.pin(e, l);
+                }
+                for (size_t s = 0; s < guesses; ++s) {
+                    copies[s] = 0;
+                    if (!ahead_as[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ahead[s]);
+                    if (upper.holds(e) || (ahead_as[s] == 2 && lower.holds(e))) continue;
+                    copies[s] = ahead_as[s];
+                    as_guess[e] = static_cast<uint8_t>(s);
+                    (ahead_as[s] == 1 ? at_high : at_low)[e] = now;
+                    (ahead_as[s] == 1 ? upper : lower).enter(e, near, l);
+                }
+                for (size_t s = 0; s < slots; ++s) {
+                    if (!needs[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
+                    value[e] += w[0] * (tokens - last[e]) + w[1] + (needs[s] == 1 ? w[2] : 0.0);
+                    last[e] = tokens;
+                    upper.pin(e, l), lower.pin(e, l);
+                }
+                for (size_t s = 0; s < slots; ++s) {
+                    flag[s] = 0, which[s] = 255;
+                    if (!needs[s]) continue;
+                    const size_t e = l * num_experts + static_cast<size_t>(ids[s]);
+                    if (at_high[e] == now) {
+                        flag[s] = kEarly, which[s] = as_guess[e];
+                    } else if (upper.holds(e)) {
+                        flag[s] = kHit;
+                    } else if (needs[s] == 1) {
+                        flag[s] = kLate;
+                        upper.enter(e, near, l);
+                    } else if (at_low[e] == now) {
+                        flag[s] = kEarly | kLow, which[s] = as_guess[e];
+                    } else if (lower.holds(e)) {
+                        flag[s] = kHit | kLow;
+                    } else {
+                        flag[s] = kLate | kLow;
+                        lower.enter(e, near, l);
+                    }
+                }
+                upper.unpin(l, value), lower.unpin(l, value);
+            }
+        }
+    }
+}
+
+// execution.py's with_copies: copies of missing experts one after the other, and compute beside them.
+void with_copies(In<double, 2> compute, In<bool, 2> missing, In<double, 2> copy, In<double, 1> before, double opening,
+                 Out<double, 1> total) {
+    const size_t cells = compute.shape(0), slots = compute.shape(1);
+    const size_t stride = copy.size() == 1 ? 0 : 1, row = before.size() == 1 ? 0 : 1;
+    want(has_shape(missing, {cells, slots}) && has_shape(total, {cells}) && (!stride || has_shape(copy, {cells, slots})) &&
+             (!row || has_shape(before, {cells})),
+         "compute and missing must be [N, S], copy too or one number, before and total [N], before or one number");
+    nb::gil_scoped_release release;
+    for (size_t n = 0; n < cells; ++n) {
+        double all = 0.0, waiting = 0.0, link = 0.0, lightest = kHighest, shortest = kHighest;
+        bool any = false;
+        for (size_t s = 0; s < slots; ++s) {
+            const size_t at = n * slots + s;
+            const double own = compute.data()[at];
+            all += own;
+            if (!missing.data()[at]) continue;
+            any = true;
+            const double each = copy.data()[stride * at];
+            waiting += own, link += each;
+            lightest = std::min(lightest, own), shortest = std::min(shortest, each);
+        }
+        const double free = before.data()[row * n] + opening;
+        total.data()[n] =
+            any ? std::max(all, std::max(free + shortest + waiting, free + link + lightest)) : all;
+    }
+}
+
+// hobbit.py's precision of each choice, from the gate weight of those before it: of equal ones the first comes first.
+void precisions(In<float, 2> weights, double t1, double t2, Out<uint8_t, 2> classes) {
+    const size_t rows = weights.shape(0), k = weights.shape(1);
+    want(has_shape(classes, {rows, k}), "weights and classes must be [N, k]");
+    nb::gil_scoped_release release;
+    for (size_t row = 0; row < rows; ++row) {
+        const float* gates = weights.data() + row * k;
+        double sum = 0.0;
+        for (size_t i = 0; i < k; ++i) sum += static_cast<double>(gates[i]);
+        for (size_t i = 0; i < k; ++i) {
+            double before = 0.0;
+            for (size_t j = 0; j < k; ++j)
+                if (j != i && (j < i ? gates[j] >= gates[i] : gates[j] > gates[i])) before += static_cast<double>(gates[j]);
+            before /= std::max(sum, 1e-12);
+            classes.data()[row * k + i] = before <= t1 ? 0 : before <= t2 ? 1 : 2;
+        }
+    }
+}
+
+// adaptive.py's rule for the hot set of each group: one exchange at a time while the link is idle. Returns how many.
+int64_t follow(In<int64_t, 5> ids, In<int64_t, 4> experts, In<int64_t, 4> rows, In<double, 1> copies_per_step,
+               double memory, double hysteresis, Out<double, 3> heat, Out<bool, 3> hot, Out<uint8_t, 4> bits,
+               Out<uint8_t, 5> widths) {
+    const size_t groups = ids.shape(0), requests = ids.shape(1), steps = ids.shape(2), layers = ids.shape(3);
+    const size_t k = ids.shape(4), slots = experts.shape(3), num_experts = heat.shape(2);
+    want(has_shape(widths, {groups, requests, steps, layers, k}) && has_shape(copies_per_step, {groups}) &&
+             has_shape(experts, {groups, steps, layers, slots}) && has_shape(rows, {groups, steps, layers, slots}) &&
+             has_shape(heat, {groups, layers, num_experts}) && has_shape(hot, {groups, layers, num_experts}) &&
+             has_shape(bits, {groups, requests, layers, num_experts}),
+         "ids and widths must be [G, B, D, L, k], experts and rows [G, D, L, S], heat and hot [G, L, E], "
+         "bits [G, B, L, E]");
+    require_known(experts, num_experts);
+    require_known(ids, num_experts);
+
+    nb::gil_scoped_release release;
+    const double kept = 1.0 - 1.0 / memory;
+    int64_t copied = 0;
+    for (size_t g = 0; g < groups; ++g) {
+        double* group_heat = heat.data() + g * layers * num_experts;
+        bool* group_hot = hot.data() + g * layers * num_experts;
+        double credit = 0.0;
+        for (size_t d = 0; d < steps; ++d) {
+            for (size_t b = 0; b < requests; ++b) {
+                const size_t row = ((g * requests + b) * steps + d) * layers * k;
+                const uint8_t* plan = bits.data() + (g * requests + b) * layers * num_experts;
+                for (size_t l = 0; l < layers; ++l)
+                    for (size_t j = row + l * k; j < row + (l + 1) * k; ++j)
+                        widths.data()[j] = plan[l * num_experts + ids.data()[j]];
+            }
+            for (size_t i = 0; i < layers * num_experts; ++i) group_heat[i] *= kept;
+            bool running = false;
+            for (size_t l = 0; l < layers; ++l) {
+                const size_t cell = ((g * steps + d) * layers + l) * slots;
+                for (size_t s = cell; s < cell + slots; ++s) {
+                    group_heat[l * num_experts + experts.data()[s]] += static_cast<double>(rows.data()[s]);
+                    running |= rows.data()[s] > 0;
+                }
+            }
+            credit = std::min(credit + copies_per_step.data()[g], 1.0);
+            if (credit < 1.0 || !running) continue;
+            double best = 0.0;
+            size_t at = 0, coming = 0, leaving = 0;
+            for (size_t l = 0; l < layers; ++l) {
+                const double* h = group_heat + l * num_experts;
+                size_t hottest = num_experts, coldest = num_experts;  // of the cold, of the hot
+                for (size_t e = 0; e < num_experts; ++e) {
+                    if (group_hot[l * num_experts + e]) {
+                        if (coldest == num_experts || h[e] < h[coldest]) coldest = e;
+                    } else if (hottest == num_experts || h[e] > h[hottest]) {
+                        hottest = e;
+                    }
+                }
+                if (hottest == num_experts || coldest == num_experts) continue;
+                const double gain = h[hottest] - (1 + hysteresis) * h[coldest];
+                if (gain > best) best = gain, at = l, coming = hottest, leaving = coldest;
+            }
+            if (best <= 0.0) continue;
+            group_hot[at * num_experts + coming] = true;
+            group_hot[at * num_experts + leaving] = false;
+            for (size_t b = 0; b < requests; ++b) {
+                uint8_t* plan = bits.data() + ((g * requests + b) * layers + at) * num_experts;
+                plan[leaving] = plan[coming];
+                plan[coming] = 0;
+            }
+            credit = 0.0;
+            ++copied;
+        }
+    }
+    return copied;
+}
+
+// Sorts places by gate weight, the first of equal ones first. Of few the library's sort would spend most on its memory.
+void lightest_first(std::vector<size_t>& places, const double* gate) {
+    if (places.size() > 16) {
+        std::stable_sort(places.begin(), places.end(), [&](size_t a, size_t b) { return gate[a] < gate[b]; });
+        return;
+    }
+    for (size_t n = 1; n < places.size(); ++n) {
+        const size_t own = places[n];
+        size_t at = n;
+        for (; at > 0 && gate[own] < gate[places[at - 1]]; --at) places[at] = places[at - 1];
+        places[at] = own;
+    }
+}
+
+// balanced.py's rule, the same as balance.py's: of each layer's hot experts, those of least gate weight run on the device,
+// as many as make max(GPU, device) smallest, fewer where equal. Marks them in spilled.
+void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
+           In<double, 2> shared, double opening, Out<bool, 4> spilled) {
+    const size_t groups = rows.shape(0), steps = rows.shape(1), layers = rows.shape(2), slots = rows.shape(3);
+    want(has_shape(gates, {groups, steps, layers, slots}) && has_shape(already, {groups, steps, layers}) &&
+             has_shape(spilled, {groups, steps, layers, slots}) && has_shape(shared, {groups, steps}) &&
+             device.size() == gpu.size(),
+         "rows, gates and spilled must be [G, D, L, S], already [G, D, L], shared [G, D], device and gpu [rows + 1]");
+    const int64_t most = static_cast<int64_t>(device.size()) - 1;
+    for (size_t i = 0; i < rows.size(); ++i)
+        want(rows.data()[i] >= 0 && rows.data()[i] <= most, "device and gpu must have an entry for every number of rows");
+
+    nb::gil_scoped_release release;
+    std::vector<size_t> order;
+    std::vector<double> left;  // GPU time of order[n:], for every n
+    for (size_t cell = 0; cell < groups * steps * layers; ++cell) {
+        const int64_t* count = rows.data() + cell * slots;
+        const double* gate = gates.data() + cell * slots;
+        order.clear();
+        for (size_t s = 0; s < slots; ++s)
+            if (count[s]) order.push_back(s);
+        if (order.empty()) continue;
+        lightest_first(order, gate);
+        left.assign(order.size() + 1, shared.data()[cell / layers]);
+        for (size_t n = order.size(); n-- > 0;) left[n] = left[n + 1] + gpu.data()[count[order[n]]];
+        const double before = already.data()[cell], message = before == 0.0 ? opening : 0.0;
+        double least = std::max(left[0], before), moved = 0.0;
+        size_t best = 0;
+        for (size_t n = 1; n <= order.size(); ++n) {
+            moved += device.data()[count[order[n - 1]]];
+            const double layer = std::max(left[n], before + moved + message);
+            if (layer < least) least = layer, best = n;
+        }
+        for (size_t n = 0; n < best; ++n) spilled.data()[cell * slots + order[n]] = true;
+    }
+}
+
+}  // namespace
+
+NB_MODULE(_lanes, module) {
+    module.def("visit", &visit, nb::arg("experts"), nb::arg("rows"), nb::arg("start"), nb::arg("frequency"),
+               nb::arg("places"), nb::arg("priority"), nb::arg("parameters"), nb::arg("predict"), nb::arg("flags"));
+    module.def("depths", &depths, nb::arg("experts"), nb::arg("rows"), nb::arg("order"), nb::arg("worth"),
+               nb::arg("depth"));
+    module.def("two_caches", &two_caches, nb::arg("experts"), nb::arg("need"), nb::arg("guessed"), nb::arg("as_"),
+               nb::arg("high"), nb::arg("low"), nb::arg("high_places"), nb::arg("low_places"), nb::arg("weights"),
+               nb::arg("flags"), nb::arg("order"), nb::arg("ordered"));
+    module.def("with_copies", &with_copies, nb::arg("compute"), nb::arg("missing"), nb::arg("copy"), nb::arg("before"),
+               nb::arg("opening"), nb::arg("total"));
+    module.def("precisions", &precisions, nb::arg("weights"), nb::arg("t1"), nb::arg("t2"), nb::arg("classes"));
+    module.def("follow", &follow, nb::arg("ids"), nb::arg("experts"), nb::arg("rows"), nb::arg("copies_per_step"),
+               nb::arg("memory"), nb::arg("hysteresis"), nb::arg("heat"), nb::arg("hot"), nb::arg("bits"),
+               nb::arg("widths"));
+    module.def("spill", &spill, nb::arg("rows"), nb::arg("gates"), nb::arg("already"), nb::arg("device"), nb::arg("gpu"),
+               nb::arg("shared"), nb::arg("opening"), nb::arg("spilled"));
+}

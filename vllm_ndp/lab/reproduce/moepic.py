@@ -1,0 +1,87 @@
+"""MoEpic (arXiv 2509.08342): cache priorities and the split on a synthetic trace of its model's shape.
+
+Qwen1.5-MoE-A2.7B: 60 routed experts, top-4, 30 cached. Its routing traces are not public, so popularity and request
+signal are ours and only orders and ratios can be compared. Times are in units of the published motivation: 165 ms of
+loading against 57 ms of compute per token without a cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.lab.reproduce.row import Reproduction, Row
+from vllm_ndp.lab.systems.moepic_solver import THETAS, LayerLoad, num_tops
+from vllm_ndp.lab.systems.system import popular_placement
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+
+SHAPE = {"num_layers": 4, "num_experts": 60, "top_k": 4}
+CACHED = 30
+BUDGETS = (15, 20, 30)
+"""Experts' bytes per layer in GPU memory; the published budget of the theta sweep is not public."""
+LOAD_MS, COMPUTE_MS = 165.0, 57.0
+PUBLISHED_HITS = {"lcp": 62.21, "lfu": 60.68, "lru": 56.38, "random": 49.69}
+SETTINGS = SyntheticSettings(
+    **SHAPE, num_requests=16, prompt_len=32, decode_len=512, concentration=20.0, signal=0.35, drift=0.8, seed=1
+)
+
+
+def hit_rate(batches: Batches, prior: ImportanceScore, kind: str, slots: int) -> float:
+    priority = {"lcp": lcp(), "lfu": LFU, "lru": LRU, "random": RANDOM}[kind]
+    hit = visits(batches.loads, popular_placement(prior, slots), slots, priority).hit
+    return float(hit.sum() / (batches.loads.rows > 0).sum())
+
+
+def token_ms(batches: Batches, prior: ImportanceScore, misses: str, slots: int) -> NDArray[np.float64]:
+    """[thetas], time per token by the rule that the replayed system and its solver use, every prediction right.
+
+    Never below the link's own time: bottoms hide behind what the layer before computes after its own copies.
+    """
+    tops = [num_tops(slots, theta, SETTINGS.num_experts) for theta in THETAS.tolist()]
+    hits = np.array([hit_rate(batches, prior, "lcp", count) if count else 0.0 for count in tops])
+    used = float(SETTINGS.top_k)
+    load = LayerLoad(used, LOAD_MS / used, COMPUTE_MS, 0.0, 1.0, misses)  # one layer that is all of them
+    return load.expected_ps(used * hits, THETAS)
+
+
+def reproduce_moepic() -> Reproduction:
+    trace = synthetic_trace(SETTINGS, "qwen1.5-moe (synthetic)")
+    batches = Batches.of(trace)
+    prior = ImportanceScore.from_weights(np.sum([stats.counts for (stats,) in batches.prompts], axis=0))
+    text = f"synthetic routing, signal {SETTINGS.signal}, drift {SETTINGS.drift}, {CACHED} of 60 experts cached"
+    rows = [
+        Row("hit rate", kind, "%", published, 100 * hit_rate(batches, prior, kind, CACHED), text)
+        for kind, published in PUBLISHED_HITS.items()
+    ]
+    for misses, slots in (*(("wait", slots) for slots in BUDGETS), ("prefetched", CACHED)):
+        times = token_ms(batches, prior, misses, slots)
+        best = int(times.argmin())
+        name, text = f"misses {misses}, {slots} of 60", "165 ms of loading, 57 ms of compute; budget not published"
+        rows.append(Row(name, "best theta", "", 0.4, float(THETAS[best]), text))
+        for end, quantity, published in ((0, "prefetch only (theta 0)", 37.97), (-1, "cache only (theta 1)", 48.67)):
+            below = 100 * (1 - times[best] / times[end])
+            rows.append(Row(name, f"latency below {quantity}", "%", published, float(below), "either end"))
+        rows += [
+            Row(f"{name}, theta {theta:g}", "time per token", "ms", None, float(ms), text)
+            for theta, ms in zip(THETAS, times, strict=True)
+        ]
+    return Reproduction(
+        "MoEpic, arXiv 2509.08342 (reconstruction)",
+        tuple(rows),
+        (
+            "mechanism read from third-party descriptions; the equations of the published solver are not public",
+            "seed 003 is inverted: the top part is cached, the whole expert is computed and the split is lossless",
+            "an interior optimum of theta needs misses that wait for their gate: only then is theta 0 'prefetch only' "
+            "and theta 1 'cache only', as published; prefetched like bottoms, whole experts save more bytes on routing "
+            "with any skew, and theta 1 is never worse",
+            "where they wait, the best theta is 0.5 with a quarter of the experts' bytes in GPU memory, 0.6 with a "
+            "third, 0.8 with half, 30-57 % below prefetch only and 18-21 % below cache only; published: 0.4, 38 and "
+            "49 %, without the budget",
+            "until 2026-11-22 a copy could hide behind the layer before and behind its own tops: the link carried it "
+            "twice as fast as it can, and the rows of the prefetched reading were flat at 57 ms",
+            "seed 003's '24 GB A100' and 'NVLink' have no support",
+        ),
+    )

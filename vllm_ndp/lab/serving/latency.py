@@ -1,0 +1,122 @@
+"""What each token waited for: every picosecond between two tokens of a request has one cause, and they add up.
+
+    queue               not in a step: before its first one, or running without tokens left in the step
+    migration           experts moving into GPU memory before a step it is in
+    prefill             prompt rows of its own
+    prefill of others   prompt rows of others in its steps: what the step would not have taken without them
+    device              the device computed longer than the GPU
+    other hosts         … because it served another host first
+    gpu                 the rest: attention, experts in GPU memory, the head
+
+Prefill of a step is shared out by rows. Knows served steps. Does not know how they came about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.lab.exact.engine import StepRun
+from vllm_ndp.lab.serving.host import Served
+
+CAUSES = ("queue", "migration", "prefill", "prefill of others", "device", "other hosts", "gpu")
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+QUEUE, MIGRATION, OWN, OTHERS, DEVICE, HOSTS, GPU = range(len(CAUSES))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N tokens in the order in which they came; a token's latency is the sum of its causes."""
+
+    request: NDArray[np.int64]  # [N]
+    index: NDArray[np.int64]  # [N], 0: the first one, whose latency counts from the arrival (TTFT)
+    at_ps: NDArray[np.int64]  # [N]
+    causes_ps: NDArray[np.int64]  # [N, causes]
+
+    @property
+    def latency_ps(self) -> NDArray[np.int64]:
+        total: NDArray[np.int64] = self.causes_ps.sum(axis=1)
+        return total
+
+    def first(self) -> Tokens:
+        return self._where(self.index == 0)
+
+    def later(self) -> Tokens:
+        return self._where(self.index > 0)
+
+    def _where(self, chosen: NDArray[np.bool_]) -> Tokens:
+        return Tokens(self.request[chosen], self.index[chosen], self.at_ps[chosen], self.causes_ps[chosen])
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """The token at this rank: not an average, so its causes are what one token really waited for."""
+
+    percent: float
+    latency_ps: int
+    causes_ps: dict[str, int]
+
+
+def tokens_of(served: Served) -> Tokens:
+    """Every token of a run with what it waited for."""
+    seen = served.arrivals_ps.astype(np.int64).copy()  # up to when each request's time has a cause
+    causes = np.zeros((len(seen), len(CAUSES)), np.int64)
+    count = np.zeros(len(seen), np.int64)
+    out: list[tuple[int, int, int, NDArray[np.int64]]] = []
+    for step in served.steps:
+        run, end_ps = step.run, step.run.time.end_ps
+        rows = np.array(
+            [_prompt_rows(span.start, span.num_tokens, served.prompt_lens[span.request]) for span in step.spans]
+        )
+        decode, prefill_ps = _parts(
+            run, int(rows.sum()), any(n < s.num_tokens for n, s in zip(rows, step.spans, strict=True))
+        )
+        for span, own_rows in zip(step.spans, rows.tolist(), strict=True):
+            waited = causes[span.request]
+            waited[QUEUE] += step.decided_ps - seen[span.request]
+            waited[MIGRATION] += run.time.start_ps - step.decided_ps
+            own = prefill_ps * own_rows // int(rows.sum()) if own_rows else 0
+            waited[OWN] += own
+            waited[OTHERS] += prefill_ps - own
+            waited += decode
+            seen[span.request] = end_ps
+        for request in step.yielded:
+            out.append((request, int(count[request]), end_ps, causes[request].copy()))
+            count[request] += 1
+            causes[request] = 0
+    requests, indices, at, waits = zip(*out, strict=True)
+    return Tokens(np.array(requests), np.array(indices), np.array(at, np.int64), np.array(waits, np.int64))
+
+
+def percentiles(tokens: Tokens, wanted: tuple[float, ...] = PERCENTILES) -> Iterator[Percentile]:
+    """By nearest rank; none where there are no tokens."""
+    latency = tokens.latency_ps
+    order = np.argsort(latency, kind="stable")
+    for percent in wanted if len(order) else ():
+        rank = max(-(-round(10 * percent) * len(order) // 1000), 1) - 1  # in whole numbers: 0.999 * 1000 is not 999
+        token = int(order[rank])
+        by_cause = dict(zip(CAUSES, tokens.causes_ps[token].tolist(), strict=True))
+        yield Percentile(percent, int(latency[token]), by_cause)
+
+
+def _prompt_rows(start: int, num_tokens: int, prompt_len: int) -> int:
+    return int(min(max(prompt_len - start, 0), num_tokens))
+
+
+def _parts(run: StepRun, prefill_rows: int, decodes: bool) -> tuple[NDArray[np.int64], int]:
+    """(causes of a step's decode rows, what its prefill rows added)."""
+    causes = np.zeros(len(CAUSES), np.int64)
+    if not decodes:
+        return causes, run.time.total_ps
+    base = run.time if run.decode_only is None else run.decode_only
+    for layer, timing in zip(base.layers, run.device, strict=True):
+        longer = layer.total_ps - dataclasses.replace(layer, device_ps=0).total_ps
+        waited = min(longer, timing.queue_ps) if timing is not None else 0
+        causes[DEVICE] += longer - waited
+        causes[HOSTS] += waited
+    causes[GPU] = base.total_ps - causes[DEVICE] - causes[HOSTS]
+    return causes, run.time.total_ps - base.total_ps

@@ -1,0 +1,98 @@
+"""Every system that a trace can be replayed under, by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.lab.systems.adaptive import ADAPTIVE
+from vllm_ndp.lab.systems.balanced import BALANCED
+from vllm_ndp.lab.systems.context_aware import CONTEXT_AWARE
+from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
+from vllm_ndp.lab.systems.daop import DAOP
+from vllm_ndp.lab.systems.dynaexq import DYNAEXQ
+from vllm_ndp.lab.systems.fiddler import FIDDLER
+from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND
+from vllm_ndp.lab.systems.hobbit import HOBBIT
+from vllm_ndp.lab.systems.hybrimoe import HYBRIMOE
+from vllm_ndp.lab.systems.joint import JOINT
+from vllm_ndp.lab.systems.klotski import KLOTSKI
+from vllm_ndp.lab.systems.ktransformers import KTRANSFORMERS
+from vllm_ndp.lab.systems.llama_cpp import LLAMA_CPP
+from vllm_ndp.lab.systems.moe_infinity import MOE_INFINITY
+from vllm_ndp.lab.systems.moepic import MOEPIC
+from vllm_ndp.lab.systems.monde import MONDE
+from vllm_ndp.lab.systems.pimoe import PIMOE
+from vllm_ndp.lab.systems.pregated import PREGATED
+from vllm_ndp.lab.systems.quantized import QUANTIZED
+from vllm_ndp.lab.systems.replanned import REPLANNED
+from vllm_ndp.lab.systems.system import ReplayOptions, System, TooFewPlaces
+from vllm_ndp.lab.systems.vllm_offload import VLLM_OFFLOAD
+
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        CONTEXT_AWARE,
+        BALANCED,
+        ADAPTIVE,
+        JOINT,
+        REPLANNED,
+        MONDE,
+        HOBBIT,
+        GPU_ON_DEMAND,
+        CXL_EXPERT,
+        MOEPIC,
+        FIDDLER,
+        MOE_INFINITY,
+        QUANTIZED,
+        VLLM_OFFLOAD,
+        LLAMA_CPP,
+        KTRANSFORMERS,
+        DAOP,
+        DYNAEXQ,
+        HYBRIMOE,
+        KLOTSKI,
+        PIMOE,
+        PREGATED,
+    )
+}
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "context_aware": ("prefill",),
+    "balanced": ("spill_bits", "prefill"),
+    "adaptive": ("frequency", "memory_tokens", "prefill"),
+    "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
+    "replanned": ("execution", "spill_bits", "once_in"),
+    "monde": ("h_rounding",),
+    "hobbit": ("t1", "t2", "low_slots", "layer_weight", "ahead"),
+    "gpu_on_demand": ("cache",),
+    "cxl_expert": ("percentile", "near_data", "tiers", "retier_steps", "activation_bits", "warm_share"),
+    "moepic": ("theta", "misses", "prefetch_accuracy"),
+    "quantized": ("weight_bits",),
+    "vllm_offload": ("offload_backend",),
+    "llama_cpp": ("gguf_bits",),
+    "ktransformers": ("cpu_bits",),
+    "daop": ("predicted",),
+    "dynaexq": ("high_bits", "low_bits"),
+}
+"""What `ReplayOptions.own` may name, by system."""
+
+
+def require_options(names: Iterable[str], systems: Iterable[str]) -> None:
+    """Raises ConfigError for an option that none of the systems has."""
+    known = {option: system for system in systems for option in OPTIONS.get(system, ())}
+    for name in names:
+        if name not in known:
+            listed = ", ".join(f"{option} ({system})" for option, system in known.items()) or "none"
+            raise ConfigError(f"unknown option {name!r}: the chosen systems have {listed}")
+
+
+def system_named(name: str) -> System:
+    if name not in SYSTEMS:
+        nearest = difflib.get_close_matches(name, SYSTEMS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"system must be one of {', '.join(SYSTEMS)}, got {name!r}: did you mean {nearest!r}?")
+    return SYSTEMS[name]
+
+
+__all__ = ["OPTIONS", "SYSTEMS", "ReplayOptions", "System", "TooFewPlaces", "require_options", "system_named"]

@@ -1,0 +1,104 @@
+"""DynaExq (arXiv 2511.15015): every expert in GPU memory, the hot ones at more bits, chosen by what was used lately.
+
+A low width for all, and as many of the hottest per layer at a high width as the memory of num_hot full-precision
+experts leaves. No expert is ever missing, so nothing waits; promotions run beside compute. The closest rival of
+context-aware bits on a device: the same idea inside GPU memory. Hotness here: a prior worth 16 tokens and the group's
+prompts, decided once per group (published: a long window of router traces, updated all the time).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.lab.systems.context_aware import gate_loss
+from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
+from vllm_ndp.lab.systems.quantized import WEIGHT_BITS
+from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System, TooFewPlaces
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.loads import add_up
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
+from vllm_ndp.simulation.costs import Costs
+
+PRIOR_TOKENS = 16.0
+
+
+def widths(costs: Costs, options: ReplayOptions) -> tuple[int, int, int]:
+    """(high, low, how many experts per layer at high). Unless told: 16 over 4 if all fit at 4 bits, else 4 over 2."""
+    shape, room = costs.shape, options.budget.num_hot * costs.shape.expert_bytes
+    all_at_four = shape.num_experts * costs.replica_bytes(4) <= room
+    high = options.whole("high_bits", 16 if all_at_four else 4, 2, 16)
+    low = options.whole("low_bits", 4 if all_at_four else 2, 2, 16)
+    if high not in WEIGHT_BITS or low not in WEIGHT_BITS or high <= low:
+        raise ConfigError(f"high_bits must be above low_bits, both of {WEIGHT_BITS}, got {high} and {low}")
+    spare = room - shape.num_experts * costs.replica_bytes(low)
+    if spare < 0:
+        raise TooFewPlaces(
+            f"all {shape.num_experts} experts of a layer at {low} bits do not fit in the memory of "
+            f"{options.budget.num_hot} full-precision ones: {-spare} bytes are missing"
+        )
+    return high, low, min(spare // (costs.replica_bytes(high) - costs.replica_bytes(low)), shape.num_experts)
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Narrow and wide experts on the GPU; the host keeps the wide ones to promote from."""
+    high, low, num_high = widths(costs, options)
+    shape = costs.shape
+    layer = num_high * costs.replica_bytes(high) + (shape.num_experts - num_high) * costs.replica_bytes(low)
+    return Memory(gpu=shape.num_layers * layer, host=shape.num_layers * shape.num_experts * costs.replica_bytes(high))
+
+
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    high, low, num_high = widths(costs, options)
+    g, b, _, layers, k = batches.shape
+    counts = np.array([np.sum([s.counts for s in stats], axis=0) for stats in batches.prompts], np.float64)
+    heat = counts + PRIOR_TOKENS * k * options.prior.values
+    wide = np.zeros(heat.shape, np.bool_)  # [G, L, E]
+    np.put_along_axis(wide, np.argsort(-heat, axis=2, kind="stable")[:, :, :num_high], True, axis=2)
+    loads = batches.loads
+    groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
+    is_wide = wide[groups, which, loads.experts]
+    tables = [on_gpu_ps(costs, np.arange(b + 1)[:, None], costs.replica_bytes(bits)) for bits in (low, high)]
+    moe = add_up(np.where(is_wide, tables[1][loads.rows], tables[0][loads.rows]))
+    used = loads.rows > 0
+    wide_pairs, pairs = int(loads.rows[is_wide].sum()), int(loads.rows.sum())
+    ran = np.where(is_wide.ravel()[loads.places], high, low)
+    read = used.sum() * costs.replica_bytes(low) + (used & is_wide).sum() * (
+        costs.replica_bytes(high) - costs.replica_bytes(low)
+    )
+
+    def layers_ps(prompt: NDArray[np.int64]) -> NDArray[np.float64]:
+        return on_gpu_ps(costs, prompt, costs.replica_bytes(low))
+
+    narrow = ran[np.broadcast_to(batches.pairs, ran.shape)]
+    return without_device(
+        "dynaexq",
+        f"{high} over {low} bits, {num_high} high",
+        batches,
+        costs,
+        moe_ps=moe,
+        gpu_ps=moe,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        fetched_experts=float(g * layers * num_high * costs.replica_bytes(high) / costs.shape.expert_bytes),
+        hot_pairs=wide_pairs,
+        cold_bits=float(narrow[narrow < 16].sum()),
+        cold_pairs=int((narrow < 16).sum()),
+        loss=gate_loss(batches, np.where(ran < 16, ran, 0).astype(np.uint8), options),
+        traffic=Traffic(hbm_bytes=float(read)),
+        notes={"high_per_layer": num_high, "pairs": pairs},
+    )
+
+
+DYNAEXQ = System(
+    "dynaexq",
+    (
+        "hot set per group from a prior worth 16 tokens and the prompts; published: a long window, updated in decode",
+        "promotions are copied beside compute and never waited for; prompts run at the low width",
+        "widths and losses are our replicas'",
+    ),
+    False,
+    replay,
+    memory,
+)

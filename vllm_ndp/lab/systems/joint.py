@@ -1,0 +1,234 @@
+"""Ours: every expert in the tier and at the width that the joint planner finds (planning/joint.py), in the same memory.
+
+The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
+host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. Unless told otherwise it is the
+fastest plan that is expected to lose no more than the paper's plan at the same K and average bits; `max_loss` names
+another limit, `least` = loss asks for the least loss in the paper's time instead.
+
+Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`;
+all others cross the link, replicas at their width (only the planes and scales that are not there yet), 8 bits as 16.
+The planner weighs that against the steps to come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.timing.units import PS_PER_S
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp.lab.systems.context_aware import gate_loss
+from vllm_ndp.lab.systems.ktransformers import CPU_BITS
+from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import run_prompts, shared_ps
+from vllm_ndp.lab.vectorised.loads import add_up
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
+from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.joint import least_loss, least_time
+from vllm_ndp.planning.joint_problem import JointPlan, JointProblem
+from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.plan import Placement
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, TIER_SETS, Menu, relative_losses
+from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
+
+GPU_BITS = (16, 8, 4, 3, 2)
+
+
+def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
+    on_device = (FULL_PRECISION_BITS, *range(options.widest, WIDTHS[0] - 1, -1))
+    held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": on_device}
+    tiers = options.word("tiers", TIER_SETS[0], TIER_SETS).split("+")
+    return Menu(costs, {tier: held[tier] for tier in tiers}, max_rows)
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """As plans: the GPU memory of K full-precision experts per layer, all experts and replicas on the device; the host
+    holds what its CPU may compute."""
+    tiers = menu_of(costs, options).tiers
+    gpu = slots_bytes(costs.shape, options.budget.num_hot) if options.gpu_bytes is None else options.gpu_bytes
+    if tiers == "gpu":
+        return Memory(gpu=gpu, host=all_experts_bytes(costs.shape))
+    held = beside_device_memory(costs, 0, options.widest)
+    host = all_experts_bytes(costs.shape) if "host" in tiers else 0
+    return replace(held, gpu=gpu, host=host)
+
+
+class Planner:
+    """Plans for the groups of one replay, one after the other: each starts from what the one before has left."""
+
+    def __init__(self, batches: Batches, costs: Costs, options: ReplayOptions) -> None:
+        _, b, _, layers, k = batches.shape
+        self.menu = menu_of(costs, options, b)
+        self._costs, self._options, self._top_k, self._rows = costs, options, k, b
+        self._factor = layer_factor(batches, costs)
+        places = costs.shape.num_layers * min(options.budget.num_hot, costs.shape.num_experts)
+        gpu_bytes = places * costs.shape.expert_bytes
+        if options.gpu_bytes is not None:
+            gpu_bytes = max(options.gpu_bytes - slots_bytes(costs.shape, 0), 0)
+        self._budgets = {"gpu": gpu_bytes / self._factor}
+        most = options.number("move_gb", np.inf, 0.0, np.inf)
+        if np.isfinite(most):
+            self._budgets["link"] = most * 1e9 / self._factor
+        self._steps = options.number("steps", STEPS_TO_COME, 1, 1e9)
+        self._relative = relative_losses(options.loss)
+        self._least = options.word("least", "time", ("time", "loss"))
+        # Before anything is known every expert is alike.
+        uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))
+        self.current = self._plan([uniform], None, np.zeros(uniform.values.shape, np.bool_)).chosen
+
+    def plan(self, scores: list[ImportanceScore], streamed: NDArray[np.bool_]) -> tuple[JointPlan, float]:
+        """(the plan for requests of these scores, bytes that must move for it in the trace's layers)."""
+        plan = self._plan(scores, self.current, streamed)
+        self.current = plan.chosen
+        return plan, plan.problem.moved_bytes(plan.chosen)
+
+    def _plan(
+        self, scores: list[ImportanceScore], current: NDArray[np.int64] | None, streamed: NDArray[np.bool_]
+    ) -> JointPlan:
+        options, menu = self._options, self.menu
+        values = np.mean([score.values for score in scores], axis=0)
+        chance = np.minimum(self._top_k * values, 1.0)
+        loss = np.moveaxis(values[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / len(values)
+        moved = np.zeros(loss.shape)
+        if current is not None and options.migration != "free":
+            moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
+            if options.migration == "once":
+                moved = np.broadcast_to(menu.moved_bytes.max(axis=0)[:, None, None], loss.shape).copy()
+            if options.migration in ("kept", "budgeted"):
+                wide = menu.where("gpu") & (menu.bits >= 8)
+                moved[wide] = np.where(streamed, 0.0, moved[wide])
+        link = self._costs.hardware.link.bulk_bytes_per_s
+        problem = JointProblem(
+            menu.choices,
+            menu.expected_ps(chance, self._rows) + moved * (PS_PER_S / link / self._steps),
+            loss,
+            self._budgets if current is not None else {"gpu": self._budgets["gpu"]},
+            moved,
+        )
+        if "max_loss" in options.own:
+            return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0))
+        if menu.tiers == "gpu":
+            raise ConfigError("tiers gpu has no plan of the paper to compare with: give --option max_loss=X")
+        paper = self._papers(scores, values)
+        if self._least == "loss":
+            return least_loss(problem, problem.time_ps(paper))
+        return least_time(problem, problem.lost(paper))
+
+    def _papers(self, scores: list[ImportanceScore], values: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The paper's plan with the same memory and average bits, as choices."""
+        options, choices = self._options, self.menu.choices
+        known = ImportanceScore.from_weights(values)
+        if options.clairvoyant:
+            placement = top_experts(values, options.budget.num_hot)
+        else:
+            placement = options.policy.place(scores, Placement(np.zeros(values.shape, np.bool_)), options.budget)
+        bits = options.policy.assign(known, placement, options.loss, options.budget).bits
+        bits = np.where(bits <= WIDTHS[-1], np.minimum(bits, options.widest), bits)
+        index = np.zeros(256, np.int64)
+        for c, choice in enumerate(choices):
+            if choice.tier == "device":
+                index[choice.bits] = c
+            elif (choice.tier, choice.bits) == ("gpu", FULL_PRECISION_BITS):
+                index[0] = c
+        papers: NDArray[np.int64] = index[bits]
+        return papers
+
+
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    g, b, _, layers, _ = batches.shape
+    planner = Planner(batches, costs, options)
+    menu = planner.menu
+    on_gpu, on_host, on_device = (menu.where(tier) for tier in ("gpu", "host", "device"))
+    chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)
+    moved = np.zeros(g)
+    gaps = []
+    for group in range(g):
+        before[group] = planner.current
+        known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
+        scores = [options.policy.score(stats) for stats in known]
+        prompts = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0)
+        plan, moved[group] = planner.plan(scores, prompts & ~on_gpu[planner.current])
+        chosen[group] = plan.chosen
+        gaps.append(plan.gap)
+    loads = batches.loads
+    groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
+    slots = chosen[groups, which, loads.experts]  # [G, D, L, S]
+    times = menu.ps[slots, loads.rows]
+    gpu, host, device = (add_up(np.where(here[slots], times, 0.0)) for here in (on_gpu, on_host, on_device))
+    pair = np.take_along_axis(chosen[:, None, None], batches.ids, axis=4)  # [G, B, D, L, k]
+    executed = np.broadcast_to(batches.pairs, pair.shape)
+    away, aside = (add_up(here[pair] & executed) for here in (on_device, on_host))
+    pairs, rows = away.sum(axis=1), (away > 0).sum(axis=1)
+    links, hops = costs.links_ps(b), HostCpu.of(costs).hops_ps(costs, b)
+    device += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
+    host += hops[(aside > 0).sum(axis=1)]
+    gpu += shared_ps(batches, costs)
+    bits = menu.bits[pair]
+    narrow = executed & (bits < FULL_PRECISION_BITS)
+    widths = np.where(bits == FULL_PRECISION_BITS, 0, bits).astype(np.uint8)
+    bytes_moved = moved * layer_factor(batches, costs)
+    whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
+    return Outcome(
+        system="joint",
+        policy=f"{options.policy_name}, {menu.tiers}",
+        moe_ps=np.maximum(np.maximum(gpu, device), host),
+        device_ps=device,
+        gpu_ps=gpu,
+        prefill_ps=run_prompts(batches, on_gpu[before], costs).ps,
+        migration_ps=np.array([costs.gpu.migration_ps(count) for count in whole], np.float64),
+        migrated_bytes=float(bytes_moved.sum()),
+        hot_pairs=int((on_gpu[pair] & executed).sum()),
+        total_pairs=int(executed.sum()),
+        cold_bits=float(bits[narrow].sum()),
+        cold_pairs=int(narrow.sum()),
+        loss=gate_loss(batches, widths, options),
+        traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
+        notes={"gap": float(max(gaps)), "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist()},
+    )
+
+
+def _traffic(
+    menu: Menu,
+    costs: Costs,
+    batch: int,
+    slots: NDArray[np.int64],
+    slot_rows: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    pairs: NDArray[np.int64],
+) -> Traffic:
+    """slots and slot_rows [G, D, L, S]: each used expert's choice and rows; rows and pairs [G, D, L] of messages."""
+    reads = np.bincount((slots * (batch + 1) + slot_rows).ravel(), minlength=len(menu.choices) * (batch + 1))
+    reads = reads.reshape(len(menu.choices), batch + 1)
+    reads[:, 0] = 0
+    energy = costs.device_energy(batch)[:, menu.bits.astype(np.int64)] * reads
+    dram_pj, arrays_pj = energy[:, menu.where("device")].sum(axis=(1, 2))
+    held = np.array([choice.held_bytes for choice in menu.choices], np.float64)
+    read_bytes = reads.sum(axis=1) * held
+    return Traffic(
+        hbm_bytes=float(read_bytes[menu.where("gpu")].sum()),
+        host_bytes=float(read_bytes[menu.where("host")].sum()),
+        link_bytes=float(costs.message_wire_bytes(batch)[rows, pairs].sum()),
+        device_dram_pj=float(dram_pj),
+        device_arrays_pj=float(arrays_pj),
+    )
+
+
+JOINT = System(
+    "joint",
+    (
+        "one plan per group; the fastest that is expected to lose no more than the paper's at the same memory and bits",
+        "8-bit experts are rounded from 16 on arrival; their loss is extrapolated from 4 bits at 4.4x per bit",
+        "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
+        f"moving is weighed against {STEPS_TO_COME} steps to come",
+    ),
+    True,
+    replay,
+    memory,
+    fills_memory=True,
+)

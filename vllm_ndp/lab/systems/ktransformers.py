@@ -1,0 +1,109 @@
+"""KTransformers' `frequency` placement: the experts used most, over all layers, on the GPU; all others on the CPU.
+
+`--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: K per layer on average, the K x L highest counts of a
+profile taken over all layers at once, so a skewed layer gets more. Nothing moves. CPU and GPU compute a layer side by
+side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them; prompts run on both sides in the same way.
+source: kt-kernel's generate_gpu_experts_masks and its test, github.com/kvcache-ai/ktransformers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.lab.systems.context_aware import gate_loss
+from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
+from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import without_device
+from vllm_ndp.lab.vectorised.loads import add_up
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.host_cpu import HostCpu
+
+CPU_BITS = (FULL_PRECISION_BITS, 8, 4)
+
+
+def most_used(frequency: NDArray[np.float64], num_experts: int) -> NDArray[np.bool_]:
+    """[L, E], the num_experts highest of all layers together; of equal ones the earlier layer and lower id."""
+    order = np.argsort(-frequency.ravel(), kind="stable")[:num_experts]
+    hot = np.zeros(frequency.size, np.bool_)
+    hot[order] = True
+    return hot.reshape(frequency.shape)
+
+
+def _bits(options: ReplayOptions) -> int:
+    bits = options.number("cpu_bits", FULL_PRECISION_BITS, min(CPU_BITS), max(CPU_BITS))
+    if bits not in CPU_BITS:
+        raise ConfigError(f"cpu_bits must be one of {', '.join(map(str, CPU_BITS))}, got {bits:g}")
+    return int(bits)
+
+
+def memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """The CPU keeps only what the GPU does not."""
+    shape, on_gpu = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
+    away = shape.num_layers * (shape.num_experts - on_gpu)
+    return Memory(gpu=shape.num_layers * on_gpu * shape.expert_bytes, host=away * costs.replica_bytes(_bits(options)))
+
+
+def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
+    bits = _bits(options)
+    g, b, d, layers, _ = batches.shape
+    cpu, cold_bytes = HostCpu.of(costs), costs.replica_bytes(bits)
+    hot = most_used(options.prior.values, options.budget.num_hot * layers)
+    gpu = costs.gpu_experts_ps(b)
+    on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
+    moe, gpu_ps = np.zeros((2, g, d, layers))
+    hits = gpu_experts = cpu_experts = crossed = 0
+    for part in batches.loads.chunks():
+        rows, here = batches.loads.rows[:, part], batches.loads.look_up(hot, part)
+        gpu_ps[:, part] = add_up(gpu[np.where(here, rows, 0)])
+        cold = np.where(here, 0, rows)
+        crossing = np.minimum(add_up(cold), batches.rows[:, part, None])  # activations of a row cross once
+        moe[:, part] = np.maximum(gpu_ps[:, part], add_up(on_cpu[cold]) + hop[crossing])
+        hits += int(np.where(here, rows, 0).sum())
+        gpu_experts += int((here & (rows > 0)).sum())
+        cpu_experts += int((cold > 0).sum())
+        crossed += int(crossing.sum())
+
+    def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        resident = on_gpu_ps(costs, np.where(hot, counts, 0), costs.shape.expert_bytes)
+        return np.maximum(resident, cpu.layers_ps(costs, np.where(hot, 0, counts), cold_bytes))
+
+    pairs = int(batches.loads.rows.sum())
+    widths = np.where(hot[np.arange(layers)[:, None], batches.ids] | (bits == FULL_PRECISION_BITS), 0, bits)
+    return without_device(
+        "ktransformers",
+        f"frequency, CPU {bits} bits",
+        batches,
+        costs,
+        moe_ps=moe,
+        gpu_ps=gpu_ps,
+        prefill_ps=prompts_ps(batches, costs, layers_ps),
+        fetched_experts=0.0,
+        hot_pairs=hits,
+        cold_bits=float(bits * (pairs - hits)),
+        cold_pairs=pairs - hits,
+        loss=gate_loss(batches, widths.astype(np.uint8), options),
+        traffic=Traffic(
+            hbm_bytes=gpu_experts * costs.shape.expert_bytes,
+            host_bytes=cpu_experts * cold_bytes,
+            link_bytes=crossed * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
+        ),
+        notes={"gpu_experts_per_layer": hot.sum(axis=1).tolist()},
+    )
+
+
+KTRANSFORMERS = System(
+    "ktransformers",
+    (
+        "frequency placement over all layers from the prior; static; no expert deferral (which changes the model)",
+        "CPU: 20 TFLOP/s (seed 002) and 307 GB/s (8 x DDR5-4800), both reached in full, in prompts too",
+        "8- and 4-bit CPU experts have our replicas' sizes and losses",
+    ),
+    False,
+    replay,
+    memory,
+)

@@ -1,0 +1,66 @@
+"""Copies for the next layer while this one computes, on a link that carries each byte once.
+
+Of a layer's copies some are ordered early, when the gate of the layer before has been computed and the next one is
+predicted from the same activations; the others are late: known at the layer's own gate, and first on the link then.
+Wrong predictions keep the link busy as well; what has not begun when the gate is known is dropped. Compute that needs
+no copy (`ready`) runs while copies arrive, the rest (`waiting`) after the last one.
+
+Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
+late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.
+Knows times. Does not know why anything is copied.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.execution import shared_ps
+from vllm_ndp.simulation.costs import Costs
+
+
+def steps_attention_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D], attention of one layer; 0 where no request decodes any more."""
+    rows = batches.rows
+    attention = np.zeros(rows.shape)
+    for count in np.unique(rows[rows > 0]).tolist():
+        attention[rows == count] = costs.attention_ps(count, batches.kv_tokens[rows == count])
+    return attention
+
+
+def pipelined_ps(
+    batches: Batches,
+    costs: Costs,
+    *,
+    early_ps: NDArray[np.float64],
+    late_ps: NDArray[np.float64],
+    wrong_ps: NDArray[np.float64],
+    ready_ps: NDArray[np.float64],
+    waiting_ps: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """[G, D, L], what the experts of each layer take; all arguments [G, D, L], copies in link time.
+
+    Raises ValueError for a trace with more layers than the model.
+    """
+    attention = steps_attention_ps(batches, costs) + costs.overhead_ps + shared_ps(batches, costs)[:, :, 0]
+    layers = early_ps.shape[2]
+    if layers > costs.shape.num_layers:
+        raise ValueError(f"a trace with {layers} layers cannot stand for a model with {costs.shape.num_layers}")
+    repeats = np.bincount(np.arange(costs.shape.num_layers) * layers // costs.shape.num_layers, minlength=layers)
+    took = np.zeros(early_ps.shape)
+    gate = np.zeros(attention.shape)  # when the gate of the layer is known
+    free = np.zeros(attention.shape)  # when the link has carried all that earlier layers needed
+    for place, layer in enumerate(np.repeat(np.arange(layers), repeats).tolist()):
+        right, wrong, late = early_ps[:, :, layer], wrong_ps[:, :, layer], late_ps[:, :, layer]
+        if place == 0:
+            missing = right + late
+        else:
+            ordered = right + wrong
+            carried = np.minimum(gate - free, ordered) / np.where(ordered > 0, ordered, 1.0)
+            missing = right * (1 - carried) + late
+        free = gate + missing
+        done = np.maximum(gate + ready_ps[:, :, layer], free) + waiting_ps[:, :, layer]
+        took[:, :, layer] += done - gate
+        gate = done + attention
+    return took / repeats

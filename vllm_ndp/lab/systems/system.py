@@ -1,0 +1,153 @@
+"""What a system is: a way to decode a trace on modelled hardware. One file each; `SYSTEMS` in __init__ lists them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from ndp_device.widths import WIDTHS
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.outcome import Outcome
+from vllm_ndp.lab.vectorised.prediction import NextLayer
+from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.importance import BITS_FOR, ImportanceScore
+from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.policies import Policy
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, slots_bytes
+
+
+class TooFewPlaces(DoesNotFit):
+    """The places of num_hot experts per layer, which every system of a comparison gets alike, cannot hold this one."""
+
+
+MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
+"""free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
+kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What every system is told; it uses what it has a use for."""
+
+    policy: Policy
+    budget: Budget
+    loss: LossTable
+    prior: ImportanceScore
+    """Popularity known beforehand: what caches start from."""
+    clairvoyant: bool = False
+    """The policy scores the decode itself instead of the prompt: the oracle."""
+    migration: str = "difference"
+    migration_budget: int = 1
+    """Moves per layer and prefill under `budgeted`."""
+    hysteresis: float = 0.1
+    """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
+    bits_for: str = "auto"
+    """request: each has its own widths, as published · batch: one width per expert, so that all share its read · auto:
+    batch from a few requests on, with half a bit more (planning/importance.py); in `context_aware`, request."""
+    predictor: NextLayer | None = None
+    """What systems prefetch by; None: as accurately as each has published."""
+    widest: int = WIDTHS[-1]
+    """The widest width that the device's replicas hold; plans that ask for more get it."""
+    gpu_bytes: int | None = None
+    """GPU memory for experts, where a system can use any number of bytes; None: that of num_hot full-precision ones."""
+    own: dict[str, float | str] = field(default_factory=dict)
+    """What single systems have beside it (OPTIONS), by name."""
+
+    def __post_init__(self) -> None:
+        if self.widest not in WIDTHS:
+            raise ConfigError(f"the widest replica must have one of {list(WIDTHS)} bits, got {self.widest}")
+        if self.migration not in MIGRATIONS:
+            raise ConfigError(f"migration must be one of {', '.join(MIGRATIONS)}, got {self.migration!r}")
+        if self.bits_for not in BITS_FOR:
+            raise ConfigError(f"bits_for must be one of {', '.join(BITS_FOR)}, got {self.bits_for!r}")
+        if self.migration_budget < 0 or not 0 <= self.hysteresis < math.inf:
+            raise ConfigError(
+                f"moves per layer and hysteresis must be at least 0, got {self.migration_budget} and {self.hysteresis}"
+            )
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """An option in low..high. Raises ConfigError for anything else."""
+        value = self.own.get(name, default)
+        if isinstance(value, str) or not low <= value <= high:
+            raise ConfigError(f"{name} must lie in {low:g}..{high:g}, got {value!r}")
+        return value
+
+    def whole(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.number(name, default, low, high)
+        if value != int(value):
+            raise ConfigError(f"{name} must be a whole number, got {value}")
+        return int(value)
+
+    def word(self, name: str, default: str, known: tuple[str, ...]) -> str:
+        value = self.own.get(name, default)
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        return str(value)
+
+    @property
+    def policy_name(self) -> str:
+        return "oracle" if self.clairvoyant else self.policy.name
+
+
+@dataclass(frozen=True)
+class System:
+    """name, what is assumed (printed beside every number), whether it follows a placement policy, the replay, and where
+    its experts lie: bytes of the whole model, which are checked against the hardware before anything is replayed."""
+
+    name: str
+    assumptions: tuple[str, ...]
+    follows_policy: bool
+    replay: Callable[[Batches, Costs, ReplayOptions], Outcome]
+    memory: Callable[[Costs, ReplayOptions], Memory]
+    fills_memory: bool = False
+    """Whether it can use any number of bytes on the GPU (`ReplayOptions.gpu_bytes`), not only whole experts."""
+    is_bounded: bool = False
+    """Whether its schedules are of the class that lab/bound.py bounds."""
+
+
+def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
+    """Of systems that keep every expert in host memory and num_hot per layer on the GPU."""
+    return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape))
+
+
+def popular_placement(prior: ImportanceScore, num_hot: int) -> NDArray[np.bool_]:
+    """[L, E], the num_hot most popular experts: a cache's content before the first request."""
+    order = np.argsort(-prior.values, axis=1, kind="stable")[:, :num_hot]
+    hot = np.zeros(prior.values.shape, np.bool_)
+    np.put_along_axis(hot, order, True, axis=1)
+    return hot
+
+
+def resident_layers(costs: Costs, num_hot: int, expert_bytes: int) -> int:
+    """How many layers of the model keep all their experts, of that size each, in the GPU memory of num_hot
+    full-precision ones per layer."""
+    room = num_hot * costs.shape.expert_bytes * costs.shape.num_layers
+    return min(room // (expert_bytes * costs.shape.num_experts), costs.shape.num_layers)
+
+
+def whole_layers(costs: Costs, num_hot: int, expert_bytes: int) -> Memory:
+    """Memory of those layers on the GPU, and of the others on the host."""
+    resident, layer_bytes = resident_layers(costs, num_hot, expert_bytes), costs.shape.num_experts * expert_bytes
+    return Memory(gpu=resident * layer_bytes, host=(costs.shape.num_layers - resident) * layer_bytes)
+
+
+__all__ = [
+    "MIGRATIONS",
+    "DoesNotFit",
+    "Memory",
+    "ReplayOptions",
+    "System",
+    "TooFewPlaces",
+    "all_experts_bytes",
+    "beside_host_memory",
+    "popular_placement",
+    "resident_layers",
+    "slots_bytes",
+    "whole_layers",
+]

@@ -1,0 +1,121 @@
+"""A trace arranged for replay: G groups of B requests that decode together, as dense arrays.
+
+Requests join groups in trace order; what does not fill a group is left out. Within a group prompts run one after the
+other, then all decode in step until the longest is done. Knows routing. Does not know hardware, policies or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import TraceError
+from vllm_ndp.lab.vectorised.loads import Loads
+from vllm_ndp.planning.importance import importance
+from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Batches:
+    """D decode steps, L layers, k choices, E experts; `valid` marks the (group, request, step) rows that exist."""
+
+    num_experts: int
+    ids: NDArray[np.int64]  # [G, B, D, L, k]; 0 where not valid
+    weights: NDArray[np.float32]  # [G, B, D, L, k]
+    valid: NDArray[np.bool_]  # [G, B, D]
+    prompts: tuple[tuple[RoutingStats, ...], ...]  # [G][B]
+    decodes: tuple[tuple[RoutingStats, ...], ...]  # [G][B], what a clairvoyant knows
+    requests: NDArray[np.int64]  # [G, B], index in the trace
+
+    @classmethod
+    def of(cls, trace: Trace, batch: int = 1, *, affinity: bool = False) -> Batches:
+        """Requests in trace order, or with affinity those whose prompts route alike side by side.
+
+        Raises TraceError when the trace has fewer requests than one group takes, or no decode.
+        """
+        sequences = trace.sequences
+        groups = len(sequences) // batch if batch > 0 else 0
+        if groups == 0:
+            raise TraceError(f"a batch of {batch} needs as many requests, the trace has {len(sequences)}")
+        order = _alike(trace, batch) if affinity and batch > 1 else list(range(len(sequences)))
+        order = order[: groups * batch]
+        sequences = [sequences[r] for r in order]
+        steps = max(len(s.decode_ids) for s in sequences)
+        if steps == 0:
+            raise TraceError("the trace has no decode tokens: nothing can be replayed")
+        p = trace.provenance
+        ids = np.zeros((len(sequences), steps, p.num_layers, p.top_k), np.int64)
+        weights = np.zeros(ids.shape, np.float32)
+        valid = np.zeros((len(sequences), steps), np.bool_)
+        for row, sequence in enumerate(sequences):
+            decoded = len(sequence.decode_ids)
+            ids[row, :decoded], weights[row, :decoded] = sequence.decode_ids, sequence.decode_weights
+            valid[row, :decoded] = True
+        prompts = [trace.stats(s) for s in sequences]
+        decodes = [trace.stats(s, "decode") for s in sequences]
+        return cls(
+            num_experts=p.num_experts,
+            ids=ids.reshape(groups, batch, *ids.shape[1:]),
+            weights=weights.reshape(groups, batch, *ids.shape[1:]),
+            valid=valid.reshape(groups, batch, steps),
+            prompts=tuple(tuple(prompts[g * batch : (g + 1) * batch]) for g in range(groups)),
+            decodes=tuple(tuple(decodes[g * batch : (g + 1) * batch]) for g in range(groups)),
+            requests=np.array(order).reshape(groups, batch),
+        )
+
+    def first_steps(self, steps: int) -> Batches:
+        """The same groups, cut short."""
+        ids, weights = self.ids[:, :, :steps], self.weights[:, :, :steps]
+        return replace(self, ids=ids, weights=weights, valid=self.valid[:, :, :steps])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """G, B, D, L, k."""
+        g, b, d, layers, k = self.ids.shape
+        return g, b, d, layers, k
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """[G, D], requests still decoding in each step."""
+        counts: NDArray[np.int64] = self.valid.sum(axis=1, dtype=np.int64)
+        return counts
+
+    @cached_property
+    def kv_tokens(self) -> NDArray[np.int64]:
+        """[G, D], context of all rows together in each step."""
+        prompt = np.array([[stats.num_tokens for stats in group] for group in self.prompts])
+        context = prompt[:, :, None] + 1 + np.arange(self.valid.shape[2])
+        total: NDArray[np.int64] = (context * self.valid).sum(axis=1, dtype=np.int64)
+        return total
+
+    @property
+    def num_decisions(self) -> int:
+        """(token, layer) routing decisions of all decode rows."""
+        return int(self.valid.sum()) * int(self.ids.shape[3])
+
+    @cached_property
+    def pairs(self) -> NDArray[np.bool_]:
+        """[G, B, D, 1, 1], valid as a mask over pairs."""
+        return self.valid[:, :, :, None, None]
+
+    @cached_property
+    def loads(self) -> Loads:
+        return Loads.of(self.ids, self.valid, self.num_experts)
+
+
+def _alike(trace: Trace, batch: int) -> list[int]:
+    """Greedy groups: the first request that is left, and the batch - 1 whose importance is nearest to its own."""
+    scores = np.stack([importance(trace.stats(s)).values.ravel() for s in trace.sequences])
+    scores /= np.linalg.norm(scores, axis=1, keepdims=True)
+    left = list(range(len(scores)))
+    order: list[int] = []
+    while left:
+        nearest = sorted(left, key=lambda r: (-float((scores[left[0]] * scores[r]).sum()), r))
+        group = [left[0], *(r for r in nearest if r != left[0])][:batch]
+        order += group
+        left = [r for r in left if r not in group]
+    return order

@@ -1,0 +1,247 @@
+"""How long decode pairs and prompts take once it is settled where each pair runs. Vectorised over the whole trace.
+
+A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits, NOWHERE that the system
+accounts for the pair itself, SKIPPED (where losses are counted) that it is not computed. Knows costs. Does not know why
+a pair runs where it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.lab import _lanes
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.lab.vectorised.loads import add_up, sums_before
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.prefill_split import PrefillSplit
+
+NOWHERE, SKIPPED = 255, 254
+_DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
+
+
+class Split(NamedTuple):
+    gpu_ps: NDArray[np.float64]  # [G, D, L]
+    device_ps: NDArray[np.float64]  # [G, D, L]
+    traffic: Traffic
+
+    @property
+    def moe_ps(self) -> NDArray[np.float64]:
+        """GPU and device run at the same time; the slower one counts."""
+        return np.maximum(self.gpu_ps, self.device_ps)
+
+
+def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Split:
+    """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
+    b = batches.shape[1]
+    widths = np.where(batches.pairs, widths, NOWHERE)
+    device = costs.device_experts_ps(b)
+    by_width = np.zeros((256, b + 1))
+    by_width[: len(device)] = np.nan_to_num(device)
+    by_width[0] = costs.gpu_experts_ps(b)
+    on_device = (widths > 0) & (widths < NOWHERE)
+    if b == 1:  # a row never chooses an expert twice: every pair is an expert of its own
+        cost = by_width[:, 1][widths[:, 0]]
+        gpu = add_up(np.where(widths[:, 0] == 0, cost, 0.0))
+        dev = add_up(np.where(on_device[:, 0], cost, 0.0))
+        reads = np.stack([np.zeros(256, np.int64), np.bincount(widths.ravel(), minlength=256)], axis=1)
+    else:
+        gpu, dev, reads = _grouped(batches, widths, by_width)
+    per_row = add_up(on_device)
+    pairs, rows = per_row.sum(axis=1), (per_row > 0).sum(axis=1)
+    links = costs.links_ps(b)
+    dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
+    messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
+    return Split(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
+
+
+def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D, 1]: the shared experts of one layer in each step."""
+    return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
+
+
+def _traffic(reads: NDArray[np.int64], messages: NDArray[np.int64], costs: Costs) -> Traffic:
+    """reads [256, rows]: how often an expert was read at a width for so many rows; messages: of each rows x pairs."""
+    b = reads.shape[1] - 1
+    dram_pj, arrays_pj = (costs.device_energy(b) * reads[:_DEVICE_WIDTHS]).sum(axis=(1, 2))
+    return Traffic(
+        hbm_bytes=float(reads[0].sum()) * costs.shape.expert_bytes,
+        link_bytes=float(messages @ costs.message_wire_bytes(b).ravel()),
+        device_dram_pj=float(dram_pj),
+        device_arrays_pj=float(arrays_pj),
+    )
+
+
+def _grouped(
+    batches: Batches, widths: NDArray[np.uint8], by_width: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
+    """Rows that chose the same expert at the same width share one read of it; (GPU, device, reads as in _traffic)."""
+    g, _, d, layers, _ = batches.shape
+    cell = (np.arange(g)[:, None, None, None, None] * d + np.arange(d)[:, None, None]) * layers + np.arange(layers)[
+        :, None
+    ]
+    keys = ((cell * batches.num_experts + batches.ids) << 8) + widths
+    distinct, counts = np.unique(keys[widths != NOWHERE], return_counts=True)
+    width = distinct & 255
+    where = (distinct >> 8) // batches.num_experts
+    cost = by_width[width, counts]
+    shape = (g, d, layers)
+    gpu, dev = (
+        np.bincount(where, weights=cost * side, minlength=g * d * layers).astype(np.float64).reshape(shape)
+        for side in (width == 0, width > 0)
+    )
+    reads = np.bincount(width * by_width.shape[1] + counts, minlength=by_width.size).reshape(by_width.shape)
+    return gpu, dev, reads.astype(np.int64)
+
+
+def with_copies(
+    compute_ps: NDArray[np.float64],
+    missing: NDArray[np.bool_],
+    costs: Costs,
+    *,
+    before_ps: NDArray[np.float64] | float = 0.0,
+    copy_ps: NDArray[np.float64] | float | None = None,
+) -> NDArray[np.float64]:
+    """[...]: a layer whose missing experts are copied to the GPU; one rule by which every system pays its fetches.
+
+    compute_ps and missing [..., S]; copy_ps [..., S] or one number: each copy's time on the link, a whole expert's
+    unless told otherwise. Copies are handed over together, as prompts stream: one launch, then one after the other at
+    the rate of long copies, what computes longest first. The GPU computes what is there meanwhile; an expert computes
+    once it has arrived. So the layer ends with the last of: all its compute; the first copy and all that waited for
+    one; the last copy and the shortest of them. That is exact for copies of equal length, and wherever a copy takes
+    longer than its compute. before_ps: how long into the layer the link still carries copies that began earlier.
+    """
+    slots = compute_ps.shape[-1]
+    flat = np.ascontiguousarray(compute_ps, np.float64).reshape(-1, slots)
+    copies = np.array(costs.copy_ps if copy_ps is None else copy_ps, np.float64)
+    before = np.array(before_ps, np.float64)
+    total = np.empty(len(flat))
+    _lanes.with_copies(
+        flat,
+        np.ascontiguousarray(missing).reshape(-1, slots),
+        copies.reshape(-1, slots) if copies.ndim else copies.reshape(1, 1),
+        before.ravel() if before.ndim else before.reshape(1),
+        costs.copy_opening_ps,
+        total,
+    )
+    return total.reshape(compute_ps.shape[:-1])
+
+
+def copied_in_order(
+    compute_ps: NDArray[np.float64], resident_ps: NDArray[np.float64], costs: Costs
+) -> NDArray[np.float64]:
+    """[..., S + 1]: the same rule, at h if the first h experts of compute_ps [..., S] are copied, no others run here.
+
+    compute_ps falls along S and ends in zeros, which are no experts; resident_ps [..., 1]: what else the GPU computes.
+    """
+    span = compute_ps.shape[-1]
+    every = sums_before(compute_ps)
+    copies = np.minimum(np.arange(span + 1), (compute_ps > 0).sum(axis=-1, keepdims=True))
+    lightest = np.minimum.accumulate(np.where(compute_ps > 0, compute_ps, np.inf), axis=-1)
+    last = np.concatenate([np.zeros_like(compute_ps[..., :1]), lightest], axis=-1)
+    link = costs.copy_opening_ps + copies * costs.copy_ps
+    ends = np.maximum(costs.copy_opening_ps + costs.copy_ps + every, link + last)
+    times: NDArray[np.float64] = np.maximum(resident_ps + every, np.where(copies > 0, ends, 0.0))
+    return times
+
+
+def without_device(
+    system: str,
+    policy: str,
+    batches: Batches,
+    costs: Costs,
+    *,
+    moe_ps: NDArray[np.float64],
+    gpu_ps: NDArray[np.float64],
+    fetched_experts: float,
+    hot_pairs: int,
+    resident: NDArray[np.bool_] | None = None,
+    prefill_ps: NDArray[np.float64] | None = None,
+    traffic: Traffic | None = None,
+    cold_bits: float = 0.0,
+    cold_pairs: int = 0,
+    loss: float = 0.0,
+    notes: dict[str, Any] | None = None,
+) -> Outcome:
+    """Of a system whose experts run on the GPU or CPU. prefill_ps [G, B], or resident [L, E]: what the GPU holds while
+    prompts run; fetched_experts: whole ones that crossed the link during decode, in the trace's layers; traffic: None
+    where all used experts are read once from GPU memory in full precision."""
+    g, _, d, layers, _ = batches.shape
+    if prefill_ps is None:
+        here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident
+        prefill_ps = run_prompts(batches, np.broadcast_to(here, (g, *here.shape)), costs).ps
+    return Outcome(
+        system=system,
+        policy=policy,
+        moe_ps=moe_ps + shared_ps(batches, costs),
+        device_ps=np.zeros((g, d, layers)),
+        gpu_ps=gpu_ps + shared_ps(batches, costs),
+        prefill_ps=prefill_ps,
+        migration_ps=np.zeros(g),
+        migrated_bytes=fetched_experts * layer_factor(batches, costs) * costs.shape.expert_bytes,
+        hot_pairs=hot_pairs,
+        total_pairs=int(np.broadcast_to(batches.pairs, batches.ids.shape).sum()),
+        cold_bits=cold_bits,
+        cold_pairs=cold_pairs,
+        loss=loss,
+        traffic=traffic or Traffic(hbm_bytes=float((batches.loads.rows > 0).sum()) * costs.shape.expert_bytes),
+        notes=notes or {},
+    )
+
+
+class Prompts(NamedTuple):
+    ps: NDArray[np.float64]  # [G, B], of the whole model
+    streamed: NDArray[np.bool_]  # [G, L, E], experts that a prompt of the group brought to the GPU
+
+
+def run_prompts(
+    batches: Batches, resident: NDArray[np.bool_], costs: Costs, split: PrefillSplit | None = None
+) -> Prompts:
+    """Each prompt in full precision. Experts that are not resident [G, L, E] are streamed over the link, or by `split`
+    computed by the device meanwhile."""
+    g, b, _, layers, _ = batches.shape
+    factor = costs.shape.num_layers / layers
+    out, streamed = np.zeros((g, b)), np.zeros_like(resident)
+    for group in range(g):
+        here = resident[group]
+        for request, stats in enumerate(batches.prompts[group]):
+            rows = stats.num_tokens
+            hot, cold = np.where(here, stats.counts, 0), np.where(here, 0, stats.counts)
+            device_ps = np.zeros(layers)
+            if split is not None:
+                there = _on_device(cold, split)
+                device_ps = _prompt_device_ps(np.where(there, cold, 0), rows, costs)
+                cold = np.where(there, 0, cold)
+            streamed[group] |= cold > 0
+            sizes = ((hot > 0).sum(axis=1), hot.sum(axis=1), (cold > 0).sum(axis=1), cold.sum(axis=1), device_ps)
+            layer_ps = sum(
+                max(costs.shared_ps(rows) + costs.resident_ps(h, hot_pairs), costs.streamed_ps(c, cold_pairs), device)
+                for h, hot_pairs, c, cold_pairs, device in zip(*(size.tolist() for size in sizes), strict=True)
+            )
+            before = costs.gpu.before_experts_ps(rows, rows, rows * (rows + 1) // 2, [(0, rows)])
+            beside = sum(before) + costs.shape.num_layers * costs.overhead_ps
+            out[group, request] = factor * layer_ps + beside + costs.gpu.head_ps(1)
+    return Prompts(out, streamed)
+
+
+def _on_device(cold: NDArray[np.int64], split: PrefillSplit) -> NDArray[np.bool_]:
+    """[L, E], which of the experts with so many rows [L, E] the device computes."""
+    there = np.zeros(cold.shape, np.bool_)
+    for layer, rows in enumerate(cold):
+        ids = np.flatnonzero(rows)
+        there[layer, split.of_counts(ids, rows[ids])] = True
+    return there
+
+
+def _prompt_device_ps(counts: NDArray[np.int64], rows: int, costs: Costs) -> NDArray[np.float64]:
+    """[L], the device's command for experts with so many rows [L, E] in full precision, of a prompt of so many."""
+    distinct, places = np.unique(counts, return_inverse=True)
+    each = np.array([costs.device_expert_ps(FULL_PRECISION_BITS, n) if n else 0.0 for n in distinct.tolist()])
+    pairs = counts.sum(axis=1)
+    links = costs.messages_ps(np.minimum(pairs, rows), pairs) + costs.device_fill_ps
+    total: NDArray[np.float64] = np.where(pairs > 0, links + add_up(each[places].reshape(counts.shape)), 0.0)
+    return total

@@ -1,0 +1,255 @@
+"""What replaying one system gave: simulated times, moved bytes, and the summary that `compare` prints.
+
+Knows arrays and averages. Does not know how a system works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.simulation.costs import Costs
+
+PS_PER_S = 1e12
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What experts moved while decoding, in the trace's layers. Copies to the GPU are apart: migrated_bytes."""
+
+    hbm_bytes: float = 0.0  # weights read for GPU kernels
+    host_bytes: float = 0.0  # weights read for CPU kernels
+    link_bytes: float = 0.0  # activations and results on the wire
+    device_dram_pj: float = 0.0  # weights read beside the device's arrays
+    device_arrays_pj: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """Simulated. G groups, D steps, L layers of the trace; a model with more layers repeats the trace's."""
+
+    system: str
+    policy: str
+    moe_ps: NDArray[np.float64]  # [G, D, L], experts of a layer, wherever they ran
+    device_ps: NDArray[np.float64]  # [G, D, L], the device's part of it (0 where there is no device)
+    gpu_ps: NDArray[np.float64]  # [G, D, L], GPU experts computing; waiting for their copies is not in it
+    prefill_ps: NDArray[np.float64]  # [G, B], of the whole model
+    migration_ps: NDArray[np.float64]  # [G], of the whole model, before the first decode step
+    migrated_bytes: float  # of the whole model, weights moved to the GPU after or during decode; prefill apart
+    hot_pairs: int  # decode pairs found in GPU memory
+    total_pairs: int
+    cold_bits: float  # sum over decode pairs computed off the GPU's full-precision experts
+    cold_pairs: int
+    loss: float = float("nan")
+    """Mean over decode pairs of gate * loss of the width it ran at, relative to 1 bit; 0 = all in full precision."""
+    traffic: Traffic | None = None
+    """None: not stated, and no energy is shown."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hit_mass(self) -> float:
+        return self.hot_pairs / self.total_pairs if self.total_pairs else float("nan")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One row of the comparison."""
+
+    system: str
+    policy: str
+    batch: int
+    decode_tokens_per_s: float
+    decode_tokens_per_s_se: float
+    """Standard error over groups of requests (jackknife); NaN for one group."""
+    ttft_ms: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    moe_ms_per_layer: float
+    hit_mass: float
+    migrated_gb: float
+    device_busy: float
+    avg_bits: float
+    loss: float
+    over_paper: float = float("nan")
+    """How much faster decode is than under the paper's system and policy at this batch: 0.2 = 20 %."""
+    over_paper_se: float = float("nan")
+    """Of the same groups side by side (jackknife)."""
+    regret: float = float("nan")
+    """How much longer decode takes than the least there is at this loss (lab/bound.py): 0.2 = 20 %, or less."""
+    regret_at_least: float = float("nan")
+    """The same against a schedule that was found: between the two lies the truth."""
+    least_loss: float = float("nan")
+    """No schedule as fast as this row loses less."""
+    num_hot: int = 0
+    """Places for full-precision experts on the GPU, per layer."""
+    gpu_gb: float = float("nan")
+    device_gb: float = float("nan")
+    host_gb: float = float("nan")
+    expander_gb: float = float("nan")
+    """What the system holds in each memory, all of it for the GPU, experts for the others."""
+    energy_link_mj: float = float("nan")
+    energy_dram_mj: float = float("nan")
+    energy_arrays_mj: float = float("nan")
+    energy_gpu_mj: float = float("nan")
+    """Millijoules per decode token of what moved, by part (ndp_device/timing/energy.py); migration is in it."""
+
+    @property
+    def energy_mj(self) -> float:
+        return self.energy_link_mj + self.energy_dram_mj + self.energy_arrays_mj + self.energy_gpu_mj
+
+    def cells(self) -> dict[str, str]:
+        """Heading -> text, for tables that people read; what does not apply is a dash."""
+        over, error = 100 * self.over_paper, 100 * self.over_paper_se
+        return {
+            "system": self.system,
+            "policy": self.policy,
+            "batch": str(self.batch),
+            "K": str(self.num_hot),
+            "decode tokens/s": _with_error(self.decode_tokens_per_s, self.decode_tokens_per_s_se),
+            "over the paper %": f"{over:+.1f}" + (f" ± {error:.1f}" if np.isfinite(error) else "")
+            if np.isfinite(over)
+            else "-",
+            "regret %": _range(100 * self.regret_at_least, 100 * self.regret),
+            "TTFT ms": _text(self.ttft_ms),
+            "TPOT p50 ms": _text(self.tpot_p50_ms),
+            "p99 ms": _text(self.tpot_p99_ms),
+            "MoE ms/layer": _text(self.moe_ms_per_layer),
+            "hit mass": _text(self.hit_mass, 3),
+            "moved GB": _text(self.migrated_gb),
+            "NDP busy %": _text(100 * self.device_busy, 3),
+            "mJ/token": _text(self.energy_mj, 3),
+            "GPU GB": _text(self.gpu_gb, 3),
+            "bits": _text(self.avg_bits, 3),
+            "loss": _text(self.loss, 3),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            name: (None if isinstance(value, float) and not np.isfinite(value) else value)
+            for name, value in vars(self).items()
+        }
+
+
+def _text(value: float, digits: int = 4) -> str:
+    if not np.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def _range(low: float, high: float) -> str:
+    """One number where both print alike."""
+    if not np.isfinite(low) and np.isfinite(high):
+        return f"up to {_text(high, 3)}"
+    return _text(high, 3) if _text(low, 3) == _text(high, 3) else f"{_text(low, 3)} to {_text(high, 3)}"
+
+
+def _with_error(value: float, error: float) -> str:
+    """The error with the decimals of the value."""
+    shown = _text(value)
+    decimals = len(shown.partition(".")[2])
+    return shown + (f" ± {error:.{decimals}f}" if np.isfinite(error) else "")
+
+
+def layer_factor(batches: Batches, costs: Costs) -> float:
+    """How many layers of the model one layer of the trace stands for."""
+    return costs.shape.num_layers / batches.shape[3]
+
+
+def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D, L]: how long a copy that starts with the layer before may take unnoticed, from experts' times alike."""
+    attention = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
+    before: NDArray[np.float64] = np.full(compute_ps.shape, attention)
+    before[:, :, 1:] += compute_ps[:, :, :-1]
+    return before
+
+
+def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
+    """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more.
+
+    The hot set moves between the prompt's last step and the first decode step, as on the live clock: it delays the
+    second token, not the first.
+    """
+    rows = batches.rows
+    attention = np.zeros(rows.shape)
+    head = np.zeros(rows.shape)
+    for count in np.unique(rows[rows > 0]).tolist():
+        here = rows == count
+        attention[here] = costs.attention_ps(count, batches.kv_tokens[here])
+        head[here] = costs.gpu.head_ps(count)
+    layers = costs.shape.num_layers * (attention + costs.overhead_ps)
+    total = layers + layer_factor(batches, costs) * outcome.moe_ps.sum(axis=2) + head
+    total[:, 0] += outcome.migration_ps
+    return np.where(rows > 0, total, np.nan)
+
+
+def summarise(outcome: Outcome, batches: Batches, costs: Costs) -> Summary:
+    steps = step_times(outcome, batches, costs)
+    running = ~np.isnan(steps)
+    decode_s = float(np.nansum(steps)) / PS_PER_S
+    # A request's first token comes when its group's prompts before it, and its own, are done.
+    first_token = np.cumsum(outcome.prefill_ps, axis=1)
+    per_row = np.repeat(steps[running], batches.rows[running])  # every row of a step waits for the whole step
+    tokens, seconds = batches.valid.sum(axis=(1, 2)), np.nansum(steps, axis=1) / PS_PER_S
+    busy = layer_factor(batches, costs) * float(outcome.device_ps[running].sum()) / PS_PER_S
+    row = Summary(
+        system=outcome.system,
+        policy=outcome.policy,
+        batch=batches.shape[1],
+        decode_tokens_per_s=float(batches.valid.sum()) / decode_s,
+        decode_tokens_per_s_se=ratio_se(tokens, seconds),
+        ttft_ms=float(first_token.mean()) / 1e9,
+        tpot_p50_ms=float(np.percentile(per_row, 50)) / 1e9,
+        tpot_p99_ms=float(np.percentile(per_row, 99)) / 1e9,
+        moe_ms_per_layer=float(outcome.moe_ps[running].mean()) / 1e9,
+        hit_mass=outcome.hit_mass,
+        migrated_gb=outcome.migrated_bytes / 1e9,
+        device_busy=busy / decode_s,
+        avg_bits=outcome.cold_bits / outcome.cold_pairs if outcome.cold_pairs else float("nan"),
+        loss=outcome.loss,
+    )
+    return row if outcome.traffic is None else _with_energy(row, outcome, outcome.traffic, batches, costs)
+
+
+def _with_energy(row: Summary, outcome: Outcome, traffic: Traffic, batches: Batches, costs: Costs) -> Summary:
+    """Per decode token and part. A copy is read from DRAM, crosses the link and is written to HBM."""
+    hardware, factor = costs.hardware, layer_factor(batches, costs)
+    energy, copied = hardware.energy, outcome.migrated_bytes
+    packets = copied / hardware.link.packet_payload_bytes
+    wire = factor * traffic.link_bytes + copied + packets * hardware.link.packet_header_bytes
+    dram_row = hardware.dram.lines_per_row * hardware.dram.line_bytes
+    dram_fj_per_byte = energy.dram_line32_fj / 32 + energy.activate_fj / dram_row
+    host_bytes = factor * traffic.host_bytes + copied
+    hbm_bytes = factor * traffic.hbm_bytes + copied + _beside_experts_bytes(batches, costs)
+    per_token = 1 / (1e12 * float(batches.valid.sum()))  # femtojoules of all decode to millijoules of a token
+    return replace(
+        row,
+        energy_link_mj=8 * wire * energy.link_bit_fj * per_token,
+        energy_dram_mj=(host_bytes * dram_fj_per_byte + 1e3 * factor * traffic.device_dram_pj) * per_token,
+        energy_arrays_mj=1e3 * factor * traffic.device_arrays_pj * per_token,
+        energy_gpu_mj=8 * hbm_bytes * energy.hbm_bit_fj * per_token,
+    )
+
+
+def _beside_experts_bytes(batches: Batches, costs: Costs) -> float:
+    """What all decode steps read from HBM apart from experts: attention and its cache in every layer, and the head."""
+    shape, steps = costs.shape, int((batches.rows > 0).sum())
+    weights = steps * (shape.beside_weights + shape.head_weights) * shape.dtype_bytes
+    return weights + float(batches.kv_tokens.sum()) * shape.kv_bytes
+
+
+def against(row: Summary, own: NDArray[np.float64], reference: NDArray[np.float64]) -> Summary:
+    """The row with its decode time [G] set against that of the paper's system on the same groups."""
+    return replace(row, over_paper=float(reference.sum() / own.sum()) - 1, over_paper_se=ratio_se(reference, own))
+
+
+def ratio_se(numerator: NDArray[Any], denominator: NDArray[np.float64]) -> float:
+    """Jackknife standard error of sum / sum over groups, one left out at a time."""
+    groups = len(numerator)
+    if groups < 2:
+        return float("nan")
+    left = (numerator.sum() - numerator) / (denominator.sum() - denominator)
+    return float(np.sqrt((groups - 1) * np.mean((left - left.mean()) ** 2)))

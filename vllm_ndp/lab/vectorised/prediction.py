@@ -1,0 +1,77 @@
+"""Which experts the next layer will use, guessed from this layer's choices: what `--prefetch measured` fetches by.
+
+The predictor: how often a token that chose e' in one layer chose e in the next one, counted over tokens of requests
+that are not replayed. A row's guess for a layer are the top_k experts of highest score, the mean of those chances over
+its choices in the layer before, by router weight. For the first layer it guesses by popularity. (Published ones run
+later routers on earlier activations, which traces do not hold.) Knows routing. Does not know time or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.lab.vectorised.batches import Batches
+from vllm_ndp.traces.trace import Trace
+
+_ROWS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the predictor says before each layer, row by row."""
+
+    ids: NDArray[np.int64]  # [G, B, D, L, k], best first
+    weights: NDArray[np.float32]  # [G, B, D, L, k], scores that sum to 1
+    accuracy: float
+    """Share of decode choices that were among the guessed ones."""
+    top1_accuracy: float
+    """Share of rows and layers whose choice of most router weight was guessed."""
+
+
+@dataclass(frozen=True)
+class NextLayer:
+    """P(expert of this layer | an expert of the layer before)."""
+
+    chances: NDArray[np.float64]  # [L, E, E], rows sum to 1; of the first layer all rows are its popularity
+
+    @classmethod
+    def learned(cls, trace: Trace, rows: NDArray[np.bool_] | None = None) -> NextLayer:
+        """From all tokens of a trace, or some; each next choice also counts as one token of its layer's popularity."""
+        ids = (trace.ids if rows is None else trace.ids[rows]).astype(np.int64)
+        num_experts, (tokens, layers, k) = trace.provenance.num_experts, ids.shape
+        if tokens == 0:
+            raise ConfigError("a predictor needs tokens to learn from: record prompts, or take --prefetch published")
+        chances = np.empty((layers, num_experts, num_experts))
+        for layer in range(layers):
+            popularity = np.bincount(ids[:, layer].ravel(), minlength=num_experts) / (tokens * k)
+            counts = np.broadcast_to(popularity, (num_experts, num_experts))
+            if layer:
+                pairs = ids[:, layer - 1, :, None] * num_experts + ids[:, layer, None, :]
+                seen = np.bincount(pairs.ravel(), minlength=num_experts**2)
+                counts = counts + seen.reshape(num_experts, num_experts)
+            chances[layer] = counts / counts.sum(axis=1, keepdims=True)
+        return cls(chances)
+
+    def guess(self, batches: Batches) -> Guess:
+        g, b, d, layers, k = batches.shape
+        ids, scores = np.zeros(batches.ids.shape, np.int64), np.zeros(batches.ids.shape, np.float32)
+        for layer in range(layers):
+            before = batches.ids[..., max(layer - 1, 0), :].reshape(-1, k)
+            gates = batches.weights[..., max(layer - 1, 0), :].reshape(-1, k, 1)
+            best, score = np.empty((len(before), k), np.int64), np.empty((len(before), k), np.float32)
+            at_once = max(_ROWS_AT_ONCE // (k * batches.num_experts), 1)
+            for start in range(0, len(before), at_once):
+                part = slice(start, start + at_once)
+                sums = (self.chances[layer][before[part]] * gates[part]).sum(axis=1)
+                best[part] = np.argsort(-sums, axis=1, kind="stable")[:, :k]
+                score[part] = np.take_along_axis(sums, best[part], axis=1)
+            ids[..., layer, :] = best.reshape(g, b, d, k)
+            scores[..., layer, :] = (score / np.maximum(score.sum(axis=1, keepdims=True), 1e-30)).reshape(g, b, d, k)
+        found = (batches.ids[..., :, None] == ids[..., None, :]).any(axis=-1)
+        first = np.take_along_axis(found, batches.weights.argmax(axis=-1)[..., None], axis=-1)
+        exists = np.broadcast_to(batches.pairs, found.shape)
+        return Guess(ids, scores, float(found[exists].mean()), float(first[exists[..., :1]].mean()))
