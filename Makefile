@@ -12,9 +12,11 @@ export VLLM_LOGGING_LEVEL ?= WARNING
 # Two processes of about 1.5 GB each. Whole files go to one of them, so that engines started for a file are shared in it.
 # Both must collect the same tests in the same order, those over a set included: hence the seed.
 WORKERS ?= 2
-PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
+LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
 
-.PHONY: wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-families check gate format wheel setup clean
+.PHONY: wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
 
 demo: export VLLM_LOGGING_LEVEL := ERROR
 demo: $(SERVES)
@@ -29,6 +31,13 @@ test-fast: $(READY)
 
 test-vllm: $(READY)
 	$(PYTEST) -m "vllm"
+
+# Groups of long tests, all or those in GROUPS; then those whose files differ from when they last passed. tests/README.md.
+test-long: $(READY)
+	$(LONG) $(or $(GROUPS),all) $(BY_FILE)
+
+test-changed: $(READY)
+	$(LONG) changed $(BY_FILE)
 
 # Every family of docs/families.md, two engines each: half an hour. Writes what the page's table is made from.
 test-families: $(READY)

@@ -1,10 +1,11 @@
-"""What tests of every room share: their order, and fixtures that need more than Python."""
+"""What tests of every room share: their order, which of them run, and fixtures that need more than Python."""
 
 from __future__ import annotations
 
 import pytest
 from browser import MISSING, Browser
 from hypothesis import HealthCheck, settings
+from long_tests import GROUPS, not_asked_for
 
 # An example takes as long as the machine lets it.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -20,10 +21,18 @@ def browser() -> Browser:
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that start engines, then those with slow tests: two workers then end together.
+def pytest_configure(config: pytest.Config) -> None:
+    for group in GROUPS:
+        config.addinivalue_line("markers", f"{group}: a group of long tests (long_tests.py), run by `make test-long`")
 
-    `make test` hands out whole files (`--dist loadfile`), so fixtures of a module are made once.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without long tests that nobody asked for. First come files that start engines, then those with slow tests.
+
+    Two workers then end together. `make test` hands out whole files (`--dist loadfile`), whose fixtures are made once.
     """
+    if left_out := [item for item in items if not_asked_for(item, config.option.markexpr or "")]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     marked = {mark: {item.path for item in items if item.get_closest_marker(mark)} for mark in ("vllm", "slow")}
     items.sort(key=lambda item: (item.path not in marked["vllm"], item.path not in marked["slow"]))

@@ -26,13 +26,3 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ndp-cache")
     os.environ["NDP_CACHE_DIR"] = str(directory)
     return directory
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Most families run only when asked for by their marker: each is two engines (`make test-families`)."""
-    if "families" in (config.option.markexpr or ""):
-        return
-    left_out = [item for item in items if item.get_closest_marker("families")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]

@@ -1,0 +1,127 @@
+"""The long tests: groups by marker, the files that each is about, and with which of these files each last passed.
+
+python tests/long_tests.py all | changed | GROUP... [OPTIONS OF PYTEST]
+
+`make test` leaves these groups out (conftest.py). `changed` runs those whose files differ from when they last passed:
+data/long-tests.json holds a digest of each group's files, is written here, and belongs into the commit of the change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from paths import DATA, ROOT
+
+PASSED = DATA / "long-tests.json"
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "families": (
+        "benchmarks/make_family_models.py",
+        "benchmarks/make_quantized_models.py",
+        "ndp_device/checkpoint/*.py",
+        "ndp_device/model_config.py",
+        "ndp_device/model_shape.py",
+        "patches/lock-cpu.txt",
+        "tests/integration/family_tokens.py",
+        "tests/integration/stand_ins/**/*.py",
+        "tests/integration/test_integration_families.py",
+        "tests/integration/test_integration_quantized.py",
+        "tests/integration/test_integration_stages.py",
+        "vllm_ndp/integration/compat.py",
+        "vllm_ndp/integration/moe_method.py",
+        "vllm_ndp/integration/plugin.py",
+        "vllm_ndp/integration/quantization.py",
+    ),
+}
+"""Marker -> patterns of the files that its tests are about, their own among them."""
+
+WHOLE = {"-n", "--dist", "--no-loadscope-reorder"}
+"""Options of pytest with which every test of a group still runs."""
+
+
+def files(patterns: Iterable[str]) -> list[Path]:
+    """Sorted, each once; what Python leaves beside its sources is not of them."""
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+
+
+def digest(patterns: Iterable[str]) -> str:
+    """Of names and contents: 32 hexadecimal digits."""
+    contents = hashlib.sha256()
+    for path in files(patterns):
+        contents.update(f"{path.relative_to(ROOT).as_posix()}\0{path.stat().st_size}\0".encode())
+        contents.update(path.read_bytes())
+    return contents.hexdigest()[:32]
+
+
+def passed() -> dict[str, str]:
+    known: dict[str, str] = json.loads(PASSED.read_text()) if PASSED.is_file() else {}
+    return known
+
+
+def changed() -> list[str]:
+    """Groups whose files are not those with which they last passed."""
+    known = passed()
+    return [group for group, patterns in GROUPS.items() if known.get(group) != digest(patterns)]
+
+
+def note_passed(groups: Iterable[str]) -> None:
+    known = passed() | {group: digest(GROUPS[group]) for group in groups}
+    PASSED.write_text(json.dumps({group: known[group] for group in GROUPS if group in known}, indent=2) + "\n")
+
+
+def not_asked_for(item: pytest.Item, marks: str) -> bool:
+    """Whether it is of a group that the run's `-m` does not name."""
+    return any(item.get_closest_marker(group) and group not in marks for group in GROUPS)
+
+
+class Outcomes:
+    """Of a run of pytest: which groups passed whole. A test that was skipped has not shown what it is for."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, set[str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for group in set(GROUPS).intersection(report.keywords):
+            self._outcomes.setdefault(group, set()).add(report.outcome)
+
+    def whole(self) -> list[str]:
+        return [group for group, outcomes in self._outcomes.items() if outcomes == {"passed"}]
+
+
+def run(groups: Sequence[str], options: Sequence[str]) -> int:
+    """pytest's exit status."""
+    outcomes = Outcomes()
+    status = pytest.main(["-m", " or ".join(groups), *options], plugins=[outcomes])
+    if {word for word in options if word.startswith("-")} <= WHOLE:
+        note_passed(outcomes.whole())
+    return int(status)
+
+
+def asked(words: Sequence[str]) -> list[str]:
+    if unknown := set(words) - {"all", "changed", *GROUPS}:
+        raise SystemExit(
+            f"no group of long tests is called {min(unknown)}: give all, changed or of {', '.join(GROUPS)}"
+        )
+    return list(GROUPS) if "all" in words else changed() if "changed" in words else list(words)
+
+
+def main(arguments: Sequence[str]) -> int:
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    if not words:
+        raise SystemExit(__doc__)
+    groups = asked(words)
+    print(
+        f"long tests to run: {', '.join(groups) or 'none, since no file that they are about has changed'}", flush=True
+    )
+    return run(groups, arguments[len(words) :]) if groups else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
