@@ -301,6 +301,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Grown:
     return made
 
 
+@pytest.mark.ranks
 def test_what_cannot_join_is_refused_in_one_sentence_and_the_engine_goes_on(grown: Grown):
     here, absent, again = ([answer["refused"] for answer in answers] for answers in grown.answers[:3])
     assert here[0] == "a device is added by its ipc:// or tcp:// address, got 'here'"
@@ -309,6 +310,7 @@ def test_what_cannot_join_is_refused_in_one_sentence_and_the_engine_goes_on(grow
     assert [said[1].startswith("another rank refused the device at") for said in (here, absent, again)] == [True] * 3
 
 
+@pytest.mark.ranks
 def test_a_device_that_joins_two_running_ranks_gets_a_copy_of_every_expert_and_computes(
     stock_tokens: list[list[int]], grown: Grown
 ):
@@ -318,6 +320,7 @@ def test_a_device_that_joins_two_running_ranks_gets_a_copy_of_every_expert_and_c
         assert answer["copies_held"] == [32, 32]
 
 
+@pytest.mark.ranks
 def test_the_first_device_may_then_die_and_no_pair_falls_back_on_any_rank(stock_tokens: list[list[int]], grown: Grown):
     assert grown.tokens[2] == stock_tokens
     for totals in grown.totals[2]:
@@ -326,6 +329,7 @@ def test_the_first_device_may_then_die_and_no_pair_falls_back_on_any_rank(stock_
     assert grown.totals[2][0]["device_state"] == "up"
 
 
+@pytest.mark.ranks
 def test_a_run_that_a_device_joined_replays_to_the_picosecond(grown: Grown):
     trace = Trace.load(grown.directory, model_digest=model_digest(MODEL))
     live = trace.provenance.live

@@ -18,7 +18,7 @@ from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.ranks]
 
 EXPERT_RANKS: dict[str, Any] = {
     "tensor_parallel_size": 2,

@@ -87,12 +87,14 @@ def server(settings: dict[str, Any], log: Path) -> Iterator[scoring.ScoringServe
         yield scoring.ScoringServer(f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.quality
 def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:
     """Forced tokens through the real engine and device process, two sequences at their own plans, both in float32."""
     _, harness, through_engine, _ = measured
     np.testing.assert_allclose(through_engine, harness, atol=1e-3)
 
 
+@pytest.mark.quality
 def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
     measured: Any, server: scoring.ScoringServer
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
         assert mine - full_nll > 0.05
 
 
+@pytest.mark.quality
 def test_a_server_says_at_its_start_that_so_few_bits_are_of_no_use(server: scoring.ScoringServer, log: Path) -> None:
     assert server.model  # it has started
     told = " ".join(log.read_text(errors="replace").replace("│", " ").split())
@@ -115,6 +118,7 @@ def test_a_server_says_at_its_start_that_so_few_bits_are_of_no_use(server: scori
     assert "1.5 bits on average are too few for useful answers" in told
 
 
+@pytest.mark.quality
 def test_what_is_scored_as_a_prompt_is_in_full_precision(measured: Any, server: scoring.ScoringServer) -> None:
     """A plain log-likelihood task would measure this: the same tokens, nothing lost."""
     sequences, _, _, full = measured
@@ -124,6 +128,7 @@ def test_what_is_scored_as_a_prompt_is_in_full_precision(measured: Any, server: 
         assert -math.fsum(scored.logprobs) / len(scored.logprobs) == pytest.approx(full_nll, rel=1e-4)
 
 
+@pytest.mark.quality
 def test_tokens_that_cannot_be_forced_are_refused_in_a_sentence(server: scoring.ScoringServer) -> None:
     """The server goes on after each."""
     with pytest.raises(ConfigError, match="was to generate 2 given tokens and generated others"):
@@ -155,6 +160,7 @@ def test_the_parameter_has_one_name() -> None:
     assert f"{forced_tokens.__name__}:{forced_tokens.ForcedTokens.__name__}" == scoring.PROCESSOR
 
 
+@pytest.mark.quality
 def test_lm_eval_runs_tasks_on_decodes_precision(server: scoring.ScoringServer) -> None:
     """As a user starts it. Every token of the choices is scored by decode; of documents all but their beginnings."""
     tasks = ("--include", TASKS, "--limit", "6", "--concurrent", "3")

@@ -130,6 +130,7 @@ def kill_in_the_middle(llm: Any, pid: int) -> list[list[int]]:
     return [tokens[name] for name in sorted(tokens)]
 
 
+@pytest.mark.ranks
 def test_ranks_offload_the_same_experts_whatever_becomes_of_the_device(balanced_and_killed: dict[str, Any]):
     """Each rank chooses which hot experts run on the device; another choice on one of them would lose pairs."""
     leader, other = balanced_and_killed["healthy"]
@@ -139,11 +140,13 @@ def test_ranks_offload_the_same_experts_whatever_becomes_of_the_device(balanced_
     assert other["fallback_pairs"] == 0
 
 
+@pytest.mark.ranks
 def test_only_the_leader_stands_in_for_a_device_that_died(balanced_and_killed: dict[str, Any]):
     assert balanced_and_killed["totals"][0]["fallback_pairs"] > 0
     assert [len(tokens) for tokens in balanced_and_killed["after"]] == [TOKENS] * len(PROMPTS)
 
 
+@pytest.mark.ranks
 def test_a_lost_device_changes_no_token_in_full_precision(stock_tokens: list[list[int]]):
     """What rank 0 computes instead is whole experts: its own half of them and the other's."""
     with engine(settings=IDENTITY, max_num_batched_tokens=64, **TWO_RANKS) as llm:
@@ -153,6 +156,7 @@ def test_a_lost_device_changes_no_token_in_full_precision(stock_tokens: list[lis
     assert other["fallback_pairs"] == 0
 
 
+@pytest.mark.ranks
 def test_ray_starts_the_same_two_ranks(stock_tokens: list[list[int]]):
     pytest.importorskip("ray", reason="the extra vllm-ndp[ray] is not installed")
     options = TWO_RANKS | {"distributed_executor_backend": "ray", "max_num_batched_tokens": 64}
@@ -161,6 +165,7 @@ def test_ray_starts_the_same_two_ranks(stock_tokens: list[list[int]]):
     assert [totals["fallback_pairs"] for totals in said["totals"]] == [0, 0]
 
 
+@pytest.mark.ranks
 def test_a_leader_that_finds_no_device_ends_every_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     settings = {"cold_precision": "full", "device": f"ipc://{tmp_path / 'nobody'}"}
     with pytest.raises(Exception, match="initialization failed"), engine(settings=settings, **TWO_RANKS):
@@ -260,11 +265,13 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return [[line for line in process.stdout.splitlines() if line and line[0].islower()] for process in done]
 
 
+@pytest.mark.ranks
 def test_ranks_hear_the_leader_and_know_each_others_cores(two_processes: list[list[str]]):
     for lines in two_processes:
         assert lines[:4] == ["cores [0, 1, 5]", "told by 0", "up False True", "any True False"]
 
 
+@pytest.mark.ranks
 def test_the_rank_that_was_started_with_something_else_says_so(two_processes: list[list[str]]):
     leader, other = two_processes
     assert leader[4:] == ["equal", "equal"]

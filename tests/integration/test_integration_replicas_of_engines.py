@@ -26,7 +26,7 @@ from served_model import serving
 
 from vllm_ndp.device.process import DeviceProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.ranks]
 
 TOKENS = 12
 UNEVEN = (PROMPTS[:3], PROMPTS[3:])

@@ -48,6 +48,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return record(directory, {"hot_experts": 3, "cold_precision": "full"})
 
 
+@pytest.mark.ranks
 def test_two_stages_give_the_tokens_of_stock_vllm(identity: dict[str, Any], stock_tokens: list[list[int]]):
     """Without compilation, where vLLM's own CPU build cannot run a second stage."""
     assert [token_ids(outputs) for outputs in identity["passes"]] == [stock_tokens, stock_tokens]
@@ -56,6 +57,7 @@ def test_two_stages_give_the_tokens_of_stock_vllm(identity: dict[str, Any], stoc
         assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
 
 
+@pytest.mark.ranks
 def test_each_stage_has_its_layers_and_a_device_of_its_own(identity: dict[str, Any]):
     first, second = identity["status"]
     assert first["moe_layers"] == second["moe_layers"] == LAYERS // 2
@@ -64,6 +66,7 @@ def test_each_stage_has_its_layers_and_a_device_of_its_own(identity: dict[str, A
     assert first["ranks"] == "stage 0 of 2: a device, plan and clock of its own"
 
 
+@pytest.mark.ranks
 def test_a_report_adds_up_the_layers_of_both_stages(identity: dict[str, Any]):
     for outputs in identity["passes"]:
         for output in outputs:
@@ -77,12 +80,14 @@ def test_a_report_adds_up_the_layers_of_both_stages(identity: dict[str, Any]):
     assert told == totals[0]["cold_pairs"] + totals[1]["cold_pairs"]
 
 
+@pytest.mark.ranks
 def test_each_stage_replays_to_the_picosecond(identity: dict[str, Any]):
     for stage, trace in enumerate(identity["traces"]):
         assert (trace.provenance.live.stage, trace.provenance.live.num_stages) == (stage, 2)
         assert replay_live(trace, LossTable.nominal(LAYERS // 2, 8)).identical
 
 
+@pytest.mark.ranks
 def test_the_reports_clock_is_that_of_the_stages_one_after_the_other(identity: dict[str, Any]):
     """Composed again from the two traces: a request's last token is as late as its report says."""
     first, second = identity["traces"]
@@ -110,6 +115,7 @@ def test_the_reports_clock_is_that_of_the_stages_one_after_the_other(identity: d
         assert report["simulated_tpot_us"] == pytest.approx(mean, abs=1e-6)
 
 
+@pytest.mark.ranks
 def test_a_quantized_run_plans_with_each_stages_own_losses(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("trace") / "stages"
     said = record(directory, {"hot_experts": 4, "avg_bits": 2.0, "replicas": str(REPLICAS)})

@@ -17,7 +17,7 @@ from ndp_device.replicas.store import ExpertStore
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.quality]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow  # together: steps of training
+pytestmark = [pytest.mark.slow, pytest.mark.quality]  # together: steps of training
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny_mixtral"
 

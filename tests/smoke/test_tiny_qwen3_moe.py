@@ -21,7 +21,7 @@ from vllm_ndp.lab.analysis import analyse
 from vllm_ndp.planning.policies import read_prior
 from vllm_ndp.traces.importers import ImportSettings, import_trace
 
-pytestmark = pytest.mark.slow  # together: a forward pass over held-out texts
+pytestmark = [pytest.mark.slow, pytest.mark.quality]  # together: a forward pass over held-out texts
 
 MODEL = ROOT / "models" / "tiny-qwen3-moe"
 TRACE = MODEL / "traces" / "sampled.npz"

@@ -24,7 +24,7 @@ from ndp_device.calibration.text import CalibrationText
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas, read_manifest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")
 CALIBRATION = MODEL / "calibration.txt"
 NOT_STREAMED = ("llama4", "nemotron_h")

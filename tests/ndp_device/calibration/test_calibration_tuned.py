@@ -24,7 +24,7 @@ from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.replicas.loss_table import load_layer_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")
 STEPS = 12
 CALIBRATION = MODEL / "calibration.txt"

@@ -44,6 +44,13 @@ def _maker() -> Any:
 
 
 MAKE = _maker()
+BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "granite_moe_hybrid")
+"""Dense layers; groups; biases and a clamp; two kinds of state. All others are in `make test-long`."""
+
+
+def _marked(*without: str) -> list[Any]:
+    families = [name for name in MAKE.FAMILIES if name not in without]
+    return [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.families) for name in families]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("family", [name for name in MAKE.FAMILIES if name not in SEEN_ELSEWHERE])
+@pytest.mark.parametrize("family", _marked(*SEEN_ELSEWHERE))
 def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Path, family: str) -> None:
     """Sum over a row's experts, by the reference kernel, against the output of transformers' own module."""
     directory = MAKE.make(family, models)
@@ -76,7 +83,7 @@ def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Pa
         assert np.abs(got - wanted).max() < 2e-5 * np.abs(wanted).max(), f"MoE layer {layer}"
 
 
-@pytest.mark.parametrize("family", [name for name in MAKE.FAMILIES if name != "nemotron_h"])
+@pytest.mark.parametrize("family", _marked("nemotron_h"))
 def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, family: str) -> None:
     """Projections, dense layers, shared experts, routers, embeddings: what config.json says is what the tensors hold,
     to the last one. Vectors (norms, biases) are left out on both sides."""

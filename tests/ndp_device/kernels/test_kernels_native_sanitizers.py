@@ -12,7 +12,7 @@ import pytest
 from paths import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.sanitizers
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 def test_no_path_reads_or_writes_outside_its_buffers_or_relies_on_undefined_behaviour(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def runtime(name: str) -> str:
     ).stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.sanitizers
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("c++") is None, reason="needs cmake and a compiler")
 def test_whatever_the_other_side_writes_no_byte_outside_a_buffer_is_touched(tmp_path: Path) -> None:
