@@ -125,6 +125,7 @@ def test_every_example_is_read_by_the_parser(example: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.commands
 @pytest.mark.parametrize("example", RUN)
 def test_every_example_that_is_cheap_runs(example: str, desk: Path) -> None:
     done = shell(example, desk)

@@ -99,6 +99,7 @@ def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, 
     assert len(model.decoder) == read_config(directory)["num_hidden_layers"]
 
 
+@pytest.mark.calibration
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_family_is_calibrated_from_text(models: Path, tmp_path: Path, family: str) -> None:
     """With a dense layer among the others, and with biases whose order the solver changes with the rows'."""

@@ -99,6 +99,7 @@ def test_replicas_are_of_the_dequantized_values_and_their_losses_are_measured_ag
     np.testing.assert_array_equal(ours.layer_losses(1)[1], plain.layer_losses(1)[1])
 
 
+@pytest.mark.calibration
 def test_a_quantized_checkpoint_is_calibrated_like_what_it_stands_for(models: Path, tmp_path: Path) -> None:
     """gpt-oss runs beside its experts as it is; FP8 linear layers are refused, since torch would have to run them."""
     directory = quantized.make("gpt_oss-mxfp4", models)

@@ -1,11 +1,16 @@
-"""The lab's commands: JSON on the last line, one sentence and exit code 2 for bad input."""
+"""The lab's commands: JSON on the last line, one sentence and exit code 2 for bad input.
+
+They run in this process, through the function that the installed program calls; programs of their own are started in
+tests/test_command_lines.py.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +21,20 @@ from paths import DATA
 from vllm_ndp.app import main
 from vllm_ndp.traces.trace import Trace, from_sequences
 
-pytestmark = pytest.mark.slow  # together: each test starts programs
+pytestmark = pytest.mark.slow  # together
 
 TRACE = str(DATA / "tiny-mixtral-trace")
-PROGRAM = Path(sys.executable).parent / "vllm-ndp"
 
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([str(PROGRAM), *arguments], capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stderr
-    return done
+    """As `vllm-ndp ARGUMENTS`, whose exit code must be `code`."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr("sys.argv", ["vllm-ndp", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code or 0) == code, err.getvalue()
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
