@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PATIENT_DEADLINE_MS, ROOT, VLLM_PROGRAM, last_json, run_program
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.programs]
 
 
 def test_vllm_bench_throughput_runs_with_the_plugin(tmp_path: Path):

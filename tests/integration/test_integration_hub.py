@@ -11,7 +11,7 @@ import pytest
 from engines import IN_PROCESS, MODEL, PROMPTS, last_json, run_program
 from local_hub import local_hub
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.programs]
 
 ID = "lab/tiny-mixtral"
 PROGRAM = """

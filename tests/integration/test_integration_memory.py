@@ -12,7 +12,7 @@ from engines import MODEL, ROOT, last_json, run_program
 from vllm_ndp.operating.sizing import ENGINE_BYTES, GB, Demand, Machine, Sizing
 from vllm_ndp.operating.sources import source_named
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.programs]
 
 HIDDEN, INTERMEDIATE, LAYERS = 512, 1792, 2
 EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2  # gate, up and down in bfloat16: 5.5 MB
