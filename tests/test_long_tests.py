@@ -18,11 +18,10 @@ EXAMPLE = "import pytest\n\n@pytest.mark.families\ndef test_long(): ...\n\ndef t
 
 @pytest.mark.parametrize("group", long_tests.GROUPS)
 def test_a_group_is_about_files_that_exist_and_about_its_own_tests(group: str) -> None:
-    about = set(long_tests.files(long_tests.GROUPS[group]))
     assert all(long_tests.files([pattern]) for pattern in long_tests.GROUPS[group])
-    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if group in MARK.findall(path.read_text())}
-    assert marked - {Path(__file__)} != set()
-    assert marked - {Path(__file__)} <= about
+    tests = set((ROOT / "tests").rglob("test_*.py")) - {Path(__file__)}
+    marked = {path for path in tests if group in MARK.findall(path.read_text())}
+    assert marked == set(long_tests.marked(group)) != set()
 
 
 @pytest.mark.parametrize(
