@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from in_this_process import run_here
 from typer.testing import CliRunner
 
 from ndp_device.__main__ import app
@@ -87,9 +86,7 @@ def test_hardware_prints_every_value_and_marks_what_was_set_by_hand() -> None:
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ndp_device", "time", *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = run_here("ndp-device", "time", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1

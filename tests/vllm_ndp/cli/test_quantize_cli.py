@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from in_this_process import run_here
 from paths import MODEL
 
 from ndp_device.replicas.format import ReplicaFiles
 
 
 def run_quantize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from vllm_ndp.app import main; main()", "quantize", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_here("vllm-ndp", "quantize", *arguments)
 
 
 def test_the_last_line_is_the_summary(tmp_path: Path) -> None:

@@ -1,21 +1,19 @@
 """The lab's commands: JSON on the last line, one sentence and exit code 2 for bad input.
 
-They run in this process, through the function that the installed program calls; programs of their own are started in
-tests/test_command_lines.py.
+They run in this process (tests/in_this_process.py).
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import subprocess
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from in_this_process import run_here
 from paths import DATA
 
 from vllm_ndp.app import main
@@ -28,13 +26,9 @@ TRACE = str(DATA / "tiny-mixtral-trace")
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """As `vllm-ndp ARGUMENTS`, whose exit code must be `code`."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr("sys.argv", ["vllm-ndp", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert (ended.value.code or 0) == code, err.getvalue()
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+    done = run_here("vllm-ndp", *arguments)
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict:
