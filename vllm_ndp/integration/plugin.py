@@ -52,7 +52,7 @@ def configure(vllm_config: VllmConfig) -> None:
     """Point an engine that asked for `ndp` at our worker; refuse what cannot work. Leaves every other engine alone."""
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat
+    from vllm_ndp.integration import compat, waiting
 
     compat.refuse_mixed_settings(sys.argv)
     settings = compat.check(vllm_config)
@@ -62,6 +62,7 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
     compat.let_ray_run_on_cpu(vllm_config)
+    waiting.configure(vllm_config)
     if settings.report:
         vllm_config.kv_transfer_config = _with_report_connector(vllm_config.kv_transfer_config)
 
