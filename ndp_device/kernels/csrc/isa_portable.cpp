@@ -7,6 +7,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
 constexpr bool kInPlaceFields = false;
+constexpr bool kOwnRow = false;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;
 

@@ -3,6 +3,7 @@
 //   f32x16 half_to_float(const uint16_t*)
 //   kInPlaceFields   dot4 is exact for codes up to 255, so that a field may stay where it lies in its byte; else one
 //                    token goes the way of several
+//   kOwnRow          whether the file defines own_row (below), after it has included this one
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
@@ -379,6 +380,10 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
+// One token, codes in registers, where kInPlaceFields is false.
+template <class Code, int LIMBS, int CHUNKS>
+void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y);
+
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
@@ -391,6 +396,12 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         if constexpr (kFewTokens > 1) {
             if (a.tokens <= kFewTokens && w.padded_group == 128)
                 return few_tokens<Code, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
+        }
+    }
+    if constexpr (kOwnRow) {
+        if (a.tokens == 1) {
+            if (w.padded_group == 128) return own_row<Code, LIMBS, 4>(w, a, first, last, y);
+            return own_row<Code, LIMBS, 0>(w, a, first, last, y);
         }
     }
     for (int unit = first; unit < last; ++unit)
