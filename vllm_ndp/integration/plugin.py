@@ -50,9 +50,12 @@ def _hook_architectures() -> None:
 
 def configure(vllm_config: VllmConfig) -> None:
     """Point an engine that asked for `ndp` at our worker; refuse what cannot work. Leaves every other engine alone."""
+    from vllm_ndp.integration import waiting
+
+    waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat, waiting
+    from vllm_ndp.integration import compat
 
     compat.refuse_mixed_settings(sys.argv)
     settings = compat.check(vllm_config)

@@ -12,8 +12,6 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_ndp.integration.compat import on_cpu
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -31,9 +29,10 @@ _before: dict[str, str | None] = {}
 
 def configure(vllm_config: VllmConfig) -> None:
     """Choose the executor and OpenMP's variables of the processes that this one will start."""
-    restore()
+    from vllm.platforms import current_platform
+
     parallel = vllm_config.parallel_config
-    if not on_cpu() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "1":
+    if not current_platform.is_cpu() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "1":
         return
     _set(_SPINS, _SPIN_COUNT)
     if parallel.data_parallel_size > 1 or parallel.distributed_executor_backend not in ("uni", "mp"):

@@ -55,6 +55,11 @@ NDP_INLINE f32x16 half_to_float(const uint16_t* p) {
     return load<f32x16>(v);
 }
 
+typedef float Floats __attribute__((vector_size(32)));
+constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
+
+NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
+
 // The integer products of ROWS rows with a group of both blocks. Eight steps add up in 16 bits: 8 * 2 * 15 * 127 = 30480.
 template <int ROWS>
 void dot_rows(const uint8_t* codes, int steps, const int8_t* x, __m256i (*dots)[4]) {
