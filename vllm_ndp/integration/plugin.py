@@ -50,6 +50,9 @@ def _hook_architectures() -> None:
 
 def configure(vllm_config: VllmConfig) -> None:
     """Point an engine that asked for `ndp` at our worker; refuse what cannot work. Leaves every other engine alone."""
+    from vllm_ndp.integration import waiting
+
+    waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
     from vllm_ndp.integration import compat
@@ -62,6 +65,7 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.share_cores_with_the_device(settings)
     compat.bind_ranks(vllm_config)
     compat.let_ray_run_on_cpu(vllm_config)
+    waiting.configure(vllm_config)
     if settings.report:
         vllm_config.kv_transfer_config = _with_report_connector(vllm_config.kv_transfer_config)
 

@@ -13,6 +13,7 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.fixed_weights import FixedWeights
+from vllm_ndp.integration.waiting import sleep_while_waiting
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -26,6 +27,8 @@ class NdpWorker(FixedWeights, _Base):
     """On the GPU, allocated once the model is loaded: vLLM counts neither as weights nor as what a step takes."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if current_platform.is_cpu() and self.parallel_config.world_size > 1:
+            sleep_while_waiting()
         try:
             self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
             super().load_model(*args, **kwargs)

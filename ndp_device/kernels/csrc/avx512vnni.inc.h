@@ -12,6 +12,7 @@ namespace {
 
 using Words = u16x32;
 constexpr bool kInPlaceFields = true;  // vpdpbusd does not saturate
+constexpr bool kOwnRow = false;
 constexpr int kGemmRows = 12;          // 12 rows x 2 blocks of sums: 24 of 32 registers
 
 using PackWord = u32x16;
@@ -51,5 +52,10 @@ NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
 }
 
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return (f32x16)_mm512_cvtph_ps(load<__m256i>(p)); }
+
+using Floats = f32x16;
+constexpr int kFullRows = 4, kFullTokens = 6;  // 24 of 32 registers
+
+NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
 }  // namespace

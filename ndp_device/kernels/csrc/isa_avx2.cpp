@@ -10,6 +10,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(32)));
 constexpr bool kInPlaceFields = false;
+constexpr bool kOwnRow = true;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;            // 2 rows x 2 blocks x 2 halves = 8 of 16 registers
 
@@ -53,6 +54,11 @@ NDP_INLINE f32x16 half_to_float(const uint16_t* p) {
     __m256 v[2] = {_mm256_cvtph_ps(load<__m128i>(p)), _mm256_cvtph_ps(load<__m128i>(p + 8))};
     return load<f32x16>(v);
 }
+
+typedef float Floats __attribute__((vector_size(32)));
+constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
+
+NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
 // The integer products of ROWS rows with a group of both blocks. Eight steps add up in 16 bits: 8 * 2 * 15 * 127 = 30480.
 template <int ROWS>
@@ -120,7 +126,104 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 #include "kernels.inc.h"
 
 namespace {
-constexpr KernelTable kTable = make_table("avx2");
+
+// The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
+// of the unit's 32 rows. As in dot_rows eight steps, one chunk, add up in 16 bits.
+template <class Code, int LIMBS>
+NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x, int padded,
+                                 __m256i (&dots)[LIMBS][4]) {
+    const __m256i code = _mm256_set1_epi8(Code::kMask >> Code::kDropped), ones = _mm256_set1_epi16(1);
+    NDP_UNROLL(2)
+    for (int limb = 0; limb < LIMBS; ++limb) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[limb][part] = _mm256_setzero_si256();
+    }
+    // At once: with more of them sums leave the registers; 3 bits are faster so all the same.
+    constexpr int kParts = Code::kWidth1 == 1 ? 4 : 4 / LIMBS;
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        NDP_UNROLL(2)
+        for (int first = 0; first < 4; first += kParts) {
+            __m256i pairs[LIMBS][kParts] = {};
+            NDP_UNROLL(4)
+            for (int q = 0; q < 4; ++q) {
+                __m256i four[2][LIMBS];
+                NDP_UNROLL(2)
+                for (int high = 0; high < 2; ++high) {
+                    NDP_UNROLL(2)
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        int32_t step;
+                        std::memcpy(&step, x + limb * padded + (chunk * 8 + Code::step(q, high)) * 4, 4);
+                        four[high][limb] = _mm256_set1_epi32(step);
+                    }
+                }
+                NDP_UNROLL(4)
+                for (int part = 0; part < kParts; ++part) {
+                    const uint8_t* b0 = c0 + chunk * chunk_bytes(Code::kWidth0) + (first + part) * 32;
+                    const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + (first + part) * 32;
+                    if (part % 2 == 0) Code::prefetch(b0, b1, q, kGemvLead);
+                    const Words v = Code::template vector<Words>(b0, b1, q);
+                    const __m256i low = _mm256_and_si256((__m256i)(v >> Code::kDropped), code);
+                    const __m256i high = _mm256_and_si256((__m256i)(v >> (Code::kHigh + Code::kDropped)), code);
+                    NDP_UNROLL(2)
+                    for (int limb = 0; limb < LIMBS; ++limb) {
+                        const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(low, four[0][limb]),
+                                                              _mm256_maddubs_epi16(high, four[1][limb]));
+                        pairs[limb][part] = _mm256_add_epi16(pairs[limb][part], both);
+                    }
+                }
+                asm volatile("" ::: "memory");  // or g++ loads ahead until it runs out of registers
+            }
+            NDP_UNROLL(2)
+            for (int limb = 0; limb < LIMBS; ++limb) {
+                NDP_UNROLL(4)
+                for (int part = 0; part < kParts; ++part) {
+                    __m256i& sum = dots[limb][first + part];
+                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs[limb][part], ones));
+                }
+            }
+        }
+    }
 }
+
+// One row: codes stay in registers. The same sums in the same order as own_products.
+template <class Code, int LIMBS, int CHUNKS>
+void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
+    const int chunks = CHUNKS ? CHUNKS : w.padded_group / kChunkCols, padded = chunks * kChunkCols;
+    const ptrdiff_t bytes0 = chunks * chunk_bytes(Code::kWidth0), bytes1 = chunks * chunk_bytes(Code::kWidth1);
+    for (int unit = first; unit < last; ++unit) {
+        const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups;
+        const uint8_t* c0 = w.component[0] + at * bytes0;
+        const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * bytes1 : c0;
+        const uint16_t* halves = w.meta + at * 2 * kUnitRows;
+        const int8_t* x = a.codes;
+        __m256 out[4] = {};
+        for (int g = 0; g < w.groups; ++g) {
+            __m256i dots[LIMBS][4];
+            dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, padded, dots);
+            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
+            __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead + 64);
+            NDP_UNROLL(4)
+            for (int part = 0; part < 4; ++part) {
+                const uint16_t* meta = halves + part / 2 * 32 + part % 2 * 8;
+                __m256 dot = _mm256_cvtepi32_ps(dots[0][part]);
+                if constexpr (LIMBS == 2)
+                    dot = _mm256_fmadd_ps(dot, _mm256_set1_ps(128), _mm256_cvtepi32_ps(dots[1][part]));
+                dot = _mm256_mul_ps(dot, _mm256_set1_ps(a.scale[g]));
+                out[part] = _mm256_fmadd_ps(dot, _mm256_cvtph_ps(load<__m128i>(meta)), out[part]);
+                out[part] = _mm256_fmadd_ps(_mm256_cvtph_ps(load<__m128i>(meta + 16)), _mm256_set1_ps(a.sum[g]), out[part]);
+            }
+            c0 += bytes0;
+            c1 += bytes1;
+            halves += 2 * kUnitRows;
+            x += LIMBS * padded;
+        }
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) _mm256_storeu_ps(y + (unit - first) * kUnitRows + part * 8, out[part]);
+    }
+}
+
+constexpr KernelTable kTable = make_table("avx2");
+
+}  // namespace
 
 const ndp::KernelTable& ndp::avx2_kernels() { return kTable; }

@@ -7,6 +7,7 @@ namespace {
 
 typedef uint16_t Words __attribute__((vector_size(16)));
 constexpr bool kInPlaceFields = false;
+constexpr bool kOwnRow = false;
 constexpr int kFewRows = 0;
 constexpr int kGemmRows = 2;
 
@@ -21,6 +22,11 @@ NDP_INLINE i32x16 dot4(i32x16 acc, u8x64 codes, i32x16 steps) {
 }
 
 NDP_INLINE f32x16 half_to_float(const uint16_t* p) { return half_to_float_by_bits(p); }
+
+using Floats = f32x16;
+constexpr int kFullRows = 4, kFullTokens = 4;
+
+NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return half_to_float(p); }
 
 typedef uint64_t PackWord;
 constexpr int kPackRows = 1;

@@ -3,10 +3,13 @@
 //   f32x16 half_to_float(const uint16_t*)
 //   kInPlaceFields   dot4 is exact for codes up to 255, so that a field may stay where it lies in its byte; else one
 //                    token goes the way of several
+//   kOwnRow          whether the file defines own_row (below), after it has included this one
 //   NDP_UNROLL(n)    unrolls the next loop, or nothing
 //   Words            the widest vector of uint16_t that lives in a register
 //   kFewRows         up to this many activation rows (token limbs) codes stay in registers; 0 without kInPlaceFields
 //   PackWord, kPackRows, store_rows, pick   see packing.inc.h
+//   Floats, halves_to_floats, kFullRows, kFullTokens   full precision: the vector, how to load it from fp16, and how many rows
+//                    of weights and of activations have their sums in registers
 //   kGemmRows        activation rows (token limbs) per register block of 2 x 16 weight rows
 //   own_products<LIMBS>(panel, activations, first group, y, stride)   does what multiply_panel does and returns true,
 //                    or false to leave it to multiply_panel
@@ -379,6 +382,10 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
     }
 }
 
+// One token, codes in registers, where kInPlaceFields is false.
+template <class Code, int LIMBS, int CHUNKS>
+void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y);
+
 template <class Code, int LIMBS>
 void multiply_width(const QuantizedView& w, const Activations& a, int first, int last, float* y, ptrdiff_t stride,
                     void* scratch) {
@@ -391,6 +398,12 @@ void multiply_width(const QuantizedView& w, const Activations& a, int first, int
         if constexpr (kFewTokens > 1) {
             if (a.tokens <= kFewTokens && w.padded_group == 128)
                 return few_tokens<Code, LIMBS, kFewTokens, 4>(w, a, first, last, y, stride);
+        }
+    }
+    if constexpr (kOwnRow) {
+        if (a.tokens == 1) {
+            if (w.padded_group == 128) return own_row<Code, LIMBS, 4>(w, a, first, last, y);
+            return own_row<Code, LIMBS, 0>(w, a, first, last, y);
         }
     }
     for (int unit = first; unit < last; ++unit)
@@ -494,76 +507,112 @@ void add_scaled(float* out, const float* y, float gate, int count) {
 
 // ---- full precision ------------------------------------------------------------------------------------------------
 
+// Lanes of Floats.
+constexpr int kLanes = sizeof(Floats) / sizeof(float);
+// Columns after which another group of rows has its turn, so that those of kFullTokens activation rows stay in the first cache.
+constexpr int kFullCols = 1024;
+
 template <DType DTYPE>
-NDP_INLINE f32x16 load_weights(const void* row, int col) {
-    if constexpr (DTYPE == DType::float32) return load<f32x16>(static_cast<const float*>(row) + col);
-    if constexpr (DTYPE == DType::float16) return half_to_float(static_cast<const uint16_t*>(row) + col);
-    if constexpr (DTYPE == DType::bfloat16) return bfloat16_to_float(static_cast<const uint16_t*>(row) + col);
+NDP_INLINE Floats load_weights(const void* row, int col) {
+    if constexpr (DTYPE == DType::float32) return load<Floats>(static_cast<const float*>(row) + col);
+    if constexpr (DTYPE == DType::float16) return halves_to_floats(static_cast<const uint16_t*>(row) + col);
+    if constexpr (DTYPE == DType::bfloat16) {
+        typedef uint16_t Halves __attribute__((vector_size(sizeof(Floats) / 2)));
+        typedef uint32_t Whole __attribute__((vector_size(sizeof(Floats))));
+        return (Floats)(__builtin_convertvector(load<Halves>(static_cast<const uint16_t*>(row) + col), Whole) << 16);
+    }
 }
 
-constexpr int kFullRows = 4;
-
-template <DType DTYPE, int TOKENS>
-NDP_INLINE void full_rows(const void* const (&rows)[kFullRows], int cols, const float* x, ptrdiff_t x_stride,
-                          float* y, ptrdiff_t y_stride) {
+// Adds columns `from` to `to` of ROWS rows times TOKENS activation rows to sums[row][token].
+template <DType DTYPE, int ROWS, int TOKENS>
+NDP_INLINE void full_rows(const void* const* rows, int from, int to, const float* x, ptrdiff_t x_stride,
+                          Floats (*sums)[kFullTokens]) {
     constexpr int kItem = DTYPE == DType::float32 ? 4 : 2;
-    f32x16 sum[TOKENS][kFullRows] = {};
-    int col = 0;
-    for (; col + 16 <= cols; col += 16) {
-        f32x16 w[kFullRows];
+    Floats sum[TOKENS][ROWS];
+NDP_UNROLL(16)
+    for (int t = 0; t < TOKENS; ++t) {
 NDP_UNROLL(4)
-        for (int r = 0; r < kFullRows; ++r) {
-            __builtin_prefetch(static_cast<const char*>(rows[r]) + (col + 16) * kItem + 512);
+        for (int r = 0; r < ROWS; ++r) sum[t][r] = sums[r][t];
+    }
+    int col = from;
+    for (; col + kLanes <= to; col += kLanes) {
+        Floats w[ROWS];
+NDP_UNROLL(4)
+        for (int r = 0; r < ROWS; ++r) {
+            __builtin_prefetch(static_cast<const char*>(rows[r]) + (col + kLanes) * kItem + 512);
             w[r] = load_weights<DTYPE>(rows[r], col);
         }
-NDP_UNROLL(4)
+NDP_UNROLL(16)
         for (int t = 0; t < TOKENS; ++t) {
-            f32x16 v = load<f32x16>(x + t * x_stride + col);
+            const Floats v = load<Floats>(x + t * x_stride + col);
 NDP_UNROLL(4)
-            for (int r = 0; r < kFullRows; ++r) sum[t][r] += w[r] * v;
+            for (int r = 0; r < ROWS; ++r) sum[t][r] += w[r] * v;
         }
     }
-    if (col < cols) {  // the last columns through zero-padded copies
-        const int rest = cols - col;
+    if (col < to) {  // the last columns through zero-padded copies
+        const int rest = to - col;
         alignas(64) char tail[64];
-        alignas(64) float x_tail[16];
-        for (int r = 0; r < kFullRows; ++r) {
+        alignas(64) float x_tail[kLanes];
+        for (int r = 0; r < ROWS; ++r) {
             std::memset(tail, 0, sizeof tail);
             std::memcpy(tail, static_cast<const char*>(rows[r]) + static_cast<ptrdiff_t>(col) * kItem, rest * kItem);
-            f32x16 w = load_weights<DTYPE>(tail, 0);
+            const Floats w = load_weights<DTYPE>(tail, 0);
             for (int t = 0; t < TOKENS; ++t) {
                 std::memset(x_tail, 0, sizeof x_tail);
                 std::memcpy(x_tail, x + t * x_stride + col, rest * sizeof(float));
-                sum[t][r] += w * load<f32x16>(x_tail);
+                sum[t][r] += w * load<Floats>(x_tail);
             }
         }
     }
+NDP_UNROLL(16)
+    for (int t = 0; t < TOKENS; ++t) {
+NDP_UNROLL(4)
+        for (int r = 0; r < ROWS; ++r) sums[r][t] = sum[t][r];
+    }
+}
+
+// All rows of a unit with 1 to TOKENS activation rows.
+template <DType DTYPE, int TOKENS>
+void full_unit(const void* const* rows, int cols, const float* x, ptrdiff_t x_stride, int tokens, int cols_at_once,
+               float* y, ptrdiff_t y_stride) {
+    if (tokens < TOKENS) {
+        if constexpr (TOKENS > 1)
+            full_unit<DTYPE, TOKENS - 1>(rows, cols, x, x_stride, tokens, cols_at_once, y, y_stride);
+        return;
+    }
+    constexpr int kRows = TOKENS <= 2 ? 4 : kFullRows;  // few sums at once would wait for each other
+    Floats sums[kUnitRows][kFullTokens] = {};
+    for (int from = 0; from < cols; from += cols_at_once) {
+        const int to = from + cols_at_once < cols ? from + cols_at_once : cols;
+        for (int r = 0; r < kUnitRows; r += kRows)
+            full_rows<DTYPE, kRows, TOKENS>(rows + r, from, to, x, x_stride, sums + r);
+    }
     for (int t = 0; t < TOKENS; ++t)
-        for (int r = 0; r < kFullRows; ++r) y[t * y_stride + r] = sum_lanes(sum[t][r]);
+        for (int r = 0; r < kUnitRows; ++r) y[t * y_stride + r] = sum_lanes(sums[r][t]);
 }
 
 template <DType DTYPE>
 void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
                  ptrdiff_t y_stride) {
     constexpr int kItem = DTYPE == DType::float32 ? 4 : 2;
+    const int cols_at_once = tokens > kFullTokens ? kFullCols : w.cols;
     for (int unit = first; unit < last; ++unit) {
-        for (int r = 0; r < kUnitRows; r += kFullRows) {
-            const bool up = w.second && r >= kBlockRows;
-            const void* matrix = up ? w.second : w.first;
+        float* to = y + (unit - first) * kUnitRows;
+        const void* rows[kUnitRows];
+        bool is_past[kUnitRows];
+        for (int r = 0; r < kUnitRows; ++r) {  // past the end: any row will do, its result is cleared below
+            const void* matrix = w.second && r >= kBlockRows ? w.second : w.first;
             const int row = w.second ? unit * kBlockRows + r % kBlockRows : unit * kUnitRows + r;
-            float* to = y + (unit - first) * kUnitRows + r;
-            const void* rows[kFullRows];
-            for (int i = 0; i < kFullRows; ++i) {  // past the end: any row will do, its result is cleared below
-                const ptrdiff_t source = row + i < w.num_rows ? row + i : w.num_rows - 1;
-                rows[i] = static_cast<const char*>(matrix) + source * w.cols * kItem;
-            }
-            int t = 0;
-            for (; t + 4 <= tokens; t += 4) full_rows<DTYPE, 4>(rows, w.cols, x + t * x_stride, x_stride, to + t * y_stride, y_stride);
-            for (; t < tokens; ++t) full_rows<DTYPE, 1>(rows, w.cols, x + t * x_stride, x_stride, to + t * y_stride, y_stride);
-            for (int i = 0; i < kFullRows; ++i)
-                if (row + i >= w.num_rows)
-                    for (t = 0; t < tokens; ++t) to[t * y_stride + i] = 0.0f;
+            is_past[r] = row >= w.num_rows;
+            rows[r] = static_cast<const char*>(matrix) + static_cast<ptrdiff_t>(is_past[r] ? w.num_rows - 1 : row) * w.cols * kItem;
         }
+        for (int t = 0; t < tokens; t += kFullTokens) {
+            const int count = tokens - t < kFullTokens ? tokens - t : kFullTokens;
+            full_unit<DTYPE, kFullTokens>(rows, w.cols, x + t * x_stride, x_stride, count, cols_at_once, to + t * y_stride, y_stride);
+        }
+        for (int r = 0; r < kUnitRows; ++r)
+            if (is_past[r])
+                for (int t = 0; t < tokens; ++t) to[t * y_stride + r] = 0.0f;
     }
 }
 

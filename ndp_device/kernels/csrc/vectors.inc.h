@@ -77,10 +77,12 @@ NDP_INLINE Words choose(int mask, Words a, Words b) {
 #endif
 }
 
-NDP_INLINE float sum_lanes(f32x16 v) {
-    float lanes[16];
+template <class V>
+NDP_INLINE float sum_lanes(V v) {
+    constexpr int kCount = sizeof(V) / sizeof(float);
+    float lanes[kCount];
     store(lanes, v);
-    for (int width = 8; width; width /= 2)
+    for (int width = kCount / 2; width; width /= 2)
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
 }

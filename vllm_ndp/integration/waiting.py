@@ -1,0 +1,98 @@
+"""How the processes of an engine on CPU wait: asleep, since what they wait for needs the core.
+
+Stock vLLM starts a worker process even for one rank, and the engine's process polls for its answer without sleeping;
+OpenMP's threads spin between parallel regions. On a machine whose cores also run the device both take time from what
+computes. So one rank runs in the engine's own process, several ranks are polled for with sleeps, and OpenMP's threads
+sleep soon. Whoever names an executor, or sets OpenMP's own variables, keeps them. Figures: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its full name: vLLM's CPU platform replaces the short one, because OpenMP's variables must be set before the
+process starts. `configure` sets them."""
+SLEEPING = "vllm_ndp.integration.waiting_executor.SleepingMultiprocExecutor"
+
+_SPINS = "GOMP_SPINCOUNT"
+_SPIN_COUNT = "2000"
+"""Of libgomp, some 10 us: parallel regions of one kernel follow each other sooner, waits for the device do not."""
+_before: dict[str, str | None] = {}
+"""Variables that `configure` has set in this process for its engine, as they were."""
+
+
+def configure(vllm_config: VllmConfig) -> None:
+    """Choose the executor and OpenMP's variables of the processes that this one will start."""
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    if not current_platform.is_cpu() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "1":
+        return
+    _set(_SPINS, _SPIN_COUNT)
+    if parallel.data_parallel_size > 1 or parallel.distributed_executor_backend not in ("uni", "mp"):
+        return
+    if parallel.distributed_executor_backend == "mp":
+        if parallel.world_size > 1:
+            parallel.distributed_executor_backend = SLEEPING
+        return
+    parallel.distributed_executor_backend = ONE_PROCESS
+    for name, value in _openmp_variables(vllm_config).items():
+        _set(name, value)
+
+
+def restore() -> None:
+    """Undo what was set in this process for an engine before."""
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()
+
+
+def _set(name: str, value: str) -> None:
+    if name == _SPINS and {"OMP_WAIT_POLICY", _SPINS} & set(os.environ):
+        return
+    _before[name] = os.environ.get(name)
+    os.environ[name] = value
+
+
+def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
+    """What vLLM's executor gives its first worker process: its cores, and as many threads."""
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    outside = dict(os.environ)
+    with OMPProcessManager(vllm_config).configure_omp_envs(rank=0, local_rank=0):
+        return {name: value for name, value in os.environ.items() if outside.get(name) != value}
+
+
+def sleep_while_waiting() -> None:
+    """From now on readers of vLLM's message queues sleep between two looks, for a part of what they have waited.
+
+    Stock readers look all the time for one second after a message. Nothing is lost: who looks need not be told.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    if getattr(SpinCondition.wait, "sleeps", False):
+        return
+    idle = SpinCondition.wait
+
+    def wait(self: Any, timeout_ms: int | None = None) -> None:
+        waited = time.monotonic() - self.last_read
+        if waited > self.busy_loop_s:
+            idle(self, timeout_ms)
+        else:
+            time.sleep(min(waited / _LOOKS, _LONGEST_S))
+
+    wait.sleeps = True  # type: ignore[attr-defined]
+    SpinCondition.wait = wait
+
+
+_LOOKS, _LONGEST_S = 32, 1e-3
+"""A message is seen late by a 32nd of the time that it took, at most, and by 1 ms."""
