@@ -26,7 +26,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from ndp_device import strict_json
-from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.expert import Biases, QuantizedExpert, QuantizedMatrix
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
@@ -383,4 +383,4 @@ def _write_whole(path: Path, contents: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a directory you may write to") from None
+        raise ConfigError(f"cannot write {path}: {why_unwritable(error)}") from None

@@ -219,6 +219,16 @@ def test_each_of_n_answers_has_its_report(server: Server, stream: bool):
         check_report(report, TOKENS)
 
 
+def test_each_request_that_a_beam_search_is_made_of_has_its_report(server: Server):
+    """vLLM asks its engine for one token of each beam at a time: 1, 2 and 2 requests."""
+    beams = {"extra_body": {"use_beam_search": True}, "n": 2, "max_tokens": 3, "extra_headers": ASKING}
+    reports = complete(server, PROMPTS[1], **beams).model_extra["ndp"]
+    assert sorted(name.partition("-beam-")[2][0] for name in reports) == ["0", "0", "0", "1", "1"]
+    for report in reports.values():
+        assert (report["output_tokens"], report["decode_rows"]) == (1, 0)
+        check_pairs(report, PAIRS_PER_ROW)
+
+
 def test_each_prompt_of_one_call_has_its_report(server: Server):
     reports = complete(server, list(PROMPTS[:2]), extra_headers=ASKING).model_extra["ndp"]
     assert len(reports) == 2
@@ -260,6 +270,13 @@ def test_a_report_says_what_the_device_took_and_what_bound_it(server: Server):
 
 
 # -- what a server tells ---------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_there_is_not_is_refused_as_vllm_refuses_one(server: Server):
+    """404 and not 500, and no traceback in the log."""
+    status, body = get(server, "/v1/ndp/nothing")
+    assert (status, json.loads(body)["error"]["code"]) == (404, 404)
+    assert "Exception in ASGI application" not in server.log.read_text(errors="replace")
 
 
 def test_our_paths_are_behind_the_servers_key(server: Server):

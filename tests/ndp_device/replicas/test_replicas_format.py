@@ -16,7 +16,7 @@ from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -201,6 +201,12 @@ def test_a_directory_that_cannot_be_written_costs_one_sentence(model_dir: Path, 
     with pytest.raises(ConfigError, match="choose a directory you may write to") as caught:
         build_data_free(model_dir, tmp_path / "file" / "out", show_progress=False)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_no_matter_of_rights() -> None:
+    with pytest.raises(OSError, match="No space") as caught:
+        Path("/dev/full").write_bytes(b"one")
+    assert why_unwritable(caught.value) == "No space left on device; make room there, or choose another disk"
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
