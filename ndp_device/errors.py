@@ -15,6 +15,8 @@ Messages are one sentence: what was wanted, what came, what to change.
 
 from __future__ import annotations
 
+import errno
+
 _MAX_SENTENCE = 1500
 
 
@@ -75,3 +77,10 @@ def _one_line(message: str) -> str:
         return message
     message = " ".join(message.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in message)
+
+
+def why_unwritable(error: OSError) -> str:
+    """Why a file could not be written, and what to change: room that is missing is no matter of rights."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "make room there, or choose another disk" if is_full else "choose a directory you may write to"
+    return f"{error.strerror}; {remedy}"

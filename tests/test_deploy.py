@@ -20,7 +20,7 @@ from paths import ROOT
 
 from ndp_device.__main__ import app as ndp_device
 from vllm_ndp.config import NdpSettings
-from vllm_ndp.integration.report import PAIR_KINDS
+from vllm_ndp.integration.report import PAIR_KINDS, PROMPT_KINDS
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -186,7 +186,7 @@ def test_shares_of_decode_pairs_leave_out_the_pairs_of_prompts_wherever_they_ran
     excluded = re.findall(r'where!(?:=|~)"([^"]+)"', "\n".join(asked))
     assert len(excluded) == 5
     for pattern in excluded:
-        assert {kind for kind in PAIR_KINDS if re.fullmatch(pattern, kind)} == {"prefill", "prefill_device"}
+        assert {kind for kind in PAIR_KINDS if re.fullmatch(pattern, kind)} == set(PROMPT_KINDS)
 
 
 def test_the_unit_of_systemd_starts_what_the_parser_reads() -> None:

@@ -25,8 +25,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ndp_device import strict_json
-from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device import sealed, strict_json
+from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.expert import Biases, QuantizedExpert, QuantizedMatrix
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
@@ -247,7 +247,7 @@ class ReplicaFiles:
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        manifest = strict_json.read(path, Manifest)
+        manifest = sealed.read(path, Manifest)
     except FileNotFoundError:
         raise ReplicaError(f"{directory} holds no replicas ({MANIFEST} is missing): run vllm-ndp quantize") from None
     except (OSError, strict_json.Refused, NdpError) as error:
@@ -322,8 +322,7 @@ def _bias_tensors(expert: int, by_bits: dict[int, QuantizedExpert], manifest: Ma
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    _write_whole(directory / MANIFEST, text + b"\n")
+    _write_whole(directory / MANIFEST, sealed.encode(manifest))
 
 
 def _tensors(prefix: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
@@ -383,4 +382,4 @@ def _write_whole(path: Path, contents: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a directory you may write to") from None
+        raise ConfigError(f"cannot write {path}: {why_unwritable(error)}") from None

@@ -11,12 +11,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from vllm_ndp.integration.report import DECODE_KINDS, PROMPT_KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
@@ -77,10 +79,26 @@ def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **opt
     llm = LLM(str(model), **(_SMALL | plugin | options))
     try:
         yield llm
+        if settings is not None:
+            check_pairs_of_engine(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def check_pairs_of_engine(llm: Any) -> None:
+    """Each worker's totals: no pair was lost, counted twice or taken for another phase's, whatever the test did."""
+    told = zip(llm.collective_rpc("ndp_status"), llm.collective_rpc("ndp_totals"), strict=True)
+    for status, totals in told:
+        check_pairs(totals, status["moe_layers"] * status["top_k"])
+
+
+def check_pairs(counts: Mapping[str, Any], pairs_per_row: int) -> None:
+    """Of a report, of totals, or of what /metrics grew by: the kinds of each phase add up to its rows' pairs."""
+    for phase, kinds in (("decode", DECODE_KINDS), ("prompt", PROMPT_KINDS)):
+        pairs = {kind: counts[f"{kind}_pairs"] for kind in kinds}
+        assert sum(pairs.values()) == counts[f"{phase}_rows"] * pairs_per_row, (phase, pairs, counts)
 
 
 def greedy(llm: Any, prompts: Sequence[Any], tokens: int, **params: Any) -> list[Any]:

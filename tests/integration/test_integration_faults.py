@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from engines import PROMPTS, ROOT, engine, greedy, token_ids
+from engines import PROMPTS, ROOT, check_pairs, engine, greedy, token_ids
 
 from vllm_ndp.config import NdpSettings
 
@@ -42,7 +42,8 @@ def assert_every_decode_pair_is_in_the_report(outputs, tokens: int) -> None:  # 
     """All tokens but the first are decode rows of 4 layers and 2 experts; each was computed, some by the device."""
     for output in outputs:
         report = output.kv_transfer_params["ndp"]
-        assert report["hot_pairs"] + report["cold_pairs"] + report["fallback_pairs"] == (tokens - 1) * 4 * 2
+        assert report["decode_rows"] == tokens - 1
+        check_pairs(report, 4 * 2)
         assert report["cold_pairs"] > 0
 
 
@@ -128,6 +129,24 @@ def test_requests_that_always_run_keep_their_tokens_while_the_device_dies_and_st
     assert min(figures["pairs_by_device"], figures["pairs_computed_here"]) > 0
     assert figures["requests"] >= chaos.RUNNING
     wait_until_used_again(llm)
+
+
+def test_prompts_that_a_frozen_device_does_not_answer_are_no_decode() -> None:
+    """A request of one token has no decode row, so that none of its pairs is one of decode."""
+    settings = {"cold_precision": "full", "hot_experts": 2, "deadline_ms": 300, "prefill": "split"}
+    with engine(settings=settings) as llm:
+        greedy(llm, PROMPTS, 1)
+        assert totals(llm)["prefill_device_pairs"] > 0
+        llm.reset_prefix_cache()
+        os.kill(device_pid(llm), signal.SIGSTOP)
+        try:
+            reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS, 1)]
+        finally:
+            os.kill(device_pid(llm), signal.SIGCONT)
+    assert sum(report["prefill_fallback_pairs"] for report in reports) > 0
+    for report in reports:
+        assert (report["fallback_pairs"], report["decode_rows"]) == (0, 0)
+        check_pairs(report, 4 * 2)
 
 
 def test_at_the_default_deadline_every_pair_is_computed_once_and_no_token_depends_on_where(undisturbed) -> None:  # type: ignore[no-untyped-def]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from engines import MODEL, PROMPTS, device_processes, engine, greedy, token_ids
 
+from ndp_device import sealed
 from ndp_device.checkpoint.files import model_digest
 
 pytestmark = pytest.mark.vllm
@@ -72,7 +73,7 @@ def test_a_build_that_was_stopped_is_finished_without_making_whole_layers_again(
     made_at = (directory / "experts-00000.safetensors").stat().st_mtime_ns
     manifest = json.loads(whole)
     del manifest["layers"]["3"]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_bytes(sealed.seal(manifest))
     (directory / "experts-00003.safetensors").write_bytes(b"half")
 
     assert find_replicas(NdpSettings(), MODEL, digest) == directory

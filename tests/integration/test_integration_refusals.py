@@ -17,6 +17,7 @@ import pytest
 import zmq
 from engines import BIN, MODEL, PROMPTS, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, engine, greedy, run_program
 
+from ndp_device import sealed
 from ndp_device.calibration.build import build_data_free
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, NdpError, ReplicaError
 from ndp_device.protocol import codec
@@ -69,6 +70,9 @@ def _no_device_is_left_behind() -> Iterator[None]:
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
         ({"policy_options": {"batchrule": "sum"}}, "'policy_options' has no 'batchrule': known are alpha, batch_rule"),
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
+        ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
+        ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
+        ({"record": str(MODEL)}, "is not empty: a trace is recorded into a directory of its own"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
         ({"replan": "drift", "warm_experts": 1}, "of fixed plans, but 'warm_experts' is 1: drop one of the two"),
         ({"prices": "measured", "devices": 2}, "use 'prices': 'simulated', or one embedded device"),
@@ -298,7 +302,7 @@ def test_a_truncated_replica_file_is_refused_by_name_before_loading(copied: Path
 def test_a_build_that_was_stopped_half_way_is_refused_by_the_layer_it_lacks(copied: Path):
     manifest = json.loads((copied / "manifest.json").read_text())
     del manifest["layers"]["3"]
-    (copied / "manifest.json").write_text(json.dumps(manifest))
+    (copied / "manifest.json").write_bytes(sealed.seal(manifest))
     with pytest.raises(ReplicaError, match=r"unfinished: experts-00003\.safetensors") as error:
         configure(additional_config={"ndp": {"replicas": str(copied)}})
     sentence(error)

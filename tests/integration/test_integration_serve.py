@@ -31,6 +31,7 @@ from engines import (
     PROMPTS,
     REPLICAS,
     ROOT,
+    check_pairs,
     device_processes,
     free_port,
     user_environment,
@@ -40,6 +41,7 @@ from scraping import expressions, scraping, value_of
 from served_model import (
     KEY,
     NAME,
+    PAIRS_PER_ROW,
     TOKENS,
     Server,
     chat,
@@ -52,6 +54,8 @@ from served_model import (
     report_of,
     serving,
 )
+
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import soak
@@ -215,6 +219,16 @@ def test_each_of_n_answers_has_its_report(server: Server, stream: bool):
         check_report(report, TOKENS)
 
 
+def test_each_request_that_a_beam_search_is_made_of_has_its_report(server: Server):
+    """vLLM asks its engine for one token of each beam at a time: 1, 2 and 2 requests."""
+    beams = {"extra_body": {"use_beam_search": True}, "n": 2, "max_tokens": 3, "extra_headers": ASKING}
+    reports = complete(server, PROMPTS[1], **beams).model_extra["ndp"]
+    assert sorted(name.partition("-beam-")[2][0] for name in reports) == ["0", "0", "0", "1", "1"]
+    for report in reports.values():
+        assert (report["output_tokens"], report["decode_rows"]) == (1, 0)
+        check_pairs(report, PAIRS_PER_ROW)
+
+
 def test_each_prompt_of_one_call_has_its_report(server: Server):
     reports = complete(server, list(PROMPTS[:2]), extra_headers=ASKING).model_extra["ndp"]
     assert len(reports) == 2
@@ -256,6 +270,13 @@ def test_a_report_says_what_the_device_took_and_what_bound_it(server: Server):
 
 
 # -- what a server tells ---------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_there_is_not_is_refused_as_vllm_refuses_one(server: Server):
+    """404 and not 500, and no traceback in the log."""
+    status, body = get(server, "/v1/ndp/nothing")
+    assert (status, json.loads(body)["error"]["code"]) == (404, 404)
+    assert "Exception in ASGI application" not in server.log.read_text(errors="replace")
 
 
 def test_our_paths_are_behind_the_servers_key(server: Server):
@@ -300,8 +321,7 @@ def test_metrics_count_what_reports_count(server: Server):
     reports = [report_of(complete(server, prompt)) for prompt in PROMPTS]
     after = metrics_of(server)
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
-    for kind in ("hot", "spilled", "cold", "prefill", "prefill_device", "fallback"):
-        assert grown[f"ndp_pairs_total{{where={kind}}}"] == sum(report[f"{kind}_pairs"] for report in reports)
+    check_sums(grown, reports)
     for bound in ("link", "dram", "compute", "queue"):
         told = sum(report["simulated_device_bound"].get(bound, 0) for report in reports)
         assert grown[f"ndp_simulated_device_bound_total{{bound={bound}}}"] == told
@@ -322,6 +342,38 @@ def test_metrics_count_what_reports_count(server: Server):
     assert grown["ndp_measured_plan_seconds_count{}"] == grown["ndp_planned_prompts_total{}"] == len(reports)
     assert grown["ndp_requests_total{finish=length}"] == len(reports)
     assert after["ndp_device_up{}"] == 1
+
+
+def check_sums(grown: dict[str, float], reports: list[dict[str, Any]]) -> None:
+    """/metrics grew by what the reports tell, by kind and by phase; and each of them adds up."""
+    counts = {f"{kind}_pairs": grown[f"ndp_pairs_total{{where={kind}}}"] for kind in PAIR_KINDS}
+    counts |= {f"{phase}_rows": grown[f"ndp_rows_total{{phase={phase}}}"] for phase in PHASES}
+    assert counts == {name: sum(report[name] for report in reports) for name in counts}
+    for one in (counts, *reports):
+        check_pairs(one, PAIRS_PER_ROW)
+
+
+def test_pairs_of_aborted_requests_are_counted_to_their_last_step(server: Server):
+    """vLLM takes an abort between a step and its outcome: what that step computed for the request is its as well."""
+    before = metrics_of(server)
+    names = [f"left-{number}" for number in range(8)]
+
+    def leave(name: str) -> None:
+        stream = complete(server, PROMPTS[0], stream=True, max_tokens=400, extra_headers={"X-Request-Id": name})
+        for _ in zip(range(1 + int(name[-1])), stream, strict=False):
+            pass
+        stream.close()
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(leave, names))
+    deadline, reports = time.monotonic() + PATIENCE_S, list[dict[str, Any]]()
+    while len(reports) < len(names) and time.monotonic() < deadline:
+        told = [get(server, f"/v1/ndp/requests/{name}") for name in names]
+        reports = [one for _, body in told for one in json.loads(body).get("finished", {}).values()]
+    assert [report["finish"] for report in reports] == ["aborted"] * 8
+    while (after := metrics_of(server))["ndp_requests_total{finish=aborted}"] < 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    check_sums({name: value - before.get(name, 0) for name, value in after.items()}, reports)
 
 
 def test_top_shows_what_the_server_does(server: Server):

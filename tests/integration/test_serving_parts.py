@@ -21,6 +21,7 @@ pytestmark = pytest.mark.vllm
         ("X", ["cmpl-X-0-1a2b3c4d", "chatcmpl-X-1a2b3c4d", "chatcmpl-Z-X-1a2b3c4d"], 2),
         ("cmpl-X", ["0_cmpl-X-0-1a2b3c4d", "11_cmpl-X-0-1a2b3c4d", "a_cmpl-X-0-1a2b3c4d"], 2),
         ("7", ["7-1a2b3c4d", "0_7-1a2b3c4d", "17-1a2b3c4d", "70-1a2b3c4d"], 2),
+        ("cmpl-X", ["cmpl-X-0-1a2b3c4d5e6f7a8b-beam-1-1a2b3c4d", "cmpl-X-0-beam-1-1a2b3c4d"], 1),
         (".*", ["cmpl-X-0-1a2b3c4d"], 0),
         ("", ["cmpl-X-0-1a2b3c4d"], 0),
     ],
@@ -124,6 +125,37 @@ def test_a_body_without_an_end_or_of_any_depth_is_refused_as_soon_as_that_shows(
     asyncio.run(NdpRoutes(None)(scope | {"app": SimpleNamespace(state=state)}, receive, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == status
     assert len(left) == max(len(parts) - 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/ndp/nothing", 404, "Not Found"),
+        ("GET", "/v1/ndp/requests", 404, "Not Found"),
+        ("POST", "/v1/ndp/status", 405, "Method Not Allowed"),
+        ("DELETE", "/v1/ndp/", 405, "Method Not Allowed"),
+        ("GET", "/v1/ndp/devices", 405, "Method Not Allowed"),
+    ],
+)
+def test_an_unknown_path_or_method_is_refused_in_vllms_own_form(method: str, path: str, status: int, kind: str):
+    """With a server's `app` in the scope, where a router of Starlette raises and leaves the answer to the server."""
+    from vllm_ndp.integration.serving.routes import NdpRoutes
+
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    state = SimpleNamespace(args=SimpleNamespace(api_key=["secret"]))
+    headers = [(b"authorization", b"Bearer secret"), (b"host", b"here")]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+    asyncio.run(NdpRoutes(None)(scope | {"app": SimpleNamespace(state=state)}, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == status
+    error = json.loads(sent[1]["body"])["error"]
+    assert error == {"message": f"{kind}: {method} {path}", "type": kind, "param": None, "code": status}
 
 
 def test_one_device_is_added_at_a_time():

@@ -332,7 +332,9 @@ class DeviceClient:
         else:
             connection.stage = Stage.UP
             self.counters.connected += 1
-            _log.info("NDP device at %s is up (incarnation %.10r)", self.address, connection.incarnation)
+            back = self.counters.connected > 1
+            level, state = (logging.WARNING, "back") if back else (logging.INFO, "up")  # as loud as it went
+            _log.log(level, "NDP device at %s is %s (incarnation %.10r)", self.address, state, connection.incarnation)
 
     def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
         """What is still to be asked until the device has our plans; found anew each time, as plans change meanwhile."""

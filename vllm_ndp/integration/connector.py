@@ -47,15 +47,18 @@ class FinishedReports(KVConnectorMetadata):
     """Reports of requests that have ended since the step before, by vLLM's id."""
 
     reports: dict[str, dict[str, Any]]
+    step: int
+    """Number of the step that it comes with, by the scheduler."""
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
     reports: list[StepReport]
     """Of one step: one of each stage, from its leader."""
+    step: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return StepReports(self.reports + other.reports) if isinstance(other, StepReports) else self
+        return StepReports(self.reports + other.reports, self.step) if isinstance(other, StepReports) else self
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):
@@ -63,9 +66,10 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._requests: dict[str, tuple[Request, RequestReport]] = {}
         self._pipeline = PipelineClock(vllm_config.parallel_config.pipeline_parallel_size)
-        self._finished: dict[
-            str, tuple[dict[str, Any], Request]
-        ] = {}  # answers to complete with the last step's report
+        self._num_steps = 0  # scheduled
+        self._reported_step = 0
+        self._running_step = 0  # on the worker
+        self._ended: dict[str, dict[str, Any] | None] = {}  # requests whose steps are not all in, and their answers
         self._untold: dict[str, dict[str, Any]] = {}  # complete reports that the worker has not got yet
         self._stats = NdpStats()
         self._unsimulated = compat.unsimulated(vllm_config)
@@ -74,12 +78,14 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = current_controller().take_report()
-        return None if report is None else StepReports([report])
+        return None if report is None else StepReports([report], self._running_step)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, FinishedReports) and connector_metadata.reports:
-            current_controller().finished.note(connector_metadata.reports)
+        if isinstance(connector_metadata, FinishedReports):
+            self._running_step = connector_metadata.step
+            if connector_metadata.reports:
+                current_controller().finished.note(connector_metadata.reports)
 
     def has_connector_metadata(self) -> bool:
         """Never, as attention layers see it: they then skip their two calls to us, in each layer of each step."""
@@ -106,7 +112,15 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         told, self._untold = self._untold, {}
-        return FinishedReports(told)
+        self._num_steps += 1
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if request_id in self._requests:
+                self._requests[request_id][1].last_step = self._num_steps
+        return FinishedReports(told, self._num_steps)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must take one more step: reports go to the worker with the next."""
+        return bool(self._untold)
 
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = (
@@ -120,40 +134,45 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
             step = of_all_stages(meta.reports, self._pipeline)
+            self._reported_step = meta.step
             self._stats.add_step(step, is_whole=not self._unsimulated)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]
                     if report.add(request_id, step, request.num_output_tokens, now):
                         self._pipeline.note_token(request_id, step.end_ps)
-        for answer, request in self._finished.values():
-            answer["ndp"] = self._close(request)
-        self._finished.clear()
+            for request_id in [name for name in self._ended if self._requests[name][1].last_step <= meta.step]:
+                self._close(request_id)
+        for request_id, answer in self._ended.items():
+            if answer is not None:  # it leaves now; a step that still runs is in the report that the worker gets
+                answer["ndp"] = self._report(request_id)
+                self._ended[request_id] = None
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if request.request_id not in self._requests:
             return False, None
-        if request.status is RequestStatus.FINISHED_ABORTED:
-            # by the client, or by the front end that saw a stop string: the answer has left without a report, which
-            # waits for questions at the worker
-            self._close(request)
-            return False, None
-        # vLLM asks now but sends the answer later in the same step: hand out the dict and fill it when the last
-        # step's report is in (update_connector_output).
-        answer: dict[str, Any] = {"ndp": {}}
-        self._finished[request.request_id] = (answer, request)
+        # Its last step may run still, so the report is complete when that step's is in (update_connector_output).
+        # Aborted by the client, or by the front end that saw a stop string: the answer has left without a report.
+        answer: dict[str, Any] | None = None if request.status is RequestStatus.FINISHED_ABORTED else {"ndp": {}}
+        self._ended[request.request_id] = answer
+        if answer is None and self._requests[request.request_id][1].last_step <= self._reported_step:
+            self._close(request.request_id)
         return False, answer
 
-    def _close(self, request: Request) -> dict[str, Any]:
-        """The complete report of a request that has ended."""
-        name = request.request_id
-        finish = FINISHES.get(request.status, "stop")
-        report = self._requests.pop(name)[1].as_dict(request.num_output_tokens, finish)
+    def _report(self, name: str) -> dict[str, Any]:
+        request, report = self._requests[name]
+        return report.as_dict(request.num_output_tokens, FINISHES.get(request.status, "stop"))
+
+    def _close(self, name: str) -> None:
+        """A request has ended, and so have its steps: tell the client, /metrics, the worker and the client's trace."""
+        report, answer = self._report(name), self._ended.pop(name)
+        if answer is not None:
+            answer["ndp"] = report
+        request, _ = self._requests.pop(name)
         self._pipeline.forget(name)
         self._stats.add_request(report)
         self._untold[name] = report
         spans.note_request(request, report)
-        return report
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

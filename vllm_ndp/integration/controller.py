@@ -34,7 +34,7 @@ from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import PAIR_KINDS, StepCosts, StepReport
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
@@ -107,6 +107,7 @@ class NdpController:
         self.num_steps = 0
         self.num_preempted = 0
         self.pairs = dict.fromkeys(PAIR_KINDS, 0)
+        self.rows = dict.fromkeys(PHASES, 0)
         self.device_sums: Counter[str] = Counter()
         self.device_bounds: Counter[str] = Counter()
         self.finished = FinishedRequests()
@@ -286,6 +287,9 @@ class NdpController:
         for counts in report.pairs.values():
             for kind, count in counts.items():
                 self.pairs[kind] += count
+        for rows in report.rows.values():
+            for phase, count in zip(PHASES, rows, strict=True):
+                self.rows[phase] += count
         self.device_sums.update(report.device)
         self.device_bounds.update(report.device_bounds)
         return report if self.ranks.leads else None
@@ -414,6 +418,7 @@ class NdpController:
             "preempted": self.num_preempted,
             "row_checks": self.locator.row_checks,
             "sidecar_mismatches": self.locator.mismatches,
+            **{f"{phase}_rows": count for phase, count in self.rows.items()},
             **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
             "device_state": self.device.state,
             "simulated_ps": None if self._unsimulated else self.clock.now_ps,

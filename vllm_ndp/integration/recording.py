@@ -134,7 +134,8 @@ class RunRecorder:
         self._drafted = _Drafted(step.number, rows, indices[rows.owner], phases, ids, weights)
         if not any(span.num_drafts for span in rows.spans):
             self._write_drafted(writer, {})
-        fallback = sum(pairs["fallback"] for pairs in step.pairs_by_request().values())
+        here = ("fallback", "prefill_fallback")
+        fallback = sum(pairs[kind] for pairs in step.pairs_by_request().values() for kind in here)
         writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
 
     def note_sampled(self, num_tokens: Mapping[str, int]) -> None:

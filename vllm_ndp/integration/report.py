@@ -17,11 +17,15 @@ from ndp_device.timing.work import Timing
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
-PAIR_KINDS = ("hot", "spilled", "warm", "cold", "prefill", "prefill_device", "fallback")
+DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
+"""Pairs of decode rows: in hot slots; of hot experts on the device, to save time; of warm experts on the host's CPU,
+where the plan wants them; of cold experts on the device; computed here because the device did not answer."""
+PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
+"""Pairs of prompt rows: here, on the device, and here because the device did not answer."""
+PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
+"""Each pair is of one kind, so the kinds of a phase add up to its rows x top-k x layers."""
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
-"""Decode pairs in hot slots; of hot experts on the device, to save time; of warm experts on the host's CPU, where the
-plan wants them; of cold experts on the device; prefill pairs here and on the device; pairs computed here because the
-device did not answer. Each pair is of one kind."""
+PHASES = ("decode", "prompt")
 DEVICE_PARTS = ("link", "dram", "arrays")
 """Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
 
@@ -101,6 +105,7 @@ class StepReport:
     plans: dict[str, dict[str, Any]]  # requests planned before this step: epoch, hot_experts, avg_bits, prices
     drafts: dict[str, int]  # tokens guessed by a proposer and checked in this step, of requests with any
     pairs_per_row: int
+    rows: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of every request, by phase as in PHASES
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
     device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
@@ -132,7 +137,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         bounds.update(report.device_bounds)
     costs = _of_all_workers([report.costs for report in ordered])
     return StepReport(
-        *(start, end, pairs, plans, first.drafts, per_row),
+        *(start, end, pairs, plans, first.drafts, per_row, first.rows),
         device_pj=energy,
         device=dict(device),
         device_bounds=dict(bounds),
@@ -164,10 +169,12 @@ class RequestReport:
     arrival_s: float
     prompt_tokens: int = 0
     unsimulated: str = ""  # what no simulated clock holds, where a request's time would lack it
+    last_step: int = 0  # that the scheduler has put it into
     first_scheduled_ps: int | None = None
     token_ps: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     pairs: dict[str, int] = field(default_factory=dict)
+    rows: Counter[str] = field(default_factory=Counter)
     plan: dict[str, Any] = field(default_factory=dict)
     drafted: int = 0
     rejected: int = 0
@@ -186,6 +193,7 @@ class RequestReport:
         pairs = step.pairs.get(request_id, {})
         for kind, count in pairs.items():
             self.pairs[kind] = self.pairs.get(kind, 0) + count
+        self.rows.update(dict(zip(PHASES, step.rows.get(request_id, ()), strict=False)))
         self.plan.update(step.plans.get(request_id, {}))
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules
@@ -197,7 +205,7 @@ class RequestReport:
         self.token_s += [now_s] * made
         if drafts := step.drafts.get(request_id, 0):
             self.drafted += drafts
-            self.rejected += drafts + 1 - made
+            self.rejected += drafts - max(made - 1, 0)  # it may have ended before the step did
             self.pairs_per_row = step.pairs_per_row
         return made
 
@@ -208,6 +216,7 @@ class RequestReport:
         not divided among the requests of a step. Energy is.
         """
         report: dict[str, Any] = {"finish": finish, "prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
+        report |= {f"{phase}_rows": self.rows[phase] for phase in PHASES}
         report |= {f"{kind}_pairs": self.pairs.get(kind, 0) for kind in PAIR_KINDS}
         if self.drafted:  # their rows ran, so the pairs above count them
             report |= {"drafted_tokens": self.drafted, "accepted_drafts": self.drafted - self.rejected}

@@ -53,6 +53,7 @@ def status(
         "moe_layers": len(hot.layers),
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
+        "top_k": shape.top_k,
         "hot_experts": num_hot,
         "plan": settings.plan,
         "joint_tiers": settings.joint_tiers,

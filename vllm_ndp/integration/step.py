@@ -128,9 +128,13 @@ class Step:
         if len(split.device.rows):
             if device_ps is None:
                 streamed.append(split.device)
-                self._count("fallback", split.device.rows)
+                self._count_by_phase("fallback", "prefill_fallback", split.device.rows)
+            elif split.offloaded:  # never in a step with prompts
+                moved = np.array([expert in split.offloaded for expert in split.device.experts.tolist()])
+                self._count("spilled", split.device.rows[moved])
+                self._count("cold", split.device.rows[~moved])
             else:
-                self._count_device_pairs(split)
+                self._count_by_phase("cold", "prefill_device", split.device.rows)
         hot_pairs, hot_owners = split.loads or (split.hot.counts, ())
         self.clock.end_layer(
             hot_pairs,
@@ -142,15 +146,10 @@ class Step:
             host_ps=host_ps,
         )
 
-    def _count_device_pairs(self, split: Split) -> None:
-        if not split.offloaded:
-            decode = self.rows.decode[split.device.rows]
-            self._count("cold", split.device.rows[decode])
-            self._count("prefill_device", split.device.rows[~decode])
-            return
-        moved = np.array([expert in split.offloaded for expert in split.device.experts.tolist()])
-        self._count("spilled", split.device.rows[moved])
-        self._count("cold", split.device.rows[~moved])
+    def _count_by_phase(self, of_decode: str, of_prompts: str, rows: NDArray[np.int64]) -> None:
+        decode = self.rows.decode[rows]
+        self._count(of_decode, rows[decode])
+        self._count(of_prompts, rows[~decode])
 
     def _count(self, kind: str, rows: NDArray[np.int64]) -> None:
         counts = np.bincount(rows, minlength=self.rows.num_rows)
@@ -174,7 +173,7 @@ class Step:
         pairs = self.pairs_by_request()
         device = self.device.sums()
         report = StepReport(
-            *(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row),
+            *(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row, self._rows_by_request()),
             device_pj=energy_shares(device, self.clock.model.hardware.energy, pairs),
             device=device,
             device_bounds=self.device.bounds(),
@@ -204,6 +203,14 @@ class Step:
             span.request.request_id: dict.fromkeys(PAIR_KINDS, 0) | {kind: found[i] for kind, found in counts.items()}
             for i, span in enumerate(rows.spans)
         }
+
+    def _rows_by_request(self) -> dict[str, tuple[int, ...]]:
+        """(decode rows, prompt rows) of each request."""
+        counts = dict[str, tuple[int, ...]]()
+        for span in self.rows.spans:
+            prompt = min(max(span.first_decode - span.start, 0), span.num_tokens)
+            counts[span.request.request_id] = span.num_tokens - prompt, prompt
+        return counts
 
 
 class RunningStep:

@@ -22,7 +22,7 @@ from ndp_device.errors import ConfigError, DeviceUnavailable
 
 FORCED = "ndp_forced_tokens"
 PROCESSOR = "vllm_ndp.integration.forced_tokens:ForcedTokens"
-PAIR_KINDS = ("hot_pairs", "spilled_pairs", "cold_pairs", "fallback_pairs")
+PAIR_KINDS = ("hot_pairs", "spilled_pairs", "warm_pairs", "cold_pairs", "fallback_pairs")
 _TIMEOUT_S = 3600.0
 
 

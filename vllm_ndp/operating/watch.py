@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
 
-PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device")
+PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device", "prefill_fallback")
 STATUS = "/v1/ndp/status"
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 5.0

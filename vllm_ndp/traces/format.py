@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ndp_device import strict_json
+from ndp_device import sealed, strict_json
 from ndp_device.errors import TraceError
 from ndp_device.model_shape import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS
 from ndp_device.strict_files import Refused, open_plain
@@ -247,7 +247,7 @@ def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, in
     manifest = Manifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
     temporary = directory / (MANIFEST + ".tmp")
     with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+        file.write(sealed.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(directory / MANIFEST)
@@ -257,7 +257,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises TraceError for anything that is not a manifest of ours in this version."""
     path = directory / MANIFEST
     try:
-        manifest = strict_json.read(path, Manifest)
+        manifest = sealed.read(path, Manifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
     except (strict_json.Refused, TraceError) as error:

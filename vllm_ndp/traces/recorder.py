@@ -6,8 +6,10 @@ Knows rows and threads. Does not know vLLM; integration/ calls it once per step.
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from ndp_device.errors import TraceError
+from ndp_device.errors import TraceError, why_unwritable
 from vllm_ndp.traces.format import (
     ALL_REQUESTS,
     TABLES,
@@ -34,19 +36,32 @@ _FLUSH_SECONDS = 2.0
 """The oldest row waits this long in memory: what a crash can lose."""
 
 
+def require_writable(directory: Path) -> None:
+    """Before a run that is to be recorded there: raises TraceError where no trace can be written."""
+    with _writing_to(directory), tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    """In a directory that exists then and holds nothing. Raises TraceError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise TraceError(f"{directory} is not empty: a trace is recorded into a directory of its own")
+        yield
+    except OSError as error:
+        raise TraceError(f"no trace can be written to {directory}: {why_unwritable(error)}") from None
+
+
 class TraceWriter:
     """Appends to one trace directory; close() waits for the disk. Use from one thread."""
 
     def __init__(self, directory: Path, provenance: Provenance, *, flush_seconds: float = _FLUSH_SECONDS) -> None:
         self._provenance = provenance
         self._directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.iterdir()):
-                raise TraceError(f"{directory} is not empty: a trace is recorded into a directory of its own")
+        with _writing_to(directory):
             write_manifest(directory, provenance, None)
-        except OSError as error:
-            raise TraceError(f"no trace can be written to {directory}: {error.strerror}") from None
         self._flush_seconds = flush_seconds
         self._capacity = max(_BUFFER_TOKEN_LAYERS // provenance.num_layers, 1)
         self._changed = threading.Condition()

@@ -12,11 +12,12 @@ import pytest
 import safetensors.numpy
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
+from ndp_device import sealed
 from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.errors import ConfigError, NdpError, ReplicaError
+from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.packing import unpack
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
@@ -95,7 +96,7 @@ def test_an_interrupted_build_goes_on_with_the_layers_that_are_missing(
 ) -> None:
     manifest = json.loads((replicas / "manifest.json").read_text())
     del manifest["layers"]["1"]
-    (replicas / "manifest.json").write_text(json.dumps(manifest))
+    (replicas / "manifest.json").write_bytes(sealed.seal(manifest))
     kept = (replicas / "experts-00000.safetensors").stat().st_mtime_ns
     with pytest.raises(ReplicaError, match=r"unfinished: experts-00001\.safetensors"):
         ReplicaFiles(replicas)
@@ -176,7 +177,7 @@ def test_replicas_of_another_model_are_refused(replicas: Path, tmp_path: Path) -
 )
 def test_a_manifest_we_cannot_follow_is_refused(replicas: Path, edit: dict[str, object] | None, complaint: str) -> None:
     path = replicas / "manifest.json"
-    path.write_text("{" if edit is None else json.dumps(json.loads(path.read_text()) | edit))
+    path.write_bytes(b"{" if edit is None else sealed.seal(json.loads(path.read_text()) | edit))
     with pytest.raises(ReplicaError, match=complaint):
         ReplicaFiles(replicas)
 
@@ -201,6 +202,12 @@ def test_a_directory_that_cannot_be_written_costs_one_sentence(model_dir: Path, 
     with pytest.raises(ConfigError, match="choose a directory you may write to") as caught:
         build_data_free(model_dir, tmp_path / "file" / "out", show_progress=False)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_is_no_matter_of_rights() -> None:
+    with pytest.raises(OSError, match="No space") as caught:
+        Path("/dev/full").write_bytes(b"one")
+    assert why_unwritable(caught.value) == "No space left on device; make room there, or choose another disk"
 
 
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -330,7 +337,7 @@ def test_a_manifest_whose_version_and_activation_disagree_is_refused(
     clamped: tuple[Path, Path], tmp_path: Path
 ) -> None:
     copy = shutil.copytree(clamped[1], tmp_path / "copy")
-    text = (copy / "manifest.json").read_text()
-    (copy / "manifest.json").write_text(text.replace('"version": 2', '"version": 1'))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"version": 1}))
     with pytest.raises(ReplicaError, match="version 1, wanted 'ndp-moe-replicas' version 2"):
         read_manifest(copy)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ndp_device import sealed
 from ndp_device.errors import TraceError
 from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
@@ -148,7 +149,7 @@ def test_what_became_of_devices_is_kept_and_a_trace_from_before_that_loads(tmp_p
             Trace.load(tmp_path / "trace").save(tmp_path / "copy")
     manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
     del manifest["chunks"]["devices"]
-    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "copy" / "manifest.json").write_bytes(sealed.seal(manifest))
     (tmp_path / "copy" / "devices-00000.parquet").unlink()
     assert not len(Trace.load(tmp_path / "copy").devices["step"])
 
@@ -212,7 +213,7 @@ def damage_manifest(trace: Path) -> None:
 
 def damage_version(trace: Path) -> None:
     manifest = json.loads((trace / "manifest.json").read_text())
-    (trace / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    (trace / "manifest.json").write_bytes(sealed.seal({**manifest, "version": 99}))
 
 
 def damage_swap(trace: Path) -> None:

@@ -13,7 +13,8 @@ Report = dict[str, Any]
 
 
 class FinishedRequests:
-    """By vLLM's own ids. Client's X: `cmpl-X-0-1a2b3c4d` of its first prompt, `1_cmpl-X-0-1a2b3c4d` the second of n."""
+    """By vLLM's own ids. Client's X: `cmpl-X-0-1a2b3c4d` of its first prompt, `1_cmpl-X-0-1a2b3c4d` the second of n,
+    `cmpl-X-0-1a2b3c4d5e6f7a8b-beam-1-1a2b3c4d` the second beam of one token of a beam search."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
@@ -37,5 +38,6 @@ class FinishedRequests:
 
 def made_of(client_id: str, names: Iterable[str]) -> list[str]:
     """Those of vLLM's ids that it made from the client's."""
-    pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}(-\d+)?(-[0-9a-f]{{8}})?")
+    of_beam = r"-[0-9a-f]{16,32}-beam-\d+"
+    pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}(-\d+)?({of_beam})?(-[0-9a-f]{{8}})?")
     return [name for name in names if pattern.fullmatch(name)]

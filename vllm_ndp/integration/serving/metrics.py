@@ -15,7 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, StepReport
+from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _COARSE = (*_FINE[3:], 10.0, 20.0, 60.0)
@@ -25,6 +25,7 @@ _BYTES = {"in": "bytes_in", "out": "bytes_out", "weights": "weight_bytes"}
 COUNTERS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # name: what it counts, its label, prefix of the keys, values of the label
     "ndp_pairs": ("(row, expert) pairs by where they ran", "where", "pairs", PAIR_KINDS),
+    "ndp_rows": ("Rows of forward passes", "phase", "rows", PHASES),
     "ndp_steps": ("Forward passes with rows", "", "steps", ()),
     "ndp_device_messages": ("Messages that the device answered", "", "messages", ()),
     "ndp_planned_prompts": ("Prompts whose routing was planned from", "", "prefills", ()),
@@ -94,6 +95,9 @@ class NdpStats(KVConnectorStats):
         for kinds in step.pairs.values():
             for kind, count in kinds.items():
                 self._count(f"pairs:{kind}", count)
+        for rows in step.rows.values():
+            for phase, count in zip(PHASES, rows, strict=True):
+                self._count(f"rows:{phase}", count)
         for key, count in (
             ("prefills", costs.prefills),
             ("migrated", costs.migrated_experts),

@@ -17,9 +17,12 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route, Router
@@ -44,15 +47,14 @@ _adding = asyncio.Lock()
 class NdpRoutes:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._ours = Router(
-            [
-                Route(PREFIX, _page),
-                Route(PREFIX + "status", _status),
-                Route(PREFIX + "experts", _experts),
-                Route(PREFIX + "requests/{request_id:path}", _request),
-                Route(DEVICES, _add_device, methods=["POST"]),
-            ]
-        )
+        paths = [
+            Route(PREFIX, _page),
+            Route(PREFIX + "status", _status),
+            Route(PREFIX + "experts", _experts),
+            Route(PREFIX + "requests/{request_id:path}", _request),
+            Route(DEVICES, _add_device, methods=["POST"]),
+        ]
+        self._ours = ExceptionMiddleware(Router(paths, redirect_slashes=False), {HTTPException: _unknown})
         self._guarded: ASGIApp | None = None  # the same behind the server's keys, which a request leads to
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +66,7 @@ class NdpRoutes:
                 guarded = HTMLResponse(LOGIN, status_code=401)  # a browser cannot send a key before it is asked for one
             if _path(scope) == DEVICES and guarded is self._ours:  # else anybody could have experts computed elsewhere
                 error = "devices are added on a server with keys only: start it with --api-key"
-                guarded = JSONResponse({"error": error}, status_code=403)
+                guarded = _refusal(403, error)
             await guarded(scope, receive, send)
         elif scope["type"] == "http" and HEADER in Headers(scope=scope):
             await self._app(scope, receive, _WithReports(scope, send))
@@ -171,7 +173,7 @@ async def _request(request: Request) -> Response:
     finished, running = await _find(request.app, request_id)
     if not finished and not running:
         error = f"no request {request_id!r} runs or is among the last that ended"
-        return JSONResponse({"error": error}, status_code=404)
+        return _refusal(404, error)
     return JSONResponse({"id": request_id, "finished": finished, "running": running})
 
 
@@ -179,19 +181,32 @@ async def _add_device(request: Request) -> Response:
     body = b""
     async for part in request.stream():  # as far as an address can need: a server holds no more of it
         if len(body := body + part) > _MOST_BODY_BYTES:
-            return JSONResponse({"error": f"the body may have {_MOST_BODY_BYTES} bytes"}, status_code=413)
+            return _refusal(413, f"the body may have {_MOST_BODY_BYTES} bytes")
     try:
         address = json.loads(body)["address"]
     except (ValueError, KeyError, TypeError, RecursionError):
         address = None
     if not isinstance(address, str):
-        return JSONResponse({"error": 'the body must be {"address": "tcp://..."}'}, status_code=400)
+        return _refusal(400, 'the body must be {"address": "tcp://..."}')
     if _adding.locked():  # the engine waits while a device is met: for one at a time
-        return JSONResponse({"error": "another device is being added: try again"}, status_code=429)
+        return _refusal(429, "another device is being added: try again")
     async with _adding:
         answers = await _ask(request.app, "ndp_add_device", address)
     refusals = [answer["refused"] for answer in answers if answer["refused"]]
     return JSONResponse({"workers": answers}, status_code=409 if refusals else 200)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    """A path that is none of ours, or a method that it does not have."""
+    assert isinstance(error, HTTPException)
+    said = f"{error.detail}: {request.method} {request.url.path}"
+    return _refusal(error.status_code, said, dict(error.headers or {}))
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """In vLLM's own error form."""
+    error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
 async def _page(request: Request) -> Response:
