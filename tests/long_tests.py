@@ -1,6 +1,7 @@
 """The long tests: groups by marker, the files that each is about, and with which of these files each last passed.
 
 python tests/long_tests.py all | changed | GROUP... [OPTIONS OF PYTEST]
+python tests/long_tests.py due                   names of the changed ones, those that take least first
 
 `make test` leaves these groups out (conftest.py). `changed` runs those whose files differ from when they last passed:
 data/long-tests.json holds a digest of each group's files, is written here, and belongs into the commit of the change.
@@ -138,6 +139,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Marker -> patterns of the files that its tests are about, their own among them."""
 
+LONGEST_LAST = ("commands", "sanitizers", "programs", "quality", "calibration", "ranks", "families")
+
 WHOLE = {"-n", "--dist", "--no-loadscope-reorder"}
 """Options of pytest with which every test of a group still runs."""
 
@@ -219,6 +222,9 @@ def main(arguments: Sequence[str]) -> int:
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     if not words:
         raise SystemExit(__doc__)
+    if words == ["due"]:
+        print(*sorted(changed(), key=LONGEST_LAST.index))
+        return 0
     groups = asked(words)
     print(
         f"long tests to run: {', '.join(groups) or 'none, since no file that they are about has changed'}", flush=True

@@ -78,3 +78,7 @@ def test_a_group_has_passed_when_none_of_its_tests_failed_or_was_skipped(elsewhe
 def test_a_group_that_does_not_exist_is_named() -> None:
     with pytest.raises(SystemExit, match=r"no group of long tests is called familys: give all, changed or of \w+, "):
         long_tests.main(["familys", "-q"])
+
+
+def test_the_order_in_which_ci_runs_what_is_due_names_every_group_once() -> None:
+    assert sorted(long_tests.LONGEST_LAST) == sorted(long_tests.GROUPS)
