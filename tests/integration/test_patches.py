@@ -60,3 +60,15 @@ def test_every_patch_says_why_it_is_there_and_when_it_can_go():
         readme = (folder / "README.md").read_text()
         assert "**Why.**" in readme, folder
         assert "**When it can go.**" in readme, folder
+
+
+@pytest.mark.vllm
+def test_vllms_readers_still_look_without_sleeping():
+    """If not: delete patches/sleeping-readers and what it describes."""
+    import inspect
+
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms.cpu import CpuPlatform
+
+    assert "sched_yield()" in inspect.getsource(SpinCondition)
+    assert 'distributed_executor_backend = "mp"' in inspect.getsource(CpuPlatform.check_and_update_config)
