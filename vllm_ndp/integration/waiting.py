@@ -3,7 +3,8 @@
 Stock vLLM starts a worker process even for one rank, and the engine's process polls for its answer without sleeping;
 OpenMP's threads spin between parallel regions. On a machine whose cores also run the device both take time from what
 computes. So one rank runs in the engine's own process, several ranks are polled for with sleeps, and OpenMP's threads
-sleep soon. Whoever names an executor, or sets OpenMP's own variables, keeps them. Why, and what vLLM could do: patches/sleeping-readers/README.md.
+sleep soon. Whoever names an executor, or sets OpenMP's own variables, keeps them. Why, and what vLLM could do instead:
+patches/sleeping-readers/README.md.
 """
 
 from __future__ import annotations
