@@ -7,18 +7,20 @@ Knows names, ranges and defaults. Does not know vLLM, the model or the device.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import GAINS, LOSSES, OVER_LAYERS, LossTable
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
 from vllm_ndp.planning.replanner import PlannerRules
 
 EMBEDDED = "embedded"
@@ -29,6 +31,8 @@ RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
 """Settings by their older names, which stay accepted."""
 RENAMED_OPTIONS = {"bits": "bit_rule"}
 """The same inside `policy_options`."""
+MOVED = {"alpha": "policy_options", "bit_rule": "policy_options", "losses": "policy_options"}
+"""Settings that were on top and are in a group now; on top they stay accepted, and what the group says goes before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
     "tiers": ("gpu+device", "gpu+host+device"),
@@ -40,8 +44,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "replan": ("prefill", "drift"),
     "prices": ("simulated", "measured"),
     "bits_for": BITS_FOR,
-    "bit_rule": (*GAINS, OVER_LAYERS),
-    "losses": LOSSES,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
@@ -102,13 +104,8 @@ class NdpSettings:
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    alpha: float = 0.5
-    """Weight of counts against router scores in the importance (paper: 0.5)."""
-    bit_rule: str = "importance"
-    """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`), each layer with
-    its share of the bits; `layers`: weighted by importance, all bits wherever they help most."""
-    losses: str = "relative"
-    """Losses of replicas that the selector looks at: `relative` to the expert's own output, or `absolute`."""
+    """Options of the policy by name: `alpha`, `bit_rule`, `losses` and the like of every one (PolicySettings), and what
+    only this policy has."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     device: str | tuple[str, ...] = EMBEDDED
@@ -178,8 +175,6 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
-        if not 0.0 <= self.alpha <= 1.0:
-            raise ConfigError(f"ndp setting 'alpha' must lie in 0..1, got {self.alpha}")
         if self.cold_precision == "full" and self.replicas is not None:
             raise ConfigError(
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
@@ -355,6 +350,10 @@ class NdpSettings:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
+    def recorded(self) -> dict[str, Any]:
+        """What a trace keeps: all of them, and the losses in force, which a policy's default may have named."""
+        return {**asdict(self), "losses": self.losses}
+
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
 
@@ -373,23 +372,21 @@ class NdpSettings:
 
     def make_policy(self) -> Policy:
         """The placement policy these settings name. Raises ConfigError for options it does not have."""
-        return load_policy(self.policy, self._policy_settings())
+        return self._policy[0]
 
     @property
     def bit_rule_in_force(self) -> str:
-        """An option of the policy goes before the setting."""
-        return self._policy_settings().bit_rule
+        return self._policy[1].bit_rule
 
-    def _policy_settings(self) -> PolicySettings:
-        options = _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None)
-        known = {field.name for field in fields(PolicySettings)}
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(
-                f"ndp setting 'policy_options' has no {unknown[0]!r}: known are {', '.join(sorted(known))}"
-            )
-        if isinstance(options.get("prior"), str):
-            options["prior"] = read_prior(Path(options["prior"]))
-        return PolicySettings(**{"alpha": self.alpha, "bit_rule": self.bit_rule, **options})
+    @property
+    def losses(self) -> str:
+        """Which losses of replicas bits are chosen by."""
+        return self._policy[1].losses
+
+    @cached_property
+    def _policy(self) -> tuple[Policy, PolicySettings]:
+        """The policy, and which of its options are common ones."""
+        return policy_with(self.policy, _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
 
     def require_followable(self, num_experts: int) -> None:
         """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
@@ -411,15 +408,18 @@ class NdpSettings:
 
     def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
         """How plans are made under these settings, live and when a recorded run is replayed."""
+        policy, told = self._policy
+        if told.prior is not None:
+            told.prior.require_shape(losses.mse.shape[:2])
         return PlannerRules(
-            policy=self.make_policy(),
+            policy=policy,
             budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts),
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
             max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
-            follow=FollowRules(prior=self._policy_settings().prior) if self.replan == "drift" else None,
+            follow=FollowRules(prior=told.prior) if self.replan == "drift" else None,
         )
 
     @classmethod
@@ -431,7 +431,7 @@ class NdpSettings:
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
         known = {f.name: f for f in fields(cls)}
         values: dict[str, Any] = {}
-        for name, value in _with_new_names(raw, RENAMED, notice).items():
+        for name, value in _in_groups(_with_new_names(raw, RENAMED, notice), notice).items():
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
@@ -480,6 +480,19 @@ def _with_new_names(
                 raise ConfigError(f"ndp settings {old!r} and {new!r} are one setting: drop {old!r}")
             notice(f"ndp setting {old!r} is called {new!r} now")
             values[new] = values.pop(old)
+    return values
+
+
+def _in_groups(raw: Mapping[str, Any], notice: Callable[[str], None]) -> dict[str, Any]:
+    """Put settings by the names that they had on top into their groups."""
+    values = dict(raw)
+    for name, group in MOVED.items():
+        if name in values:
+            notice(f"ndp setting {name!r} is in {group!r} now: write {json.dumps({group: {name: values[name]}})}")
+            inner = values.get(group, {})
+            if not isinstance(inner, Mapping):
+                continue  # refused with its type
+            values[group] = {name: values.pop(name), **_with_new_names(inner, RENAMED_OPTIONS, notice)}
     return values
 
 
