@@ -1,13 +1,12 @@
 """The plugin's settings: what may be asked for, checked once, frozen.
 
 They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`).
-Knows names, ranges and defaults. Does not know vLLM, the model or the device.
+Knows ranges and defaults; what a person writes for them is in setting_names.py. Does not know vLLM, the model or the
+device.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -15,24 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from ndp_device.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
 from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, with_new_names
 
 EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 DEFAULT_OFFLOAD_BITS = 3
-RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
-"""Settings by their older names, which stay accepted."""
-RENAMED_OPTIONS = {"bits": "bit_rule"}
-"""The same inside `policy_options`."""
-MOVED = {"alpha": "policy_options", "bit_rule": "policy_options", "losses": "policy_options"}
-"""Settings that were on top and are in a group now; on top they stay accepted, and what the group says goes before."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
     "tiers": ("gpu+device", "gpu+host+device"),
@@ -54,7 +48,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class NdpSettings:
-    """Everything `{"ndp": {...}}` may hold; docs/compatibility.md lists them with their effect."""
+    """All values that a run is set up by, flat; docs/compatibility.md lists the settings that they come from."""
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
@@ -70,7 +64,7 @@ class NdpSettings:
     warm_experts: int = 0
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
-    avg_bits: float = 3.0
+    avg_bits: float = DEFAULT_AVG_BITS
     """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
     start-up."""
     bits_for: str = "auto"
@@ -108,11 +102,13 @@ class NdpSettings:
     only this policy has."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
-    device: str | tuple[str, ...] = EMBEDDED
-    """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://), or a list
-    of addresses, perhaps of one, whose devices share the experts; to a list, others can be added while it runs."""
     devices: int = 1
-    """How many embedded devices share the experts."""
+    """How many embedded devices share the experts, each a private process; or the address of a running one (ipc:// or
+    tcp://), or a list of addresses, perhaps of one, whose devices share the experts; to a list, others can be added
+    while it runs. Instead of an address: {"address": ADDRESS, "keys": FILE}, with a key file of this host
+    (`ndp-device keygen`) for a device that wants keys."""
+    device: str | tuple[str, ...] = EMBEDDED
+    """Of `devices`, the addresses: `embedded`, one, or several."""
     device_experts: str = "copies"
     """What each of several devices has: whole experts, of which `copies` lie on others, or an equal part of every
     expert (`split`), so that all devices work on every pair."""
@@ -121,8 +117,7 @@ class NdpSettings:
     device_moves: int = 0
     """How many copies of experts a plan may move between several devices."""
     device_keys: str | tuple[str, ...] | None = None
-    """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys; a list of them
-    where several devices have keys of their own."""
+    """Of `devices`, the key files: one for all, or one for each."""
     prices: str = "simulated"
     """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
     start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case."""
@@ -251,14 +246,14 @@ class NdpSettings:
         for address in self.addresses:
             if not address.startswith(("ipc://", "tcp://")):
                 raise ConfigError(
-                    f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {address!r}"
+                    f"ndp setting 'devices' must be a number, or an ipc:// or tcp:// address, got {address!r}"
                 )
         if self.device == () or len(set(self.addresses)) < len(self.addresses):
-            raise ConfigError(f"ndp setting 'device' must name each device once, got {list(self.device)}")
+            raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.device)}")
         if self.devices < 1 or (self.devices > 1 and self.device != EMBEDDED):
             raise ConfigError(
                 f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices} beside "
-                f"'device' {self.device!r}: of running devices, list the addresses in 'device'"
+                f"'device' {self.device!r}: of running devices, list the addresses in 'devices'"
             )
         if self.splits_experts and (self.num_devices == 1 or self.device_copies is not None or self.device_moves):
             others = {"device_copies": self.device_copies, "device_moves": self.device_moves or None}
@@ -284,11 +279,12 @@ class NdpSettings:
             return
         if plain := [address for address in self.addresses or (EMBEDDED,) if not address.startswith("tcp://")]:
             raise ConfigError(
-                f"ndp setting 'device_keys' has no effect on the device {plain[0]}: keys are for tcp:// addresses"
+                f"ndp setting 'devices' has keys, which have no effect on the device {plain[0]}: "
+                "keys are for tcp:// addresses"
             )
         if not isinstance(self.device_keys, str) and len(self.device_keys) != len(self.addresses):
             raise ConfigError(
-                f"ndp setting 'device_keys' must be one file for all devices or one for each, got "
+                f"ndp setting 'devices' must have keys in one file for all devices or one for each, got "
                 f"{len(self.device_keys)} for {len(self.addresses)} devices"
             )
 
@@ -386,7 +382,7 @@ class NdpSettings:
     @cached_property
     def _policy(self) -> tuple[Policy, PolicySettings]:
         """The policy, and which of its options are common ones."""
-        return policy_with(self.policy, _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
+        return policy_with(self.policy, with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
 
     def require_followable(self, num_experts: int) -> None:
         """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
@@ -429,14 +425,8 @@ class NdpSettings:
             return cls()
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
-        known = {f.name: f for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in _in_groups(_with_new_names(raw, RENAMED, notice), notice).items():
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
-                raise ConfigError(f"unknown ndp setting {name!r}: {hint}")
-            values[name] = _typed(name, value, str(known[name].type))
+        known = {one.name: str(one.type) for one in fields(cls)}
+        values = {name: _typed(name, value, known[name]) for name, value in by_field(raw, notice).items()}
         return cls(**values)
 
     def resolve_hot_experts(self, num_experts: int) -> int:
@@ -468,32 +458,6 @@ class NdpSettings:
                 f"{num_experts} experts per layer: at most {num_experts - num_hot} can be warm"
             )
         return num_experts - num_hot - self.warm_experts
-
-
-def _with_new_names(
-    raw: Mapping[str, Any], renamed: Mapping[str, str], notice: Callable[[str], None]
-) -> dict[str, Any]:
-    values = dict(raw)
-    for old, new in renamed.items():
-        if old in values:
-            if new in values:
-                raise ConfigError(f"ndp settings {old!r} and {new!r} are one setting: drop {old!r}")
-            notice(f"ndp setting {old!r} is called {new!r} now")
-            values[new] = values.pop(old)
-    return values
-
-
-def _in_groups(raw: Mapping[str, Any], notice: Callable[[str], None]) -> dict[str, Any]:
-    """Put settings by the names that they had on top into their groups."""
-    values = dict(raw)
-    for name, group in MOVED.items():
-        if name in values:
-            notice(f"ndp setting {name!r} is in {group!r} now: write {json.dumps({group: {name: values[name]}})}")
-            inner = values.get(group, {})
-            if not isinstance(inner, Mapping):
-                continue  # refused with its type
-            values[group] = {name: values.pop(name), **_with_new_names(inner, RENAMED_OPTIONS, notice)}
-    return values
 
 
 def _typed(name: str, value: Any, wanted: str) -> Any:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.config import EMBEDDED, MOVED, RENAMED, NdpSettings
+from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.setting_names import DEBUG, MOVED, RENAMED, TOP
 
 NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
 
@@ -54,10 +55,16 @@ def test_an_unknown_setting_names_the_nearest_known_one(wrong: str, near: str):
 def test_a_setting_like_no_other_lists_all_known_ones():
     with pytest.raises(ConfigError, match="known settings are hot_experts, ") as error:
         NdpSettings.from_mapping({"zzzzzz": 2})
-    assert all(name in str(error.value) for name in NAMES)
+    assert all(name in str(error.value) for name in TOP)
 
 
-@given(st.text(max_size=20).filter(lambda name: name not in {*NAMES, *RENAMED, *MOVED}))
+def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_way_in():
+    assert len(TOP) <= 20
+    assert not set(TOP) & set(DEBUG)
+    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {"device", "device_keys"}
+
+
+@given(st.text(max_size=20).filter(lambda name: name not in {*NAMES, *TOP, *RENAMED, *MOVED}))
 def test_no_unknown_name_is_ever_accepted(name: str):
     with pytest.raises(ConfigError, match="unknown ndp setting"):
         NdpSettings.from_mapping({name: None})
@@ -154,7 +161,7 @@ def test_an_option_that_the_policy_does_not_take_is_refused(options: dict[str, A
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha", 0.7), ("bit_rule", "mse"), ("losses", "absolute")])
-def test_a_setting_that_moved_into_a_group_is_taken_where_it_was_with_a_sentence(name: str, value: object):
+def test_an_option_of_policies_is_taken_on_top_with_a_sentence(name: str, value: object):
     heard: list[str] = []
     settings = NdpSettings.from_mapping({name: value}, notice=heard.append)
     assert settings == NdpSettings.from_mapping({"policy_options": {name: value}})
@@ -230,9 +237,75 @@ def test_a_running_device_is_not_told_when_to_prepare():
 
 def test_the_documented_settings_are_the_ones_that_exist():
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    table = page.partition("| setting | default | effect |")[2].partition("\n\n")[0]
-    documented = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(documented) == sorted(NAMES)
+    tables = [part.partition("\n\n")[0] for part in page.split("| setting | default | effect |")[1:]]
+    documented = [
+        [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+        for table in tables
+    ]
+    assert [sorted(names) for names in documented] == [sorted(TOP), sorted(DEBUG)]
+
+
+def test_what_only_researchers_turn_is_taken_under_debug_and_on_top_with_one_sentence():
+    heard: list[str] = []
+    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "layers": "eager"}}, notice=heard.append)
+    assert (settings.max_moves, settings.layers, heard) == (3, "eager", [])
+    assert NdpSettings.from_mapping({"max_moves": 3, "layers": "eager"}, notice=heard.append) == settings
+    assert heard[0] == """ndp setting 'max_moves' is in 'debug' now: write {"debug": {"max_moves": 3}}"""
+    assert len(heard) == 2
+    with pytest.raises(ConfigError, match="unknown ndp setting 'max_move' in 'debug': did you mean 'max_moves'"):
+        NdpSettings.from_mapping({"debug": {"max_move": 3}})
+    with pytest.raises(ConfigError, match="ndp setting 'debug' must be"):
+        NdpSettings.from_mapping({"debug": [3]})
+    with pytest.raises(ConfigError, match="ndp setting 'max_moves' must be int"):
+        NdpSettings.from_mapping({"debug": {"max_moves": "3"}})
+
+
+A, B = "tcp://a:1", "tcp://b:1"
+
+
+@pytest.mark.parametrize(
+    ("devices", "addresses", "count", "keys"),
+    [
+        (2, (), 2, None),
+        (A, (A,), 1, None),
+        ([A], (A,), 1, None),
+        ({"address": A, "keys": "k"}, (A,), 1, "k"),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "k"}], (A, B), 2, "k"),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "l"}], (A, B), 2, ("k", "l")),
+    ],
+)
+def test_devices_are_counted_or_named_in_one_place(devices: Any, addresses: Any, count: int, keys: Any):
+    settings = NdpSettings.from_mapping({"devices": devices})
+    assert (settings.addresses, settings.num_devices, settings.device_keys) == (addresses, count, keys)
+    assert settings.may_join == isinstance(devices, list)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sentence"),
+    [
+        ([{"address": A, "keys": "k"}, B], "keys for all of its 2 devices or for none"),
+        ({"address": A, "key": "k"}, "'devices' must be"),
+        ([3], "'devices' must be"),
+        (True, "'devices' must be"),
+        ("udp://a:1", "ipc:// or tcp:// address, got 'udp://a:1'"),
+        ({"address": "ipc:///a", "keys": "k"}, "keys are for tcp:// addresses"),
+    ],
+)
+def test_devices_that_cannot_be_reached_so_are_refused(devices: Any, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        NdpSettings.from_mapping({"devices": devices})
+
+
+def test_older_names_of_devices_are_taken_with_a_sentence():
+    heard: list[str] = []
+    old = NdpSettings.from_mapping({"device": [A], "device_keys": "k"}, notice=heard.append)
+    assert old == NdpSettings.from_mapping({"devices": [{"address": A, "keys": "k"}]})
+    assert [sentence.split(":")[0] for sentence in heard] == [
+        "ndp setting 'device' is part of 'devices' now",
+        "ndp setting 'device_keys' is part of 'devices' now",
+    ]
+    with pytest.raises(ConfigError, match="beside 'device' or 'device_keys'"):
+        NdpSettings.from_mapping({"device": A, "devices": [B]})
 
 
 @pytest.mark.parametrize(

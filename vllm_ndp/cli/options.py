@@ -10,6 +10,7 @@ import typer
 
 from ndp_device.command_line import HardwareOption, SetOption, assignments
 from ndp_device.errors import ConfigError
+from ndp_device.widths import DEFAULT_AVG_BITS
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
@@ -95,7 +96,7 @@ class ServerOptions:
     policy: Annotated[str, typer.Option(help="How hot experts are chosen.")] = "prefill"
     policy_option: PolicyOption = None
     hot_experts: HotOption = None
-    avg_bits: AvgBitsOption = 2.0
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (
         "balanced"
     )
@@ -123,7 +124,7 @@ class PlanOptions:
     fit: Annotated[
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
-    avg_bits: AvgBitsOption = 2.0
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, layers, mse or uniform.")] = (
         "importance"
     )

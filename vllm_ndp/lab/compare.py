@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, require_options, system_named
@@ -60,7 +61,7 @@ class CompareSettings:
     batches: tuple[int, ...] = (1,)
     num_hot: int | None = None
     """None: half of the experts, as the plugin."""
-    avg_bits: float = 2.0
+    avg_bits: float = DEFAULT_AVG_BITS
     bits: str = "importance"
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens

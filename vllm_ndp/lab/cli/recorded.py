@@ -15,6 +15,7 @@ import typer
 
 from ndp_device.command_line import command, print_json, require_writable
 from ndp_device.errors import ConfigError
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
     OLD_HOT,
     OLD_TRACE,
@@ -251,7 +252,7 @@ def analyze(
     calibrations: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
     ] = None,
-    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = 2.0,
+    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = DEFAULT_AVG_BITS,
 ) -> None:
     """Say what prompts tell about their decode.
 
@@ -299,7 +300,7 @@ def report(
     where: HardwareOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     hot_experts: HotOption = None,
-    avg_bits: AvgBitsOption = 2.0,
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
     batch: BatchOption = "1",
     replicas: ReplicasOption = None,
     shapes: Annotated[

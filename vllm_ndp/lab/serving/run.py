@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.live import recorded_rules
@@ -55,7 +56,7 @@ class ServingSettings:
     policy_options: dict[str, Any] = field(default_factory=dict)
     num_hot: int | None = None
     """None: half of the experts."""
-    avg_bits: float = 2.0
+    avg_bits: float = DEFAULT_AVG_BITS
     execution: str = "balanced"
     migration: str = "kept"
     scheduling: SchedulerRules = field(default_factory=SchedulerRules)
