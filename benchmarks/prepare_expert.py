@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
+from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.kernels import _native
 from ndp_device.kernels.native import NativeKernel
 
@@ -42,7 +42,8 @@ def random_container(rng: np.random.Generator) -> dict[int, QuantizedExpert]:
     def matrix(rows: int, cols: int) -> dict[int, QuantizedMatrix]:
         planes = np.frombuffer(rng.bytes(4 * rows * cols // 8), np.uint8).reshape(4, rows, cols // 8)
         scale = np.full((rows, cols // GROUP), 0.01, np.float16)
-        return {bits: QuantizedMatrix(bits, planes[:bits], scale, scale, GROUP) for bits in BITS}
+        scales = np.stack([scale] * len(BITS))
+        return NestedMatrix(tuple(BITS), planes, scales, scales, GROUP).by_width()
 
     w13, w2 = matrix(2 * INTERMEDIATE, HIDDEN), matrix(HIDDEN, INTERMEDIATE)
     return {bits: QuantizedExpert(bits, w13[bits], w2[bits]) for bits in BITS}

@@ -37,7 +37,8 @@ for number in 1 2; do
   pids+=($!)
 done
 
-settings='{"ndp": {"device": ["tcp://10.77.0.2:7777", "tcp://10.77.0.3:7777"], "device_keys": "'$work/keys/server.key'",
+keys=$work/keys/server.key
+settings='{"ndp": {"devices": [{"address": "tcp://10.77.0.2:7777", "keys": "'$keys'"}, {"address": "tcp://10.77.0.3:7777", "keys": "'$keys'"}],
   "cold_precision": "full", "hot_experts": 2, "deadline_ms": 20000}}'
 ip netns exec ndp-host env VLLM_CPU_OMP_THREADS_BIND=nobind "$bin/vllm" serve "$model" --quantization ndp \
   --additional-config "$settings" --dtype float32 --enforce-eager --max-model-len 512 --block-size 32 \

@@ -151,17 +151,22 @@ def _helps(node: Any, path: str) -> list[str]:
 
 
 def settings_page() -> str:
-    """Fields of NdpSettings, with the strings that stand below them."""
+    """Settings on top, then those in `debug`: fields of NdpSettings, with the strings that stand below them."""
     tree = ast.parse((ROOT / "vllm_ndp" / "config.py").read_text())
+    from vllm_ndp.setting_names import DEBUG, TOP
+
     (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "NdpSettings"]
     lines = ["# Settings", "", "What `--additional-config '{\"ndp\": {...}}'` may hold. Unknown names are refused.", ""]
-    lines += ["| setting | type | default | effect |", "|---|---|---|---|"]
+    rows: dict[str, str] = {}
     for field, below in zip(settings.body, settings.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
             about = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
             default = ast.unparse(field.value).replace("field(default_factory=dict)", "{}")
             kind = ast.unparse(field.annotation)
-            lines.append(f"| `{field.target.id}` | {_cell(kind)} | `{default}` | {_cell(str(about))} |")
+            rows[field.target.id] = f"| `{field.target.id}` | {_cell(kind)} | `{default}` | {_cell(str(about))} |"
+    head = ["| setting | type | default | effect |", "|---|---|---|---|"]
+    lines += [*head, *(rows[name] for name in TOP if name in rows)]
+    lines += ["", "Under `debug`: what only researchers turn.", "", *head, *(rows[name] for name in DEBUG)]
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,8 @@
     whole_model     a checkpoint whose experts were found among its tensors, and the rest from its config.json
     public_model    everything from config.json: for published models that are not here (timing/public_models.py)
 
-The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to one
-line here. Knows keys of config.json. Does not know tensors or files.
+The keys are those that transformers and vLLM read; a family that spells a size in a new way adds its spelling to
+checkpoint/spellings.py. Knows keys of config.json. Does not know tensors or files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ndp_device.checkpoint.spellings import first_of, keys_about, spellings
 from ndp_device.decoder_layers import (
     Attention,
     DecoderLayer,
@@ -24,8 +25,6 @@ from ndp_device.decoder_layers import (
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import MAX_LAYERS, MAX_WIDTH, ModelShape, WholeModel
 
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}
 
 
@@ -47,12 +46,12 @@ def whole_model(
 def public_model(name: str, config: Mapping[str, Any]) -> WholeModel:
     """The model of a config.json alone, in bfloat16."""
     read = _Config(name, config)
-    moe_layers = [layer for layer in range(read.size("num_hidden_layers")) if read.is_moe(layer)]
+    moe_layers = [layer for layer in range(read.size(*spellings().num_layers)) if read.is_moe(layer)]
     experts = ModelShape(
         name,
         len(moe_layers),
-        read.size(*_NUM_EXPERTS),
-        read.size(*_TOP_K),
+        read.size(*spellings().num_experts),
+        read.size(*spellings().top_k),
         read.size("hidden_size"),
         read.size("moe_intermediate_size", "intermediate_size"),
     )
@@ -71,12 +70,13 @@ class _Config:
             value = self._config.get(key)
             value = value[0] if isinstance(value, list) and value else value  # one per layer, all alike
             if isinstance(value, int) and not isinstance(value, bool):
-                largest = MAX_LAYERS if key == "num_hidden_layers" else MAX_WIDTH
+                largest = MAX_LAYERS if key in spellings().num_layers else MAX_WIDTH
                 if not 0 <= value <= largest:
                     raise ConfigError(f"model {self._name!r}: {key} must lie in 0..{largest}, got {value}")
                 return value
         raise ConfigError(
-            f"model {self._name!r}: its config.json must give {' or '.join(keys)}, of which there is none"
+            f"model {self._name!r}: its config.json must give {' or '.join(keys)}, of which there is none: "
+            f"{keys_about(self._config, *{word for key in keys for word in key.split('_')[-1:]})}"
         )
 
     def _or(self, default: int, *keys: str) -> int:
@@ -92,7 +92,7 @@ class _Config:
         dense = 3 * self.size("hidden_size") * self._or(1, "intermediate_size_mlp", "intermediate_size")
         return tuple(
             DecoderLayer(attention=self._attention(layer), dense_weights=0 if layer in moe_layers else dense)
-            for layer in range(self.size("num_hidden_layers"))
+            for layer in range(self.size(*spellings().num_layers))
         )
 
     def is_moe(self, layer: int) -> bool:
@@ -114,10 +114,10 @@ class _Config:
         if "shared_expert_intermediate_size" in self._config:  # Qwen: with a gate of one number per row
             width = self._or(0, "shared_expert_intermediate_size")
             return 3 * hidden * width + (hidden if width else 0)
-        if get("shared_intermediate_size"):  # Granite
-            return 3 * hidden * self.size("shared_intermediate_size")
+        if first_of(self._config, spellings().shared_width):
+            return 3 * hidden * self.size(*spellings().shared_width)
         always = str(get("model_type")).startswith(("llama4", "hunyuan"))  # one, whether it is counted or not
-        count = self._or(int(always), "n_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+        count = self._or(int(always), *spellings().shared_experts)
         return 3 * hidden * intermediate * count
 
     def _kind(self, layer: int) -> str:

@@ -30,3 +30,7 @@ _WIDE = 1024
 def default_group_size(hidden_size: int, intermediate_size: int) -> int:
     """128 weights share a scale and an offset; 64 where a matrix is narrower than 1024 and 128 would be few groups."""
     return 128 if min(hidden_size, intermediate_size) >= _WIDE else 64
+
+
+DEFAULT_AVG_BITS = 3.0
+"""Of cold experts, wherever nobody says: served, replayed, shown. Fewer cost quality (docs/log/quality.md)."""

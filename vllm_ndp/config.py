@@ -1,34 +1,32 @@
 """The plugin's settings: what may be asked for, checked once, frozen.
 
 They arrive as `--additional-config '{"ndp": {...}}'` (or `LLM(..., additional_config={"ndp": {...}})`).
-Knows names, ranges and defaults. Does not know vLLM, the model or the device.
+Knows ranges and defaults; what a person writes for them is in setting_names.py. Does not know vLLM, the model or the
+device.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import GAINS, LOSSES, OVER_LAYERS, LossTable
+from ndp_device.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import Policy, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
 from vllm_ndp.planning.replanner import PlannerRules
+from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, with_new_names
 
 EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 DEFAULT_OFFLOAD_BITS = 3
-RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
-"""Settings by their older names, which stay accepted."""
-RENAMED_OPTIONS = {"bits": "bit_rule"}
-"""The same inside `policy_options`."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
     "tiers": ("gpu+device", "gpu+host+device"),
@@ -40,8 +38,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "replan": ("prefill", "drift"),
     "prices": ("simulated", "measured"),
     "bits_for": BITS_FOR,
-    "bit_rule": (*GAINS, OVER_LAYERS),
-    "losses": LOSSES,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
     "kernel": ("auto", "reference", "native"),
@@ -52,7 +48,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class NdpSettings:
-    """Everything `{"ndp": {...}}` may hold; docs/compatibility.md lists them with their effect."""
+    """All values that a run is set up by, flat; docs/compatibility.md lists the settings that they come from."""
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
@@ -68,7 +64,7 @@ class NdpSettings:
     warm_experts: int = 0
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
-    avg_bits: float = 3.0
+    avg_bits: float = DEFAULT_AVG_BITS
     """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
     start-up."""
     bits_for: str = "auto"
@@ -102,20 +98,17 @@ class NdpSettings:
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    alpha: float = 0.5
-    """Weight of counts against router scores in the importance (paper: 0.5)."""
-    bit_rule: str = "importance"
-    """What the selector maximises: loss reduction weighted by `importance`, or as published (`mse`), each layer with
-    its share of the bits; `layers`: weighted by importance, all bits wherever they help most."""
-    losses: str = "relative"
-    """Losses of replicas that the selector looks at: `relative` to the expert's own output, or `absolute`."""
+    """Options of the policy by name: `alpha`, `bit_rule`, `losses` and the like of every one (PolicySettings), and what
+    only this policy has."""
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
-    device: str | tuple[str, ...] = EMBEDDED
-    """`embedded` starts a private device process; otherwise the address of a running one (ipc:// or tcp://), or a list
-    of addresses, perhaps of one, whose devices share the experts; to a list, others can be added while it runs."""
     devices: int = 1
-    """How many embedded devices share the experts."""
+    """How many embedded devices share the experts, each a private process; or the address of a running one (ipc:// or
+    tcp://), or a list of addresses, perhaps of one, whose devices share the experts; to a list, others can be added
+    while it runs. Instead of an address: {"address": ADDRESS, "keys": FILE}, with a key file of this host
+    (`ndp-device keygen`) for a device that wants keys."""
+    device: str | tuple[str, ...] = EMBEDDED
+    """Of `devices`, the addresses: `embedded`, one, or several."""
     device_experts: str = "copies"
     """What each of several devices has: whole experts, of which `copies` lie on others, or an equal part of every
     expert (`split`), so that all devices work on every pair."""
@@ -124,8 +117,7 @@ class NdpSettings:
     device_moves: int = 0
     """How many copies of experts a plan may move between several devices."""
     device_keys: str | tuple[str, ...] | None = None
-    """Key file of this host (`ndp-device keygen`), for a device that is reached by tcp and wants keys; a list of them
-    where several devices have keys of their own."""
+    """Of `devices`, the key files: one for all, or one for each."""
     prices: str = "simulated"
     """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
     start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case."""
@@ -178,8 +170,6 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
-        if not 0.0 <= self.alpha <= 1.0:
-            raise ConfigError(f"ndp setting 'alpha' must lie in 0..1, got {self.alpha}")
         if self.cold_precision == "full" and self.replicas is not None:
             raise ConfigError(
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
@@ -256,14 +246,14 @@ class NdpSettings:
         for address in self.addresses:
             if not address.startswith(("ipc://", "tcp://")):
                 raise ConfigError(
-                    f"ndp setting 'device' must be 'embedded' or an ipc:// or tcp:// address, got {address!r}"
+                    f"ndp setting 'devices' must be a number, or an ipc:// or tcp:// address, got {address!r}"
                 )
         if self.device == () or len(set(self.addresses)) < len(self.addresses):
-            raise ConfigError(f"ndp setting 'device' must name each device once, got {list(self.device)}")
+            raise ConfigError(f"ndp setting 'devices' must name each device once, got {list(self.device)}")
         if self.devices < 1 or (self.devices > 1 and self.device != EMBEDDED):
             raise ConfigError(
                 f"ndp setting 'devices' counts embedded devices and must be at least 1, got {self.devices} beside "
-                f"'device' {self.device!r}: of running devices, list the addresses in 'device'"
+                f"'device' {self.device!r}: of running devices, list the addresses in 'devices'"
             )
         if self.splits_experts and (self.num_devices == 1 or self.device_copies is not None or self.device_moves):
             others = {"device_copies": self.device_copies, "device_moves": self.device_moves or None}
@@ -289,11 +279,12 @@ class NdpSettings:
             return
         if plain := [address for address in self.addresses or (EMBEDDED,) if not address.startswith("tcp://")]:
             raise ConfigError(
-                f"ndp setting 'device_keys' has no effect on the device {plain[0]}: keys are for tcp:// addresses"
+                f"ndp setting 'devices' has keys, which have no effect on the device {plain[0]}: "
+                "keys are for tcp:// addresses"
             )
         if not isinstance(self.device_keys, str) and len(self.device_keys) != len(self.addresses):
             raise ConfigError(
-                f"ndp setting 'device_keys' must be one file for all devices or one for each, got "
+                f"ndp setting 'devices' must have keys in one file for all devices or one for each, got "
                 f"{len(self.device_keys)} for {len(self.addresses)} devices"
             )
 
@@ -355,6 +346,10 @@ class NdpSettings:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
+    def recorded(self) -> dict[str, Any]:
+        """What a trace keeps: all of them, and the losses in force, which a policy's default may have named."""
+        return {**asdict(self), "losses": self.losses}
+
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
 
@@ -373,23 +368,21 @@ class NdpSettings:
 
     def make_policy(self) -> Policy:
         """The placement policy these settings name. Raises ConfigError for options it does not have."""
-        return load_policy(self.policy, self._policy_settings())
+        return self._policy[0]
 
     @property
     def bit_rule_in_force(self) -> str:
-        """An option of the policy goes before the setting."""
-        return self._policy_settings().bit_rule
+        return self._policy[1].bit_rule
 
-    def _policy_settings(self) -> PolicySettings:
-        options = _with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None)
-        known = {field.name for field in fields(PolicySettings)}
-        if unknown := sorted(set(options) - known):
-            raise ConfigError(
-                f"ndp setting 'policy_options' has no {unknown[0]!r}: known are {', '.join(sorted(known))}"
-            )
-        if isinstance(options.get("prior"), str):
-            options["prior"] = read_prior(Path(options["prior"]))
-        return PolicySettings(**{"alpha": self.alpha, "bit_rule": self.bit_rule, **options})
+    @property
+    def losses(self) -> str:
+        """Which losses of replicas bits are chosen by."""
+        return self._policy[1].losses
+
+    @cached_property
+    def _policy(self) -> tuple[Policy, PolicySettings]:
+        """The policy, and which of its options are common ones."""
+        return policy_with(self.policy, with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
 
     def require_followable(self, num_experts: int) -> None:
         """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""
@@ -411,15 +404,18 @@ class NdpSettings:
 
     def planner_rules(self, num_experts: int, losses: LossTable) -> PlannerRules:
         """How plans are made under these settings, live and when a recorded run is replayed."""
+        policy, told = self._policy
+        if told.prior is not None:
+            told.prior.require_shape(losses.mse.shape[:2])
         return PlannerRules(
-            policy=self.make_policy(),
+            policy=policy,
             budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts),
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,
             max_moves=self.max_moves,
             full_precision=self.cold_precision == "full",
-            follow=FollowRules(prior=self._policy_settings().prior) if self.replan == "drift" else None,
+            follow=FollowRules(prior=told.prior) if self.replan == "drift" else None,
         )
 
     @classmethod
@@ -429,14 +425,8 @@ class NdpSettings:
             return cls()
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
-        known = {f.name: f for f in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in _with_new_names(raw, RENAMED, notice).items():
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known settings are {', '.join(known)}"
-                raise ConfigError(f"unknown ndp setting {name!r}: {hint}")
-            values[name] = _typed(name, value, str(known[name].type))
+        known = {one.name: str(one.type) for one in fields(cls)}
+        values = {name: _typed(name, value, known[name]) for name, value in by_field(raw, notice).items()}
         return cls(**values)
 
     def resolve_hot_experts(self, num_experts: int) -> int:
@@ -468,19 +458,6 @@ class NdpSettings:
                 f"{num_experts} experts per layer: at most {num_experts - num_hot} can be warm"
             )
         return num_experts - num_hot - self.warm_experts
-
-
-def _with_new_names(
-    raw: Mapping[str, Any], renamed: Mapping[str, str], notice: Callable[[str], None]
-) -> dict[str, Any]:
-    values = dict(raw)
-    for old, new in renamed.items():
-        if old in values:
-            if new in values:
-                raise ConfigError(f"ndp settings {old!r} and {new!r} are one setting: drop {old!r}")
-            notice(f"ndp setting {old!r} is called {new!r} now")
-            values[new] = values.pop(old)
-    return values
 
 
 def _typed(name: str, value: Any, wanted: str) -> Any:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.errors import ReplicaError
-from ndp_device.experts.expert import FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.expert import FullExpert, NestedMatrix, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import pack
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas
@@ -88,10 +88,7 @@ def quantize_nested(
     bits = tuple(sorted(track_weights))
     fit = fit_in_numpy if native is None else fit_natively
     planes, scale, offset = fit(weights, dtype, group_size, track_weights)
-    return {
-        width: QuantizedMatrix(width, planes[:width], scale[track], offset[track], group_size)
-        for track, width in enumerate(bits)
-    }
+    return NestedMatrix(bits, planes, scale, offset, group_size).by_width()
 
 
 def fit_natively(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ndp_device.calibration.hessian import inverse_factor
 from ndp_device.calibration.nested import LevelTable, Tracks, fit_levels, refit
-from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.experts.expert import NestedMatrix, QuantizedMatrix
 from ndp_device.experts.packing import pack
 
 POLISH_SWEEPS = 2
@@ -57,9 +57,7 @@ def quantize(
     codes, scale, offset = _polished(weights, _ordered(hessian, best.order), best, group_size, tracks)
     planes = pack(codes.cpu().numpy(), tracks.bits[-1])
     scales, offsets = (values.cpu().numpy().astype(np.float16) for values in (scale, offset))
-    return {
-        b: QuantizedMatrix(b, planes[:b], scales[k], offsets[k], group_size, perm) for k, b in enumerate(tracks.bits)
-    }
+    return NestedMatrix(tuple(tracks.bits), planes, scales, offsets, group_size, perm).by_width()
 
 
 def peak_bytes(num_rows: int, num_columns: int, group_size: int, num_tracks: int) -> int:

@@ -1,13 +1,14 @@
 """Which tensors are the experts of which layer, and how they lie in them: from names and shapes, not a list of models.
 
     experts.7.gate_proj.weight  up_proj  down_proj     one tensor per expert and matrix; Mixtral says w1, w3, w2
-    experts.gate_proj [E, I, H] ...                    one tensor for all experts
+    experts.gate_proj [E, I, H] ...                    one tensor for all experts; Step-3.5: moe.gate_proj
     experts.gate_up_proj [E, 2I, H]  down_proj         gate and up in one, halves; Granite: input_linear, output_linear
     experts.gate_up_proj [E, H, 2I]  down_proj         the same transposed (Llama-4); interleaved too (gpt-oss)
 
 Pure: takes names, shapes and config.json, and returns where each matrix lies. A family whose tensors lie in one of
-these ways needs no code. What the tensors say wins; config.json has the number of experts per token, and where it
-contradicts the tensors the checkpoint is refused. Does not know files (headers.py) or values (replicas/checkpoint.py).
+these ways needs no code, and one with other words for them adds these to spellings.py. What the tensors say wins;
+config.json has the number of experts per token, and where it contradicts the tensors the checkpoint is refused. Does
+not know files (headers.py) or values (replicas/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ndp_device.checkpoint.headers import TensorInfo
+from ndp_device.checkpoint.spellings import Spellings, first_of, keys_about, keys_about_experts, spellings, text_config
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Activation
 
@@ -28,22 +30,6 @@ Part = Literal["gate", "up", "down"]
 DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes of experts that we read, as safetensors and as we spell them."""
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_BESIDE = {"mtp", "visual", "vision_model", "vision_tower", "audio_tower", "nextn"}
-"""Parts of a name that mark tensors beside the language model: extra prediction layers and other modalities."""
-
-_OWN = re.compile(r"(.*\bexperts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\w+)")
-_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:[._](\w+))?")
-_LINEAR = re.compile(r"(.+)\.(input_linear|output_linear)\.(weight)")
-_ROLES: Mapping[str, str] = {
-    "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down",
-    "output_linear": "down", "gate_up_proj": "gate_up", "input_linear": "gate_up",
-}  # fmt: skip
-_ROUTER = re.compile(r"\.(?:gate|router|gate\.wg|router\.layer)\.weight$")
-
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token")
-_ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 _INTERLEAVED = {"gpt_oss"}
 """Model types whose fused gate and up alternate row by row, which no shape shows. They also clamp."""
 _ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
@@ -127,17 +113,6 @@ class ExpertLayout:
         return bool(self.layers[0].biases)
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of config.json: multimodal models wrap it."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, Mapping) else config
-
-
-def counts_experts(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that the model has experts."""
-    return any(text_config(config).get(key) for key in _NUM_EXPERTS)
-
-
 def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, name: str) -> ExpertLayout:
     """Find the experts. `name` is the checkpoint's, for messages.
 
@@ -146,18 +121,16 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
     config = text_config(config)
     _refuse_other_types(config, name)
     num_layers = _num_layers(config, name)
-    found = _find(tensors, num_layers)
+    names = _Names(spellings(), num_layers)
+    found = names.find(tensors)
     if not found:
-        raise ConfigError(
-            f"{name} is a dense model (no experts in its config.json or tensors); "
-            "vllm-ndp serves Mixture-of-Experts models only"
-        )
+        raise ConfigError(_without_experts(tensors, config, name))
     interleaved = config.get("model_type") in _INTERLEAVED
-    counted = max((value for key in _NUM_EXPERTS if isinstance(value := config.get(key), int)), default=0)
+    counted = max((value for key in spellings().num_experts if isinstance(value := config.get(key), int)), default=0)
     layers, sizes = [], Counter[tuple[int, int, int]]()
     for decoder_layer, blocks in sorted(found.items()):
         block = _only_block(blocks, decoder_layer, name)
-        resolved = _Layer(name, decoder_layer, block, tensors, interleaved=interleaved, counted=counted)
+        resolved = _Layer(name, decoder_layer, block, tensors, names, interleaved=interleaved, counted=counted)
         sizes[resolved.size] += 1
         norm = _norm(tensors, resolved.prefix, resolved.size[1])
         layers.append(MoELayer(decoder_layer, resolved.weights, resolved.biases, norm))
@@ -166,7 +139,7 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
     (num_experts, hidden, intermediate) = next(iter(sizes))
     if len({bool(layer.biases) for layer in layers}) > 1:
         raise ReplicaError(f"{name} has expert biases in some layers only: it is incomplete")
-    _refuse_incomplete(tensors, num_layers, {layer.decoder_layer for layer in layers}, (num_experts, hidden), name)
+    _refuse_incomplete(tensors, names, {layer.decoder_layer for layer in layers}, (num_experts, hidden), name)
     _refuse_contradictions(config, num_experts, hidden, intermediate, name)
     return ExpertLayout(
         num_experts,
@@ -184,30 +157,78 @@ Block = dict[tuple[str, bool], dict[int | None, str]]
 """(role, is a bias) -> expert, or None for one tensor of all experts -> tensor name."""
 
 
-def _find(tensors: Mapping[str, TensorInfo], num_layers: int) -> dict[int, dict[str, Block]]:
-    """Decoder layer -> prefix of the experts -> what is there."""
-    found: dict[int, dict[str, Block]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
-    for name, info in tensors.items():
-        at = _LAYER.search(name)
-        if at is None or int(at[1]) >= num_layers or not _BESIDE.isdisjoint(name.split(".")):
-            continue
-        expert: int | None = None
-        if match := _OWN.fullmatch(name):
-            prefix, number, role, kind = match.groups()
-            if (expert := int(number)) >= MAX_EXPERTS:
-                raise ReplicaError(f"{name} is of expert {number}, and at most {MAX_EXPERTS} are read")
-        elif match := _STACKED.fullmatch(name):
-            prefix, role, kind = match[1], match[2], match[3] or "weight"
-        elif (match := _LINEAR.fullmatch(name)) and len(info.shape) == 3:
-            prefix, role, kind = match[1], match[2], match[3]
-        else:
-            continue
-        if kind not in ("weight", "bias"):  # scales, blocks, packed weights: some quantized format
-            kind = f"weight:{kind}"
-        found[int(at[1])][prefix][_ROLES[role] + kind.removeprefix("weight").removeprefix("bias"), kind == "bias"][
-            expert
-        ] = name
-    return found
+class _Names:
+    """The table of spellings as patterns: of which layer, expert and matrix a tensor is."""
+
+    def __init__(self, known: Spellings, num_layers: int) -> None:
+        self.known, self.num_layers = known, num_layers
+        experts, roles = _any_of(known.experts), _any_of(known.roles)
+        self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(known.layers)})\.(\d+)\.")
+        self._own = re.compile(rf"(.*\b(?:{experts}))\.(\d+)\.({roles})\.(\w+)")
+        self._stacked = re.compile(rf"(.*\b(?:{experts}))\.({roles})(?:[._](\w+))?")
+        self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight)")
+        self.router = re.compile(rf"\.(?:{_any_of(known.router)})\.weight$")
+        self._number = re.compile(rf"\b({experts})\.\d+\.")
+
+    def layer(self, name: str) -> int | None:
+        """Number of the decoder layer; None beside the language model's."""
+        at = self._layer.search(name)
+        if at is None or int(at[1]) >= self.num_layers or not set(self.known.beside).isdisjoint(name.split(".")):
+            return None
+        return int(at[1])
+
+    def before(self, name: str) -> str:
+        """What all tensors of its layer begin with."""
+        return name[: self._layer.search(name).end()]  # type: ignore[union-attr]
+
+    def renumbered(self, name: str, expert: int | str) -> str:
+        """The name of the same tensor of another expert."""
+        return self._number.sub(rf"\g<1>.{expert}.", name)
+
+    def find(self, tensors: Mapping[str, TensorInfo]) -> dict[int, dict[str, Block]]:
+        """Decoder layer -> prefix of the experts -> what is there."""
+        found: dict[int, dict[str, Block]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+        roles = self.known.roles
+        for name, info in tensors.items():
+            if (layer := self.layer(name)) is None or (parts := self._parts(name, info)) is None:
+                continue
+            prefix, expert, word, kind = parts
+            suffix = "" if kind in ("weight", "bias") else f":{kind}"  # scales, blocks, packed: some quantized format
+            found[layer][prefix][roles[word] + suffix, kind == "bias"][expert] = name
+        return found
+
+    def _parts(self, name: str, info: TensorInfo) -> tuple[str, int | None, str, str] | None:
+        """(prefix, expert or None for all, word of the role, kind of tensor); None where it is of no expert."""
+        if match := self._own.fullmatch(name):
+            if int(match[2]) >= MAX_EXPERTS:
+                raise ReplicaError(f"{name} is of expert {match[2]}, and at most {MAX_EXPERTS} are read")
+            return match[1], int(match[2]), match[3], match[4]
+        if match := self._stacked.fullmatch(name):
+            return match[1], None, match[2], match[3] or "weight"
+        if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 3:
+            return match[1], None, match[2], match[3]
+        return None
+
+
+def _any_of(words: Iterable[str]) -> str:
+    return "|".join(re.escape(word) for word in words)
+
+
+def _without_experts(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], name: str) -> str:
+    """A dense model, or names that we do not know: then those that were found."""
+    speaking = [tensor for tensor in tensors if re.search(r"expert|moe", tensor, re.IGNORECASE)]
+    keys = keys_about_experts(config)
+    if not speaking and not keys:
+        return (
+            f"{name} is a dense model (no experts in its config.json or tensors); "
+            "vllm-ndp serves Mixture-of-Experts models only"
+        )
+    shown = [f"{tensor} {list(tensors[tensor].shape)}" for tensor in (speaking or list(tensors))[:3]]
+    return (
+        f"{name}: no experts were found by the names that are known: config.json has "
+        f"{', '.join(keys[:6]) or 'no key about experts'}, the tensors are such as {', '.join(shown)}; "
+        "docs/extend.md says how to add a family's spellings"
+    )
 
 
 def _only_block(blocks: dict[str, Block], layer: int, name: str) -> Block:
@@ -228,12 +249,13 @@ class _Layer:
         layer: int,
         block: Block,
         tensors: Mapping[str, TensorInfo],
+        names: _Names,
         *,
         interleaved: bool,
         counted: int,  # experts that config.json counts; 0 where it does not
     ) -> None:
         self._where = f"{model}: layer {layer}"
-        self._tensors = tensors
+        self._tensors, self._names = tensors, names
         self._block = block
         self._counted = counted
         if quantized := sorted(role for role, _ in block if ":" in role):
@@ -246,7 +268,7 @@ class _Layer:
         if "down" not in roles or not (roles >= {"gate", "up"} or "gate_up" in roles):
             raise self._lacking(roles)
         some = next(iter(block["down", False].values()))
-        self.prefix = some[: _LAYER.search(some).end()]  # type: ignore[union-attr]
+        self.prefix = names.before(some)
         fused = "gate_up" in roles
         self.weights: dict[Part, Source] = {}
         self.biases: dict[Part, Source] = {}
@@ -316,10 +338,10 @@ class _Layer:
             known = next(iter(names.values()), None)
             raise ReplicaError(
                 f"{self._where} lacks the {part} {'bias' if is_bias else 'projection'} of expert {missing[0]}"
-                + (f" ({_renumbered(known, missing[0])})" if known else "")
+                + (f" ({self._names.renumbered(known, missing[0])})" if known else "")
                 + ": the checkpoint is incomplete"
             )
-        template = _renumbered(names[0], "{}")
+        template = self._names.renumbered(names[0], "{}")
         shapes = Counter(self._tensors[name].shape for name in names.values())
         if len(shapes) > 1:
             (usual, _), *_, (odd, _) = shapes.most_common()
@@ -360,30 +382,29 @@ def _rows(intermediate: int, interleaved: bool) -> dict[Part, Rows]:
     return {"gate": Rows(0, intermediate), "up": Rows(intermediate)}
 
 
-def _renumbered(name: str, expert: int | str) -> str:
-    """The name of the same tensor of another expert."""
-    return re.sub(r"\bexperts\.\d+\.", f"experts.{expert}.", name)
-
-
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
     """What is read below is of the type that it is read as; null stands for left out."""
-    sizes = (*_NUM_EXPERTS, *_TOP_K, "top_k", "hidden_size", "intermediate_size", "moe_intermediate_size")
-    for key in sizes:
+    known = spellings()
+    counts = (*known.num_experts, *known.top_k, *known.other_top_k)
+    for key in (*counts, "hidden_size", "intermediate_size", "moe_intermediate_size"):
         value = config.get(key)
         for given in value if isinstance(value, list) else [value]:
             if given is not None and (type(given) is not int or not 0 <= given <= MAX_WIDTH):
                 raise ConfigError(f"{name}: config.json must give {key} as a whole number, got {given!r}")
-    for key in ("model_type", *_ACTIVATION):
+    for key in ("model_type", *known.activation):
         if not isinstance(config.get(key, ""), str | None):
             raise ConfigError(f"{name}: config.json must give {key} as a name, got {config[key]!r}")
 
 
 def _num_layers(config: Mapping[str, Any], name: str) -> int:
     kinds = config.get("layers_block_type")  # Nemotron-H counts its layers so
-    value = config.get("num_hidden_layers", len(kinds) if isinstance(kinds, list) else None)
+    value = first_of(config, spellings().num_layers)
+    if value is None and isinstance(kinds, list):
+        return len(kinds)
     if type(value) is not int or not 1 <= value <= MAX_LAYERS:
         raise ConfigError(
-            f"{name}: config.json must give num_hidden_layers, a whole number up to {MAX_LAYERS}, got {value!r}"
+            f"{name}: config.json must give num_hidden_layers, a whole number up to {MAX_LAYERS}, got {value!r}: "
+            f"{keys_about(config, 'layer', 'depth')}"
         )
     return value
 
@@ -395,28 +416,27 @@ def _norm(tensors: Mapping[str, TensorInfo], prefix: str, hidden: int) -> str | 
 
     if is_there("post_feedforward_layernorm") and not is_there("pre_feedforward_layernorm"):
         return None  # norms after attention and experts only
-    for norm in ("pre_feedforward_layernorm", "pre_ff_layernorm", "post_attention_layernorm", "norm"):
+    for norm in spellings().norms:
         if is_there(norm):
             return f"{prefix}{norm}.weight"
     return None
 
 
 def _refuse_incomplete(
-    tensors: Mapping[str, TensorInfo], num_layers: int, resolved: set[int], router: tuple[int, int], name: str
+    tensors: Mapping[str, TensorInfo], names: _Names, resolved: set[int], router: tuple[int, int], name: str
 ) -> None:
     """A layer with a router and no experts, or with nothing at all, means that files are missing."""
     present = set()
     for tensor, info in tensors.items():
-        at = _LAYER.search(tensor)
-        if at is None or int(at[1]) >= num_layers or not _BESIDE.isdisjoint(tensor.split(".")):
+        if (layer := names.layer(tensor)) is None:
             continue
-        layer = int(at[1])
         present.add(layer)
-        if layer not in resolved and info.shape == router and _ROUTER.search(tensor):
+        if layer not in resolved and info.shape == router and names.router.search(tensor):
             raise ReplicaError(f"{name} has a router for layer {layer} ({tensor}) but no experts: it is incomplete")
-    if missing := sorted(set(range(num_layers)) - present):
+    if missing := sorted(set(range(names.num_layers)) - present):
         raise ReplicaError(
-            f"{name} has no tensor of layer {missing[0]}, and config.json counts {num_layers} layers: it is incomplete"
+            f"{name} has no tensor of layer {missing[0]}, and config.json counts {names.num_layers} layers: "
+            "it is incomplete"
         )
 
 
@@ -424,7 +444,7 @@ def _refuse_contradictions(
     config: Mapping[str, Any], num_experts: int, hidden: int, intermediate: int, name: str
 ) -> None:
     inner = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    wanted = [*((key, num_experts) for key in _NUM_EXPERTS), ("hidden_size", hidden), (inner, intermediate)]
+    wanted = [*((key, num_experts) for key in spellings().num_experts), ("hidden_size", hidden), (inner, intermediate)]
     for key, size in wanted:
         value = config.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -436,14 +456,16 @@ def _refuse_contradictions(
 
 
 def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
-    given = {key: config[key] for key in _TOP_K if config.get(key) is not None} or {
-        key: config[key] for key in ("top_k",) if config.get(key) is not None
+    known = spellings()
+    given = {key: config[key] for key in known.top_k if config.get(key) is not None} or {
+        key: config[key] for key in known.other_top_k if config.get(key) is not None
     }
     values = {value for entry in given.values() for value in (entry if isinstance(entry, list) else [entry])}
     if len(values) != 1 or not all(isinstance(value, int) and 1 <= value <= num_experts for value in values):
         raise ConfigError(
             f"{name}: config.json must give one number of experts per token, from 1 to {num_experts}, "
-            f"as {_TOP_K[0]}, got {given or 'none'}"
+            f"as {known.top_k[0]}, got {given or 'none'}"
+            + ("" if given else f": {keys_about(config, 'expert', 'top')}")
         )
     return int(values.pop())
 
@@ -451,7 +473,7 @@ def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
 def _activation(config: Mapping[str, Any], name: str) -> Activation:
     if config.get("model_type") in _INTERLEAVED:
         return "swigluoai"
-    value = next((config[key] for key in _ACTIVATION if config.get(key)), "silu")
+    value = first_of(config, spellings().activation) or "silu"
     if value not in ("silu", "swish", "swiglu"):
         raise ConfigError(f"{name}: its experts compute {value}; our kernels know silu and gpt-oss's clamped SwiGLU")
     if config.get("swiglu_limit") is not None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ndp_device.checkpoint.files import read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
-from ndp_device.checkpoint.names import ExpertLayout, counts_experts, resolve, text_config
+from ndp_device.checkpoint.names import ExpertLayout, resolve
 from ndp_device.checkpoint.quantized import Packed, unpacked
+from ndp_device.checkpoint.spellings import keys_about_experts, text_config
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape
 
@@ -30,7 +31,7 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the experts. Raises ConfigError or ReplicaError in one sentence where they do not add up."""
     config, name = read_config(model_dir), model_dir.resolve().name
-    if not counts_experts(config) and not any(model_dir.glob("*.safetensors")):
+    if not keys_about_experts(text_config(config)) and not any(model_dir.glob("*.safetensors")):
         raise ConfigError(
             f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
         )

@@ -5,7 +5,8 @@ Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class QuantizedMatrix:
     offset: NDArray[np.float16]
     group_size: int
     perm: NDArray[np.int32] | None = None
+    nested: NestedMatrix | None = field(default=None, init=False, compare=False, repr=False)
+    """What this is a view of; None where it has planes of its own. A changed copy (`replace`) is a view of nothing."""
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
@@ -80,6 +83,49 @@ class QuantizedMatrix:
         The permutation is not streamed with the weights: it reorders a row's activations, once per row.
         """
         return self.planes.nbytes + self.scale.nbytes + self.offset.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class NestedMatrix:
+    """One matrix at several widths: its first b planes are the b-bit matrix, and each width has scales of its own.
+
+    bits    the widths, rising
+    planes  uint8 [bits[-1], N, C // 8]
+    scale, offset  float16 [len(bits), N, ceil(C / g)]
+    perm    int32 [C] or None, of all widths
+    """
+
+    bits: tuple[int, ...]
+    planes: NDArray[np.uint8]
+    scale: NDArray[np.float16]
+    offset: NDArray[np.float16]
+    group_size: int
+    perm: NDArray[np.int32] | None = None
+
+    @classmethod
+    def of(cls, matrices: Sequence[QuantizedMatrix]) -> NestedMatrix:
+        """What these widths, rising, are views of; of matrices with planes of their own it is proven that they nest."""
+        widest, bits = matrices[-1], tuple(matrix.bits for matrix in matrices)
+        nested = widest.nested
+        if nested is not None and nested.bits == bits and all(matrix.nested is nested for matrix in matrices):
+            return nested
+        for matrix in matrices:
+            same_perm = matrix.perm is widest.perm or np.array_equal(matrix.perm, widest.perm)  # type: ignore[arg-type]
+            if not same_perm or not np.array_equal(matrix.planes, widest.planes[: matrix.bits]):
+                raise ValueError(f"{matrix.bits} bits are not a prefix of {widest.bits}; they cannot be nested")
+        scale, offset = (np.stack([getattr(one, name) for one in matrices]) for name in ("scale", "offset"))
+        return cls(bits, widest.planes, scale, offset, widest.group_size, widest.perm)
+
+    def at(self, bits: int) -> QuantizedMatrix:
+        """The matrix at one width: a view."""
+        track = self.bits.index(bits)
+        scale, offset = self.scale[track], self.offset[track]
+        matrix = QuantizedMatrix(bits, self.planes[:bits], scale, offset, self.group_size, self.perm)
+        object.__setattr__(matrix, "nested", self)
+        return matrix
+
+    def by_width(self) -> dict[int, QuantizedMatrix]:
+        return {bits: self.at(bits) for bits in self.bits}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.experts.expert import Expert, FullExpert, QuantizedMatrix
+from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
 from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
@@ -38,21 +38,20 @@ _IDENTITY = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class Component:
-    """Some consecutive planes of one matrix as the engine streams them, and those planes, which name it."""
+    """Some consecutive planes of one matrix as the engine streams them, and whose they are."""
 
     native: _native.Component
-    planes: NDArray[np.uint8]
+    source: QuantizedMatrix | NestedMatrix
+    planes: range
     group: int  # columns, as the engine groups them
 
     @property
     def nbytes(self) -> int:
         return self.native.nbytes
 
-    def places(self) -> list[tuple[int, ...]]:
-        """Where each plane lies, how, and in which groups: equal places are packed to equal bits."""
-        first, *strides = self.planes.__array_interface__["data"][0], *self.planes.strides
-        shape = self.planes.shape[1:]
-        return [(first + i * strides[0], *strides[1:], *shape, self.group) for i in range(len(self.planes))]
+    def places(self) -> list[tuple[int, int, int]]:
+        """Each plane: of which matrix, its number, in which groups; equal ones are packed to equal bits."""
+        return [(id(self.source), plane, self.group) for plane in self.planes]
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class NativeKernel:
             group = _kernel_group(matrix)
             first, own = 0, len(components)
             for bits in COMPONENT_BITS[matrix.bits]:
-                components.append(self._component(matrix.planes[first : first + bits], halves, group))
+                components.append(self._component(matrix, range(first, first + bits), halves, group))
                 first += bits
                 yield None
             packed.append(self._assemble(matrix, components[own:], halves, group))
@@ -172,12 +171,14 @@ class NativeKernel:
             _IDENTITY if matrix.perm is None else np.require(matrix.perm, np.int32, ["C", "A"]),
         )
 
-    def _component(self, planes: NDArray[np.uint8], halves: int, group: int) -> Component:
-        # The component keeps the planes alive, so no other planes can lie at this address while the entry exists.
-        key = (planes.__array_interface__["data"][0], *planes.strides, *planes.shape, halves, group)
+    def _component(self, matrix: QuantizedMatrix, planes: range, halves: int, group: int) -> Component:
+        # The component keeps the matrix alive, so no other one can have its id while the entry exists.
+        source = matrix if matrix.nested is None else matrix.nested
+        key = (id(source), planes.start, planes.stop, halves, group)
         component = self._shared.get(key)
         if component is None:
-            component = Component(self._engine.pack(np.ascontiguousarray(planes), halves, group), planes, group)
+            packed = self._engine.pack(np.ascontiguousarray(matrix.planes[planes.start : planes.stop]), halves, group)
+            component = Component(packed, source, planes, group)
             self._shared[key] = component
         return component
 

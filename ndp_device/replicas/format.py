@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from ndp_device import sealed, strict_json
 from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
-from ndp_device.experts.expert import Biases, QuantizedExpert, QuantizedMatrix
+from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, QuantizedMatrix
 from ndp_device.model_shape import Activation, ModelShape
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.strict_files import open_plain
@@ -161,6 +162,8 @@ class ReplicaFiles:
             check_layer_file(directory, layer, self.manifest, check_contents=check_contents)
             for layer in range(self.manifest.model.num_layers)
         ]
+        self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
+        """Those in use: all widths of an expert are views of one."""
 
     @property
     def num_bytes(self) -> int:
@@ -234,14 +237,18 @@ class ReplicaFiles:
         return Biases(gate, up, file.tensor(f"{prefix}.b2"))
 
     def _matrix(self, file: MappedFile, expert: int, name: str, bits: int) -> QuantizedMatrix:
-        nested = self.manifest.container == "nested"
-        prefix = f"{expert}.{name}" if nested else f"{expert}.{bits}.{name}"
+        if self.manifest.container == "independent":
+            return QuantizedMatrix(bits, *self._parts(file, f"{expert}.{bits}.{name}"))
+        key = (file, f"{expert}.{name}")
+        if (nested := self._nested.get(key)) is None:
+            nested = NestedMatrix(self.manifest.bits, *self._parts(file, key[1]))
+            self._nested[key] = nested
+        return nested.at(bits)
+
+    def _parts(self, file: MappedFile, prefix: str) -> tuple[Any, Any, Any, int, Any]:
         planes, scale, offset = (file.tensor(f"{prefix}.{part}") for part in ("planes", "scale", "offset"))
-        if nested:
-            track = self.manifest.bits.index(bits)
-            planes, scale, offset = planes[:bits], scale[track], offset[track]
         perm = file.tensor(f"{prefix}.perm") if f"{prefix}.perm" in file else None
-        return QuantizedMatrix(bits, planes, scale, offset, self.manifest.group_size, perm)
+        return planes, scale, offset, self.manifest.group_size, perm
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -291,7 +298,7 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
         for name in ("w13", "w2"):
             matrices = [getattr(replica, name) for replica in by_bits.values()]
             if manifest.container == "nested":
-                tensors |= _nested_tensors(f"{expert}.{name}", matrices)
+                tensors |= _tensors(f"{expert}.{name}", _nested(f"{expert}.{name}", matrices))
             else:
                 for matrix in matrices:
                     tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
@@ -325,7 +332,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     _write_whole(directory / MANIFEST, sealed.encode(manifest))
 
 
-def _tensors(prefix: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
+def _tensors(prefix: str, matrix: QuantizedMatrix | NestedMatrix) -> dict[str, NDArray[Any]]:
     tensors: dict[str, NDArray[Any]] = {
         f"{prefix}.planes": np.ascontiguousarray(matrix.planes),
         f"{prefix}.scale": np.ascontiguousarray(matrix.scale),
@@ -334,17 +341,11 @@ def _tensors(prefix: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
     return tensors if matrix.perm is None else tensors | {f"{prefix}.perm": matrix.perm}
 
 
-def _nested_tensors(prefix: str, matrices: list[QuantizedMatrix]) -> dict[str, NDArray[Any]]:
-    """Planes and permutation of the widest matrix, of which every narrower one must be a prefix; scales of all."""
-    widest = matrices[-1]
-    for matrix in matrices:
-        same_perm = matrix.perm is widest.perm or np.array_equal(matrix.perm, widest.perm)  # type: ignore[arg-type]
-        if not same_perm or not np.array_equal(matrix.planes, widest.planes[: matrix.bits]):
-            raise ValueError(f"{prefix}: {matrix.bits} bits are not a prefix of {widest.bits}; they cannot be nested")
-    return _tensors(prefix, widest) | {
-        f"{prefix}.scale": np.stack([matrix.scale for matrix in matrices]),
-        f"{prefix}.offset": np.stack([matrix.offset for matrix in matrices]),
-    }
+def _nested(prefix: str, matrices: list[QuantizedMatrix]) -> NestedMatrix:
+    try:
+        return NestedMatrix.of(matrices)
+    except ValueError as error:
+        raise ValueError(f"{prefix}: {error}") from None
 
 
 def _digest(path: Path) -> str:

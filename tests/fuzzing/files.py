@@ -27,7 +27,7 @@ from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import INDEX
-from ndp_device.checkpoint.names import text_config
+from ndp_device.checkpoint.spellings import text_config
 from ndp_device.model_config import whole_model
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import MANIFEST, ReplicaFiles

@@ -226,7 +226,7 @@ def test_two_halves_of_every_expert_give_the_tokens_of_stock_vllm_and_both_compu
     assert split.totals[0]["fallback_pairs"] == 0
     assert split.totals[0]["cold_pairs"] > 0
     assert split.executed[0][0] == split.executed[0][1] > 0
-    assert "start it with ndp setting 'device' as a list" in split.refused
+    assert "start it with ndp setting 'devices' as a list" in split.refused
     assert "'device_experts' as 'copies'" in split.refused
 
 
@@ -434,10 +434,10 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
     [
         ({"devices": 2, "device_copies": 3}, "'device_copies' must lie in 1..2, the number of devices, got 3"),
         ({"devices": 0}, "'devices' counts embedded devices and must be at least 1, got 0"),
-        ({"device": "ipc:///a", "devices": 2}, "of running devices, list the addresses in 'device'"),
-        ({"device": ["ipc:///a", "ipc:///a"]}, "'device' must name each device once"),
-        ({"device": []}, "'device' must name each device once"),
-        ({"device": ["ipc:///a", "here"]}, "must be 'embedded' or an ipc:// or tcp:// address, got 'here'"),
+        ({"device": "ipc:///a", "devices": 2}, "of running devices, list the addresses in 'devices'"),
+        ({"device": ["ipc:///a", "ipc:///a"]}, "'devices' must name each device once"),
+        ({"device": []}, "'devices' must name each device once"),
+        ({"device": ["ipc:///a", "here"]}, "must be a number, or an ipc:// or tcp:// address, got 'here'"),
         (
             {"device": ["tcp://a:1", "tcp://b:1"], "device_keys": ["k"]},
             "one file for all devices or one for each, got 1",

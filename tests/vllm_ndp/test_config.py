@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from paths import ROOT
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.config import EMBEDDED, RENAMED, NdpSettings
+from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.setting_names import DEBUG, MOVED, RENAMED, TOP
 
 NAMES = [field.name for field in dataclasses.fields(NdpSettings)]
 
@@ -54,10 +55,16 @@ def test_an_unknown_setting_names_the_nearest_known_one(wrong: str, near: str):
 def test_a_setting_like_no_other_lists_all_known_ones():
     with pytest.raises(ConfigError, match="known settings are hot_experts, ") as error:
         NdpSettings.from_mapping({"zzzzzz": 2})
-    assert all(name in str(error.value) for name in NAMES)
+    assert all(name in str(error.value) for name in TOP)
 
 
-@given(st.text(max_size=20).filter(lambda name: name not in {*NAMES, *RENAMED}))
+def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_way_in():
+    assert len(TOP) <= 20
+    assert not set(TOP) & set(DEBUG)
+    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {"device", "device_keys"}
+
+
+@given(st.text(max_size=20).filter(lambda name: name not in {*NAMES, *TOP, *RENAMED, *MOVED}))
 def test_no_unknown_name_is_ever_accepted(name: str):
     with pytest.raises(ConfigError, match="unknown ndp setting"):
         NdpSettings.from_mapping({name: None})
@@ -70,8 +77,6 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("avg_bits", 0.99, "1..4"),
         ("avg_bits", 4.01, "1..4"),
         ("avg_bits", float("nan"), "1..4"),
-        ("alpha", 1.5, "0..1"),
-        ("alpha", -0.1, "0..1"),
         ("deadline_ms", 0, "positive"),
         ("deadline_ms", 1e308, "at most 3600000"),
         ("deadline_ms", float("nan"), "positive"),
@@ -81,7 +86,6 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("prepare", "always", "idle, asked"),
         ("execution", "fast", "auto, balanced, paper"),
         ("cold_precision", "half", "quantized, full"),
-        ("bit_rule", "mean", "importance, mse"),
         ("fallback", "none", "full, same"),
         ("kernel", "cuda", "auto, reference, native"),
         ("device", "udp://127.0.0.1:9", "ipc:// or tcp://"),
@@ -134,9 +138,42 @@ def test_whole_numbers_are_taken_where_a_float_is_wanted():
 
 def test_the_bit_rule_in_force_is_the_policys_option_where_there_is_one():
     """What the start-up table shows; `bits` is the option's older name."""
-    assert NdpSettings(bit_rule="layers").bit_rule_in_force == "layers"
+    assert NdpSettings().bit_rule_in_force == "importance"
     assert NdpSettings(policy_options={"bit_rule": "uniform"}).bit_rule_in_force == "uniform"
-    assert NdpSettings(bit_rule="mse", policy_options={"bits": "importance"}).bit_rule_in_force == "importance"
+    assert NdpSettings.from_mapping({"bit_rule": "layers"}).bit_rule_in_force == "layers"
+    both = NdpSettings.from_mapping({"bit_rule": "mse", "policy_options": {"bits": "importance"}})
+    assert both.bit_rule_in_force == "importance"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"alpha": 1.5}, r"alpha must lie in 0\.\.1, got 1\.5"),
+        ({"alpha": -0.1}, r"alpha must lie in 0\.\.1, got -0\.1"),
+        ({"bit_rule": "mean"}, "bit_rule must be one of"),
+        ({"losses": "mse"}, "losses must be one of"),
+        ({"stickiness": 2}, "policy 'prefill' has no option 'stickiness': known are alpha, batch_rule"),
+    ],
+)
+def test_an_option_that_the_policy_does_not_take_is_refused(options: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        NdpSettings(policy_options=options).make_policy()
+
+
+@pytest.mark.parametrize(("name", "value"), [("alpha", 0.7), ("bit_rule", "mse"), ("losses", "absolute")])
+def test_an_option_of_policies_is_taken_on_top_with_a_sentence(name: str, value: object):
+    heard: list[str] = []
+    settings = NdpSettings.from_mapping({name: value}, notice=heard.append)
+    assert settings == NdpSettings.from_mapping({"policy_options": {name: value}})
+    assert len(heard) == 1
+    assert f"{name!r} is in 'policy_options' now" in heard[0]
+
+
+def test_a_prior_of_another_model_is_refused_before_the_first_prompt(tmp_path: Path):
+    np.save(tmp_path / "prior.npy", np.ones((2, 8)))
+    settings = NdpSettings(policy="static", policy_options={"prior": str(tmp_path / "prior.npy")})
+    with pytest.raises(ConfigError, match="prior is for a model of"):
+        settings.planner_rules(8, LossTable.nominal(3, 8))
 
 
 def test_policy_options_are_a_copy():
@@ -200,17 +237,86 @@ def test_a_running_device_is_not_told_when_to_prepare():
 
 def test_the_documented_settings_are_the_ones_that_exist():
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    table = page.partition("| setting | default | effect |")[2].partition("\n\n")[0]
-    documented = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(documented) == sorted(NAMES)
+    tables = [part.partition("\n\n")[0] for part in page.split("| setting | default | effect |")[1:]]
+    documented = [
+        [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+        for table in tables
+    ]
+    assert [sorted(names) for names in documented] == [sorted(TOP), sorted(DEBUG)]
 
 
-@pytest.mark.parametrize(("old", "new", "value"), [("gain", "bit_rule", "mse"), ("spill_bits", "offload_bits", 2)])
+def test_what_only_researchers_turn_is_taken_under_debug_and_on_top_with_one_sentence():
+    heard: list[str] = []
+    settings = NdpSettings.from_mapping({"debug": {"max_moves": 3, "layers": "eager"}}, notice=heard.append)
+    assert (settings.max_moves, settings.layers, heard) == (3, "eager", [])
+    assert NdpSettings.from_mapping({"max_moves": 3, "layers": "eager"}, notice=heard.append) == settings
+    assert heard[0] == """ndp setting 'max_moves' is in 'debug' now: write {"debug": {"max_moves": 3}}"""
+    assert len(heard) == 2
+    with pytest.raises(ConfigError, match="unknown ndp setting 'max_move' in 'debug': did you mean 'max_moves'"):
+        NdpSettings.from_mapping({"debug": {"max_move": 3}})
+    with pytest.raises(ConfigError, match="ndp setting 'debug' must be"):
+        NdpSettings.from_mapping({"debug": [3]})
+    with pytest.raises(ConfigError, match="ndp setting 'max_moves' must be int"):
+        NdpSettings.from_mapping({"debug": {"max_moves": "3"}})
+
+
+A, B = "tcp://a:1", "tcp://b:1"
+
+
+@pytest.mark.parametrize(
+    ("devices", "addresses", "count", "keys"),
+    [
+        (2, (), 2, None),
+        (A, (A,), 1, None),
+        ([A], (A,), 1, None),
+        ({"address": A, "keys": "k"}, (A,), 1, "k"),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "k"}], (A, B), 2, "k"),
+        ([{"address": A, "keys": "k"}, {"address": B, "keys": "l"}], (A, B), 2, ("k", "l")),
+    ],
+)
+def test_devices_are_counted_or_named_in_one_place(devices: Any, addresses: Any, count: int, keys: Any):
+    settings = NdpSettings.from_mapping({"devices": devices})
+    assert (settings.addresses, settings.num_devices, settings.device_keys) == (addresses, count, keys)
+    assert settings.may_join == isinstance(devices, list)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sentence"),
+    [
+        ([{"address": A, "keys": "k"}, B], "keys for all of its 2 devices or for none"),
+        ({"address": A, "key": "k"}, "'devices' must be"),
+        ([3], "'devices' must be"),
+        (True, "'devices' must be"),
+        ("udp://a:1", "ipc:// or tcp:// address, got 'udp://a:1'"),
+        ({"address": "ipc:///a", "keys": "k"}, "keys are for tcp:// addresses"),
+    ],
+)
+def test_devices_that_cannot_be_reached_so_are_refused(devices: Any, sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        NdpSettings.from_mapping({"devices": devices})
+
+
+def test_older_names_of_devices_are_taken_with_a_sentence():
+    heard: list[str] = []
+    old = NdpSettings.from_mapping({"device": [A], "device_keys": "k"}, notice=heard.append)
+    assert old == NdpSettings.from_mapping({"devices": [{"address": A, "keys": "k"}]})
+    assert [sentence.split(":")[0] for sentence in heard] == [
+        "ndp setting 'device' is part of 'devices' now",
+        "ndp setting 'device_keys' is part of 'devices' now",
+    ]
+    with pytest.raises(ConfigError, match="beside 'device' or 'device_keys'"):
+        NdpSettings.from_mapping({"device": A, "devices": [B]})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"), [("gain", "bit_rule_in_force", "mse"), ("spill_bits", "offload_bits", 2)]
+)
 def test_a_setting_by_its_older_name_is_taken_with_a_notice(old, new, value):
     heard: list[str] = []
     settings = NdpSettings.from_mapping({old: value}, notice=heard.append)
     assert getattr(settings, new) == value
-    assert heard == [f"ndp setting {old!r} is called {new!r} now"]
+    new = new.removesuffix("_in_force")
+    assert heard[0] == f"ndp setting {old!r} is called {new!r} now"
     with pytest.raises(ConfigError, match="are one setting"):
         NdpSettings.from_mapping({old: value, new: value})
 
@@ -229,8 +335,6 @@ def test_the_identity_mode_plans_full_precision_whatever_bit_rule_the_options_na
 def test_losses_are_relative_unless_told_otherwise_and_other_words_are_refused():
     assert NdpSettings().losses == "relative"
     assert NdpSettings.from_mapping({"losses": "absolute"}).losses == "absolute"
-    with pytest.raises(ConfigError, match="'losses' must be one of relative, absolute, got 'mse'"):
-        NdpSettings(losses="mse")
 
 
 @pytest.mark.parametrize("beside", [{"plan": "joint"}, {"warm_experts": 2}, {"max_moves": 0}])

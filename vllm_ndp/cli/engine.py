@@ -11,6 +11,7 @@ import typer
 
 from ndp_device.command_line import command, print_json
 from ndp_device.errors import NdpError
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import AvgBitsOption, CheckpointArgument, OutOption
 
 app = typer.Typer()
@@ -28,7 +29,7 @@ def demo(
         Path | None, typer.Option(help="Replica directory; default: MODEL-replicas if there is one.")
     ] = None,
     hot_experts: Annotated[int, typer.Option(help="Hot experts per layer.")] = 2,
-    avg_bits: AvgBitsOption = 2.0,
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
     tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 48,
 ) -> None:
     """Serve a few prompts and show both clocks.
@@ -69,7 +70,7 @@ def record(
     hot_experts: Annotated[
         int | None, typer.Option(help="Hot experts per layer; default: all, which records routing only.")
     ] = None,
-    avg_bits: AvgBitsOption = 3.0,
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
     tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 128,
     batch: Annotated[int, typer.Option(help="Sequences that run at once.")] = 8,
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ndp_device.command_line import HardwareOption, SetOption, assignments
 from ndp_device.errors import ConfigError
+from ndp_device.widths import DEFAULT_AVG_BITS
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Directory of the trace.")]
 CheckpointArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory.")]
@@ -33,6 +34,10 @@ def judge_bits(avg_bits: float) -> float:
 
 
 AvgBitsOption = Annotated[float, typer.Option(help="Average bits of cold experts.", callback=judge_bits)]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option("--policy-option", metavar="NAME=VALUE", help="Option of a policy, e.g. alpha=0.7 or one of its own."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the last line only: one JSON object.")]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes with commas between them.")]
 
@@ -89,8 +94,9 @@ class ServerOptions:
     """The host that serves them."""
 
     policy: Annotated[str, typer.Option(help="How hot experts are chosen.")] = "prefill"
+    policy_option: PolicyOption = None
     hot_experts: HotOption = None
-    avg_bits: AvgBitsOption = 2.0
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     execution: Annotated[str, typer.Option(help="balanced: hot experts may run on the device; paper: never.")] = (
         "balanced"
     )
@@ -118,7 +124,7 @@ class PlanOptions:
     fit: Annotated[
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
-    avg_bits: AvgBitsOption = 2.0
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
     bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: importance, layers, mse or uniform.")] = (
         "importance"
     )
@@ -140,6 +146,7 @@ class PlanOptions:
     ] = 0.1
     prior: PriorOption = None
     prior_tokens: Annotated[float, typer.Option(help="How many prompt tokens the prior is worth.")] = 16.0
+    policy_option: PolicyOption = None
     replicas: ReplicasOption = None
 
 
@@ -164,6 +171,12 @@ class SystemOptions:
 
     def of_systems(self) -> dict[str, float | str]:
         return {name: _number_or_text(value) for name, value in assignments(self.option, "--option").items()}
+
+
+def policy_options(pairs: list[str] | None) -> dict[str, Any]:
+    """Read the values of --policy-option: whole numbers, numbers, else text."""
+    given = assignments(pairs, "--policy-option")
+    return {name: int(value) if value.isdigit() else _number_or_text(value) for name, value in given.items()}
 
 
 def hardware_values(pairs: list[str] | None) -> dict[str, str | int]:

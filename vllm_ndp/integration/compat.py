@@ -6,13 +6,13 @@ Also the few places where vLLM versions differ. Knows vLLM's configuration objec
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
+from vllm_ndp import setting_names
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.checkpoint_dir import model_dir
@@ -65,13 +66,26 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
         return NdpSettings()
     if "ndp" not in additional:
         _refuse_misplaced(additional)
-    settings = NdpSettings.from_mapping(additional.get("ndp"), notice=say)
+    settings = _parsed(additional.get("ndp"))
     return settings if on_cpu() else limits.settings_on_gpu(settings)
+
+
+def _parsed(raw: object) -> NdpSettings:
+    """Every layer asks: parsed once per process, so that older names are spoken of once."""
+    try:
+        return _parsed_once(json.dumps(raw, sort_keys=True))
+    except (TypeError, ValueError):  # no JSON: refused by its type
+        return NdpSettings.from_mapping(raw, notice=say)
+
+
+@lru_cache(maxsize=8)
+def _parsed_once(written: str) -> NdpSettings:
+    return NdpSettings.from_mapping(json.loads(written), notice=say)
 
 
 def _refuse_misplaced(additional: dict[str, object]) -> None:
     """Other plugins keep their settings beside ours; a key that can only be meant for us must not be ignored."""
-    known = {field.name for field in dataclasses.fields(NdpSettings)}
+    known = {*setting_names.TOP, *setting_names.MOVED} - {"debug"}
     for name in additional:
         if name in known or difflib.get_close_matches(name.lower(), ["ndp"], n=1, cutoff=0.6):
             raise ConfigError(f'additional_config has no "ndp" but {name!r}: write {{"ndp": {{"hot_experts": ...}}}}')

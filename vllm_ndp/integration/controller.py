@@ -354,8 +354,8 @@ class NdpController:
         if not self.settings.may_join:
             whole = ", and 'device_experts' as 'copies'" if self.settings.splits_experts else ""
             refusal = (
-                f"the device at {address} cannot be added to this engine: start it with ndp setting 'device' as a list "
-                f"of addresses, perhaps of one{whole}"
+                f"the device at {address} cannot be added to this engine: start it with ndp setting 'devices' as a "
+                f"list of addresses, perhaps of one{whole}"
             )
         elif isinstance(self.device, DeviceLink):
             try:

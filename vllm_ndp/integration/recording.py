@@ -7,7 +7,6 @@ makes plans.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
@@ -202,7 +201,7 @@ def run_provenance(
         hardware=settings.hardware,
         hardware_hash=hardware.config_hash,
         policy=settings.policy,
-        settings=dataclasses.asdict(settings),
+        settings=settings.recorded(),
         live=LiveSetup(
             preset=settings.hardware,
             overrides=compat.hardware_overrides(settings),

@@ -69,7 +69,7 @@ class StagingStreamer:
         self.staging_bytes = sum(slot.num_bytes for slot in self._staging)
         self.description = "the checkpoint, read page by page"
         if isinstance(kernel, CpuSlotKernel):
-            self.description += '; {"pool": "packed"} prefills faster, for a copy on disk'
+            self.description += '; {"debug": {"pool": "packed"}} prefills faster, for a copy on disk'
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         self._load(layer, expert, None, None, to, slot)

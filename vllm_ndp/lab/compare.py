@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, require_options, system_named
@@ -26,7 +28,7 @@ from vllm_ndp.lab.vectorised.prediction import NextLayer
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import POLICIES, PolicySettings, load_policy
+from vllm_ndp.planning.policies import POLICIES, PolicySettings, policies_with
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import PREFILL, REJECTED
@@ -59,7 +61,7 @@ class CompareSettings:
     batches: tuple[int, ...] = (1,)
     num_hot: int | None = None
     """None: half of the experts, as the plugin."""
-    avg_bits: float = 2.0
+    avg_bits: float = DEFAULT_AVG_BITS
     bits: str = "importance"
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
@@ -75,6 +77,8 @@ class CompareSettings:
     migration: str = "kept"
     migration_budget: int = ReplayOptions.migration_budget
     hysteresis: float = ReplayOptions.hysteresis
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    """By name: each policy gets those that it knows; these go before the fields above."""
     options: dict[str, float | str] = field(default_factory=dict)
     """Of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
     seed: int = 0
@@ -186,15 +190,16 @@ class Replays:
         if settings.fit and settings.num_hot is None:
             num_hot = p.num_experts
         self._budget = Budget(num_hot, settings.avg_bits)
-        rules = PolicySettings(
-            bit_rule=settings.bits,
-            batch_rule=settings.batch_rule,
-            seed=settings.seed,
-            prior=workload.prior,
-            prior_tokens=settings.prior_tokens,
-        )
+        told = {
+            "bit_rule": settings.bits,
+            "batch_rule": settings.batch_rule,
+            "seed": settings.seed,
+            "prior": workload.prior,
+            "prior_tokens": settings.prior_tokens,
+            **settings.policy_options,
+        }
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
-        self._policies = {name: load_policy(name, rules) for name in sorted(names)}
+        self._policies = policies_with(sorted(names), told)
         self._bounds: dict[tuple[int, int], Bound] = {}
         self.num_requests = len(workload.trace.prompt_len)
         sizes = list(dict.fromkeys(settings.batches))

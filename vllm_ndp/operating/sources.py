@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ndp_device import strict_json
 from ndp_device.checkpoint.files import read_config
-from ndp_device.checkpoint.names import text_config
+from ndp_device.checkpoint.spellings import text_config
 from ndp_device.errors import ConfigError
 from ndp_device.model_config import public_model
 from ndp_device.model_shape import WholeModel

@@ -58,21 +58,22 @@ class ImportanceScore:
             raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
         return ImportanceScore(self.values[layer : layer + 1], self.num_tokens)
 
-    def _require_shape(self, prior: ImportanceScore) -> None:
-        if self.values.shape != prior.values.shape:
+    def require_shape(self, model: tuple[int, ...]) -> None:
+        """Raises ConfigError where this prior is not of a model [layers, experts]."""
+        if self.values.shape != model:
             raise ConfigError(
-                f"the prior is for a model of [layers, experts] {list(prior.values.shape)}, "
-                f"this one has {list(self.values.shape)}: give a prior recorded on this model"
+                f"the prior is for a model of [layers, experts] {list(self.values.shape)}, "
+                f"this one has {list(model)}: give a prior recorded on this model"
             )
 
     def mixed_with(self, prior: ImportanceScore, weight: float) -> ImportanceScore:
         """weight * self + (1 - weight) * prior."""
-        self._require_shape(prior)
+        prior.require_shape(self.values.shape)
         return ImportanceScore(_normalised(weight * self.values + (1 - weight) * prior.values), self.num_tokens)
 
     def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
         """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
-        self._require_shape(prior)
+        prior.require_shape(self.values.shape)
         total = self.num_tokens + prior_tokens
         if total == 0:
             return prior

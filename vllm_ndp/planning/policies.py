@@ -1,19 +1,21 @@
 """A policy turns routing statistics into a plan: score each request, place the hot set, assign each request's bits.
 
-Same in, same out. Policies of other packages register a factory under the entry point group `vllm_ndp.policies`:
-    my_policy = "my_package:make"        # make(settings: PolicySettings) -> Policy
+Same in, same out. Policies of other packages register a maker under the entry point group `vllm_ndp.policies`:
+    my_policy = "my_package:make"        # make(settings: PolicySettings, *, own: float = 1.0) -> Policy
+The keyword parameters of a maker are the policy's own options. docs/extend.md shows one.
 Does not know vLLM, devices or files other than a prior's array.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from ndp_device.strict_arrays import read_array
 from ndp_device.strict_files import Refused
 from vllm_ndp.planning.bitwidths import (
     GAINS,
+    LOSSES,
     OVER_LAYERS,
     LossTable,
     bits_over_layers,
@@ -42,7 +45,10 @@ BIT_RULES = (*GAINS, OVER_LAYERS, "uniform", "full")
 
 
 class Policy(Protocol):
-    """What the planner (replanner.py) asks of a policy."""
+    """What the planner (replanner.py) asks of a policy. Arrays are [L, E], whole models and single layers alike.
+
+    While a prompt still runs, the planner asks about one layer: L is 1 then, and `stats.layer` says which one it is.
+    """
 
     @property
     def name(self) -> str: ...
@@ -52,26 +58,29 @@ class Policy(Protocol):
         ...
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
-        """Once per end of a prefill, from the scores of every running request (at least one)."""
+        """Once per end of a prefill, from the scores of every running request (at least one). current: in force."""
         ...
 
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
         """One request's bits under the common placement."""
         ...
 
-    def at_layer(self, layer: int) -> Policy:
-        """The same policy for a model that consists of one layer of this one: its scores and placements are [1, E]."""
-        ...
-
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Everything a policy of ours can be told; a policy ignores what it has no use for."""
+    """Everything any policy can be told; a policy ignores what it has no use for."""
 
     alpha: float = PAPER_ALPHA
+    """Weight of counts against router scores in the importance."""
     bit_rule: str = "importance"
+    """What bits maximise: loss reduction weighted by `importance`, or as published (`mse`), each layer with its share
+    of the bits; `layers`: weighted by importance, all bits where they help most; `uniform`, `full`: no choice."""
+    losses: str = "relative"
+    """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"
+    """How scores of a batch become one hot set."""
     seed: int = 0
+    """Of the policy `random`."""
     prior: ImportanceScore | None = field(default=None, repr=False)
     prior_tokens: float = 16.0
     """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log/planning.md, "prior"."""
@@ -90,7 +99,12 @@ class PolicySettings:
         if not isinstance(self.prior, ImportanceScore | None):
             raise ConfigError(f"prior must be the path of a .npy file, got {self.prior!r}")
         _known("bit_rule", self.bit_rule, BIT_RULES)
+        _known("losses", self.losses, LOSSES)
         _known("batch_rule", self.batch_rule, BATCH_RULES)
+
+    def prior_for(self, stats: RoutingStats) -> ImportanceScore | None:
+        """The prior of the layers that the statistics are about."""
+        return self.prior if self.prior is None or stats.layer is None else self.prior.layer(stats.layer)
 
 
 Scorer = Callable[[RoutingStats, PolicySettings], ImportanceScore]
@@ -119,10 +133,6 @@ class ScoredPolicy:
             return bits_over_layers(score, placement, loss, budget)
         return select_bitwidths(score, placement, loss, budget, self.settings.bit_rule)
 
-    def at_layer(self, layer: int) -> ScoredPolicy:
-        prior = self.settings.prior
-        return self if prior is None else replace(self, settings=replace(self.settings, prior=prior.layer(layer)))
-
 
 def prefill(settings: PolicySettings) -> Policy:
     """The paper's: what the prompt used is what its decode will use."""
@@ -131,14 +141,14 @@ def prefill(settings: PolicySettings) -> Policy:
 
 def static(settings: PolicySettings) -> Policy:
     """Popularity measured beforehand, the same for every request."""
-    return ScoredPolicy("static", lambda stats, told: _prior_of("static", told), _with_prior("static", settings))
+    return ScoredPolicy("static", lambda stats, told: _prior_of("static", told, stats), _with_prior("static", settings))
 
 
 def prefill_prior(settings: PolicySettings) -> Policy:
     """Prefill shrunk to a popularity prior: a short prompt says little about hundreds of experts."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
-        return importance(stats, told.alpha).shrunk_to(_prior_of("prefill_prior", told), told.prior_tokens)
+        return importance(stats, told.alpha).shrunk_to(_prior_of("prefill_prior", told, stats), told.prior_tokens)
 
     return ScoredPolicy("prefill_prior", score, _with_prior("prefill_prior", settings))
 
@@ -148,7 +158,7 @@ def prefill_shrunk(settings: PolicySettings) -> Policy:
     prompt, or routing without a subject, says little about what comes."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
-        prior = _prior_of("prefill_shrunk", told)
+        prior = _prior_of("prefill_shrunk", told, stats)
         own, weight = importance(stats, told.alpha), repeats(stats, prior)
         return own.shrunk_to(prior, told.prior_tokens) if weight is None else own.mixed_with(prior, weight)
 
@@ -165,8 +175,9 @@ def random(settings: PolicySettings) -> Policy:
     return ScoredPolicy("random", lot, settings)
 
 
-PolicyFactory = Callable[[PolicySettings], Policy]
-POLICIES: dict[str, PolicyFactory] = {
+PolicyMaker = Callable[..., Policy]
+"""make(settings: PolicySettings, *, own options with their defaults)"""
+POLICIES: dict[str, PolicyMaker] = {
     "prefill": prefill,
     "prefill_prior": prefill_prior,
     "prefill_shrunk": prefill_shrunk,
@@ -175,15 +186,61 @@ POLICIES: dict[str, PolicyFactory] = {
 }
 
 
-def load_policy(name: str, settings: PolicySettings | None = None) -> Policy:
-    """A policy of ours or of another package, by name."""
+def load_policy(name: str, settings: PolicySettings | None = None, own: Mapping[str, Any] | None = None) -> Policy:
+    """A policy of ours or of another package, by name. own: options that only this policy has."""
+    make = _maker(name)
+    _refuse_unknown(name, own or {}, own_options(name))
+    try:
+        policy = make(settings or PolicySettings(), **(own or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"policy {name!r} cannot be made with the options {dict(own or {})}: {error}") from None
+    if absent := [method for method in ("score", "place", "assign") if not hasattr(policy, method)]:
+        raise ConfigError(f'policy {name!r} has no method {absent[0]!r}: see docs/extend.md, "A policy"')
+    return policy
+
+
+def own_options(name: str) -> tuple[str, ...]:
+    """Options that only this policy has: the keyword parameters of its maker."""
+    parameters = inspect.signature(_maker(name)).parameters.values()
+    return tuple(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+COMMON_OPTIONS = tuple(one.name for one in fields(PolicySettings))
+
+
+def policy_with(name: str, options: Mapping[str, Any]) -> tuple[Policy, PolicySettings]:
+    """A policy by name with options by name, common ones and its own; and the common ones, checked."""
+    _refuse_unknown(name, options, (*COMMON_OPTIONS, *own_options(name)))
+    common = {key: value for key, value in options.items() if key in COMMON_OPTIONS}
+    if isinstance(common.get("prior"), str):
+        common["prior"] = read_prior(Path(common["prior"]))
+    settings = PolicySettings(**common)
+    own = {key: value for key, value in options.items() if key not in COMMON_OPTIONS}
+    return load_policy(name, settings, own), settings
+
+
+def policies_with(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Policy]:
+    """Several policies by name, each with the options that it knows. Raises ConfigError for one that none knows."""
+    known = {name: (*COMMON_OPTIONS, *own_options(name)) for name in names}
+    _refuse_unknown(", ".join(names), options, {option for own in known.values() for option in own})
+    return {
+        name: policy_with(name, {key: value for key, value in options.items() if key in own})[0]
+        for name, own in known.items()
+    }
+
+
+def _refuse_unknown(name: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigError(
+            f"policy {name!r} has no option {unknown[0]!r}: known are {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _maker(name: str) -> PolicyMaker:
     foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     _known("policy", name, (*POLICIES, *foreign))
-    factory: PolicyFactory = POLICIES[name] if name in POLICIES else foreign[name].load()
-    policy = factory(settings or PolicySettings())
-    if absent := [method for method in ("score", "place", "assign", "at_layer") if not hasattr(policy, method)]:
-        raise ConfigError(f"policy {name!r} has no method {absent[0]!r}: see vllm_ndp.planning.policies.Policy")
-    return policy
+    maker: PolicyMaker = POLICIES[name] if name in POLICIES else foreign[name].load()
+    return maker
 
 
 def read_prior(path: Path) -> ImportanceScore:
@@ -198,16 +255,17 @@ def read_prior(path: Path) -> ImportanceScore:
 
 
 def _with_prior(name: str, settings: PolicySettings) -> PolicySettings:
-    _prior_of(name, settings)  # refuse now, not at the first prompt
-    return settings
-
-
-def _prior_of(name: str, settings: PolicySettings) -> ImportanceScore:
-    if settings.prior is None:
+    if settings.prior is None:  # refuse now, not at the first prompt
         raise ConfigError(
             f"policy {name!r} needs a popularity prior: give one recorded on this model, or use policy 'prefill'"
         )
-    return settings.prior
+    return settings
+
+
+def _prior_of(name: str, settings: PolicySettings, stats: RoutingStats) -> ImportanceScore:
+    prior = _with_prior(name, settings).prior_for(stats)
+    assert prior is not None
+    return prior
 
 
 def _known(what: str, value: str, allowed: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
 from vllm_ndp.planning.follower import Follower, FollowRules, exchanged_bits
@@ -117,7 +118,6 @@ class Replanner:
         """[L, E], experts that the slots hold: the placement, or what a prefill that has just ended made of it."""
         self.epoch = 0
         self._follower: Follower | None = None  # of the requests planned last
-        self._layers = [rules.policy.at_layer(layer) for layer in range(num_layers)]
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
         """Score a prompt, once, when its prefill has ended."""
@@ -227,12 +227,17 @@ class Replanner:
         """What the slots of one layer will hold [E] after this step, while it runs: from this layer's routing alone.
 
         scores: of the requests already planned. ending: this layer's routing [1, E] of the prompts that end in the
-        step. streamed: experts that are about to pass through. Right for every policy that looks at one layer at a
-        time; what another one wants otherwise moves afterwards.
+        step. streamed: experts that are about to pass through. A policy that looks at several layers at once may
+        decide otherwise when the prompt ends: its experts move then.
         """
-        policy, hot = self._layers[layer], self.placement.hot[layer : layer + 1]
-        known = [score.layer(layer) for score in scores] + [policy.score(stats) for stats in ending]
+        policy, hot = self.rules.policy, self.placement.hot[layer : layer + 1]
+        known = [score.layer(layer) for score in scores] + [policy.score(stats.of_layer(layer)) for stats in ending]
         wanted = policy.place(known, Placement(hot), self.rules.budget)
+        if wanted.hot.shape != hot.shape:
+            raise ConfigError(
+                f"policy {policy.name!r} must place one layer {list(hot.shape)} where it is asked about one, got "
+                f"{list(wanted.hot.shape)}: see RoutingStats.layer in docs/extend.md"
+            )
         passing = np.zeros_like(hot)
         passing[0, list(streamed)] = True
         resident: NDArray[np.bool_] = keep_streamed(hot, wanted, passing, self.rules.budget.num_hot)[0]

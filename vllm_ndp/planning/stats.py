@@ -5,7 +5,7 @@ Knows counts and sums of one prompt (or of many, merged). Does not know tokens, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ class RoutingStats:
     top_k: int
     late_counts: NDArray[np.int64] | None = None
     """[L, E], of these the choices of the later half of the tokens; None where their order is not known."""
+    layer: int | None = None
+    """Which layer of the model L = 1 is about; None: these are all layers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", frozen_array(self.counts, np.int64))
@@ -43,6 +45,8 @@ class RoutingStats:
             raise ValueError(
                 f"counts and scores must both be [L, E], got {list(self.counts.shape)} and {list(self.scores.shape)}"
             )
+        if self.layer is not None and (self.layer < 0 or len(self.counts) != 1):
+            raise ValueError(f"statistics of layer {self.layer} must be [1, E], got {list(self.counts.shape)}")
         if self.num_tokens < 0 or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"num_tokens must be >= 0 and top_k in 1..{self.num_experts}, "
@@ -84,6 +88,10 @@ class RoutingStats:
         late = np.bincount(cells[num_tokens // 2 * num_layers * top_k :], minlength=size)
         shape = (num_layers, num_experts)
         return cls(counts.reshape(shape), scores.reshape(shape), num_tokens, top_k, late.reshape(shape))
+
+    def of_layer(self, layer: int) -> RoutingStats:
+        """The same [1, E], known to be of this layer."""
+        return replace(self, layer=layer)
 
     def merge(self, other: RoutingStats) -> RoutingStats:
         """The statistics of both sets of tokens together."""

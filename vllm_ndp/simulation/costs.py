@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.checkpoint.files import read_config
-from ndp_device.checkpoint.names import text_config
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.checkpoint.spellings import text_config
 from ndp_device.errors import ConfigError
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel

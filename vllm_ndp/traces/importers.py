@@ -8,6 +8,7 @@
 | flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
 | npz      | ids [R, T, L, k], weights, prompt_len: models/tiny-mixtral/traces | yes   | yes     |
 
+Importers of other packages: entry point group `vllm_ndp.importers`, docs/extend.md shows one.
 Sources without requests are cut into sequences of a given length; sources without weights get 1/k each.
 """
 
@@ -19,6 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +55,22 @@ class ImportSettings:
             raise TraceError(f"prompt_len must lie in 1..{self.sequence_len - 1}, got {self.prompt_len}")
 
 
+ENTRY_POINT_GROUP = "vllm_ndp.importers"
+Importer = Callable[[Path, ImportSettings], Trace]
+
+
 def import_trace(source: Path, kind: str, settings: ImportSettings | None = None) -> Trace:
     """Read a foreign recording. Raises TraceError in one sentence when it is not what `kind` says."""
-    if kind not in IMPORTERS:
-        nearest = difflib.get_close_matches(kind, IMPORTERS, n=1, cutoff=0.0)[0]
-        raise TraceError(f"trace format must be one of {', '.join(IMPORTERS)}, got {kind!r}: did you mean {nearest!r}?")
+    foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    known = (*IMPORTERS, *foreign)
+    if kind not in known:
+        nearest = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)[0]
+        raise TraceError(f"trace format must be one of {', '.join(known)}, got {kind!r}: did you mean {nearest!r}?")
     if not source.exists():
         raise TraceError(f"{source} does not exist")
     try:
-        return IMPORTERS[kind](source, settings or ImportSettings())
+        read: Importer = IMPORTERS[kind] if kind in IMPORTERS else foreign[kind].load()
+        return read(source, settings or ImportSettings())
     except TraceError:
         raise
     except (LookupError, ArithmeticError, ValueError, TypeError, AttributeError, OSError, pa.ArrowException) as error:
@@ -87,8 +96,8 @@ def from_npz(source: Path, settings: ImportSettings) -> Trace:
     key = "domain" if "domain" in arrays else "dom"
     domain = arrays[key] if key in arrays else np.zeros(num_requests, np.int64)
     labels = domain.astype(str) if "domains" not in arrays else arrays["domains"][domain]
-    sequences = [_sequence(ids[r], weights[r], int(prompt[r]), str(labels[r])) for r in range(num_requests)]
-    return _trace(sequences, settings, "npz", "router")
+    sequences = [sequence_of(ids[r], weights[r], int(prompt[r]), str(labels[r])) for r in range(num_requests)]
+    return trace_of(sequences, settings, "npz", "router")
 
 
 def from_vllm(source: Path, settings: ImportSettings) -> Trace:
@@ -113,8 +122,8 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
                 raise TraceError(f"{where} has no routed_experts: serve with --enable-return-routed-experts")
             lengths = _prompt_lens(where, response, [len(ids) for ids in whole])
         label = str(response.get("id", number))
-        sequences += [_sequence(ids, None, length, label) for ids, length in zip(whole, lengths, strict=True)]
-    return _trace(sequences, settings, "vllm", "uniform")
+        sequences += [sequence_of(ids, None, length, label) for ids, length in zip(whole, lengths, strict=True)]
+    return trace_of(sequences, settings, "vllm", "uniform")
 
 
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
@@ -150,15 +159,15 @@ def from_sglang(source: Path, settings: ImportSettings) -> Trace:
     elif "forward_pass" in arrays:
         names = _found_again(arrays["positions"], arrays["forward_mode"], arrays["forward_pass"])
     else:
-        return _trace(list(_cut(ids, None, settings)), settings, "sglang", "uniform")
+        return trace_of(list(_cut(ids, None, settings)), settings, "sglang", "uniform")
     positions = arrays["positions"]
     rids, first, request = np.unique(names, return_index=True, return_inverse=True)
     order = np.lexsort((positions, first[request]))  # requests as they first appear, each by position
     sequences = []
     for rows in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
         prompt = int((arrays["forward_mode"][rows] == 1).sum())
-        sequences.append(_sequence(ids[rows], None, prompt, str(rids[request[rows[0]]])))
-    return _trace(sequences, settings, "sglang", "uniform")
+        sequences.append(sequence_of(ids[rows], None, prompt, str(rids[request[rows[0]]])))
+    return trace_of(sequences, settings, "sglang", "uniform")
 
 
 def _found_again(positions: NDArray[Any], modes: NDArray[Any], passes: NDArray[Any]) -> NDArray[np.int64]:
@@ -217,7 +226,7 @@ def from_megatron(source: Path, settings: ImportSettings) -> Trace:
             [np.concatenate([np.asarray(by_step[s]) for s in steps]) for _, by_step in sorted(layers.items())], axis=1
         )
         sequences += _cut(ids, None, settings)
-    return _trace(sequences, settings, "megatron", "uniform")
+    return trace_of(sequences, settings, "megatron", "uniform")
 
 
 def from_flame(source: Path, settings: ImportSettings) -> Trace:
@@ -230,10 +239,10 @@ def from_flame(source: Path, settings: ImportSettings) -> Trace:
         rows = _first_rows(path, settings.max_tokens)
         ids.append(_matrix(rows.column("indices")))
         weights.append(_matrix(rows.column("scores")).astype(np.float32))
-    return _trace(list(_cut(np.stack(ids, 1), np.stack(weights, 1), settings)), settings, "flame", "router")
+    return trace_of(list(_cut(np.stack(ids, 1), np.stack(weights, 1), settings)), settings, "flame", "router")
 
 
-IMPORTERS: dict[str, Callable[[Path, ImportSettings], Trace]] = {
+IMPORTERS: dict[str, Importer] = {
     "vllm": from_vllm,
     "sglang": from_sglang,
     "megatron": from_megatron,
@@ -253,7 +262,8 @@ def _routed(value: Any) -> NDArray[np.int64] | None:
     return array
 
 
-def _sequence(ids: NDArray[Any], weights: NDArray[Any] | None, prompt_len: int, label: str) -> Sequence:
+def sequence_of(ids: NDArray[Any], weights: NDArray[Any] | None, prompt_len: int, label: str) -> Sequence:
+    """One request: ids and weights [T, L, k], of which the first prompt_len tokens are the prompt."""
     if ids.dtype.kind not in "iu":
         raise TraceError(f"expert ids must be whole numbers, got {ids.dtype}")
     if weights is None:
@@ -276,10 +286,11 @@ def _cut(ids: NDArray[Any], weights: NDArray[Any] | None, settings: ImportSettin
         raise TraceError(f"a sequence takes {settings.sequence_len} tokens, the recording has only {tokens}")
     for start in range(0, tokens - settings.sequence_len + 1, settings.sequence_len):
         part = slice(start, start + settings.sequence_len)
-        yield _sequence(ids[part], None if weights is None else weights[part], settings.prompt_len, "")
+        yield sequence_of(ids[part], None if weights is None else weights[part], settings.prompt_len, "")
 
 
-def _trace(sequences: list[Sequence], settings: ImportSettings, kind: str, weights: str) -> Trace:
+def trace_of(sequences: list[Sequence], settings: ImportSettings, kind: str, weights: str) -> Trace:
+    """The trace of these requests, checked. weights: `router`, or `uniform` where the source has none."""
     if not sequences:
         raise TraceError(f"the {kind} recording holds no request")
     shapes = {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}

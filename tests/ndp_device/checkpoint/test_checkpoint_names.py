@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import struct
 from collections.abc import Callable
@@ -10,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paths import ROOT
 
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, Place, resolve
+from ndp_device.checkpoint.spellings import OURS
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 
 E, K, H, I = 4, 2, 8, 6  # noqa: E741
@@ -166,8 +170,28 @@ def without(name: str) -> Shapes:
     return shapes
 
 
+NO_EXPERTS = {"num_experts": None, "num_experts_per_tok": None}
 REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
-    "dense": (of_layers(separate, ()), {}, ConfigError, "m is a dense model"),
+    "dense": (of_layers(separate, ()), NO_EXPERTS, ConfigError, "m is a dense model"),
+    "unknown words": (
+        {name.replace("experts", "moe_parts"): shape for name, shape in of_layers(separate).items()},
+        {},
+        ConfigError,
+        r"config.json has num_experts, num_experts_per_tok, the tensors are such as .*moe_parts\.0\.gate_proj\.weight "
+        r"\[6, 8\].*docs/extend\.md",
+    ),
+    "unknown key of layers": (
+        of_layers(separate),
+        {"num_hidden_layers": None, "decoder_layer_count": 3},
+        ConfigError,
+        "must give num_hidden_layers.*: it has decoder_layer_count",
+    ),
+    "unknown key of top k": (
+        of_layers(separate),
+        {"num_experts_per_tok": None, "experts_chosen": 2},
+        ConfigError,
+        "as num_experts_per_tok, got none: it has num_experts, experts_chosen",
+    ),
     "no expert": (
         without("model.layers.1.mlp.experts.2.up_proj.weight"),
         {},
@@ -276,3 +300,60 @@ def test_a_tensor_in_two_files_and_an_index_that_leaves_the_directory_are_refuse
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../a.safetensors"}}')
     with pytest.raises(ReplicaError, match="not a file of this directory"):
         read_headers(tmp_path)
+
+
+def renamed(shapes: Shapes, **words: str) -> Shapes:
+    for old, new in words.items():
+        shapes = {name.replace(old, new): shape for name, shape in shapes.items()}
+    return shapes
+
+
+def test_a_stack_of_experts_is_found_under_any_word_by_its_three_dimensions():
+    """Step-3.5: `moe.gate_proj.weight` [E, I, H] beside a shared expert of two dimensions."""
+    shapes = renamed(of_layers(stacked), **{"mlp.experts.": "moe.", "mlp.gate.": "moe.gate."})
+    shapes |= {f"model.layers.{layer}.share_expert.gate_proj.weight": (I, H) for layer in range(3)}
+    layout = resolved(shapes, num_experts=None, moe_num_experts=E, num_experts_per_tok=None, moe_top_k=K)
+    assert (layout.num_experts, layout.top_k, len(layout.layers)) == (E, K, 3)
+    assert layout.layers[1].weights["down"].place(2) == Place("model.layers.1.moe.down_proj.weight", 2)
+
+
+def test_qwen_omni_is_read_by_its_thinker_and_not_by_its_talker():
+    thinker = {f"thinker.{name}": shape for name, shape in of_layers(separate).items()}
+    talker = {f"talker.{name}": shape for name, shape in of_layers(separate).items()}
+    tensors = {name: TensorInfo("BF16", shape, Path("m.safetensors")) for name, shape in (thinker | talker).items()}
+    layout = resolve(tensors, {"thinker_config": {"text_config": CONFIG}, "talker_config": {}}, name="m")
+    assert layout.layers[0].weights["gate"].name == "thinker.model.layers.0.mlp.experts.{}.gate_proj.weight"
+
+
+def test_blocks_with_fully_connected_experts_are_layers_with_experts():
+    odd = {"model.layers": "transformer.blocks", "mlp.": "ffn.", "_proj.w": ".w", "experts": "experts"}
+    shapes = renamed(of_layers(separate), **odd)
+    shapes = renamed(shapes, **{".gate.weight": ".fc_gate.weight", ".up.weight": ".fc_up.weight"})
+    shapes = renamed(shapes, **{".down.weight": ".fc_down.weight", "ffn.fc_gate.": "ffn.gate."})
+    layout = resolved(shapes, num_hidden_layers=None, n_layers=3, num_experts_per_tok=None, top_k_experts=K)
+    assert layout.layers[2].weights["up"].place(3).tensor == "transformer.blocks.2.ffn.experts.3.fc_up.weight"
+
+
+@pytest.mark.parametrize(
+    ("norms", "read"),
+    [
+        (("pre_mlp_layernorm", "post_attention_layernorm"), "pre_mlp_layernorm"),  # Afmoe
+        (("operator_norm", "ffn_norm"), "ffn_norm"),  # LFM2
+        (("input_layernorm", "post_attention_layernorm"), "post_attention_layernorm"),
+    ],
+)
+def test_the_norm_before_the_experts_is_the_one_that_the_family_means(norms: tuple[str, ...], read: str):
+    shapes = {name: shape for name, shape in of_layers(separate).items() if "layernorm" not in name}
+    shapes |= {f"model.layers.{layer}.{norm}.weight": (H,) for layer in range(3) for norm in norms}
+    assert resolved(shapes).layers[1].norm == f"model.layers.1.{read}.weight"
+
+
+def test_no_word_of_a_family_is_typed_beside_the_table():
+    words = {word for one in dataclasses.fields(OURS) for word in getattr(OURS, one.name) if "_" in word}
+    words -= {"num_experts", "num_hidden_layers", "gate_up", *OURS.norms}  # also names of our own, and a rule of norms
+    for source in ("checkpoint/names.py", "model_config.py", "checkpoint/opening.py"):
+        code = ast.parse((ROOT / "ndp_device" / source).read_text())
+        typed = {
+            node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert typed & words == set()

@@ -14,7 +14,15 @@ import pytest
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
+from ndp_device.experts.expert import (
+    Biases,
+    Expert,
+    FullExpert,
+    NestedMatrix,
+    QuantizedExpert,
+    QuantizedMatrix,
+    to_float32,
+)
 from ndp_device.experts.packing import pack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
 
@@ -188,11 +196,16 @@ def test_biases_and_the_clamped_activation_match_fp64(
 def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
     rng = np.random.default_rng(7)
     wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation="swigluoai")
+    w13, w2 = (
+        NestedMatrix((3, 4), m.planes, np.stack([m.scale] * 2), np.stack([m.offset] * 2), m.group_size, m.perm)
+        for m in (wide.w13, wide.w2)
+    )
+    wide = replace(wide, w13=w13.at(4), w2=w2.at(4))
     narrow = replace(
         wide,
         bits=3,
-        w13=replace(wide.w13, bits=3, planes=wide.w13.planes[:3]),
-        w2=replace(wide.w2, bits=3, planes=wide.w2.planes[:3]),
+        w13=w13.at(3),
+        w2=w2.at(3),
     )
     kernel = NativeKernel(isa=isa, threads=1)
     own, masked = kernel.prepare(narrow), kernel.masked(kernel.prepare(narrow), kernel.prepare(wide))
@@ -279,11 +292,13 @@ def nested_replicas(
     """All widths of one container: planes and order are shared, scales and offsets are each width's own."""
     whole = random_expert(rng, hidden, intermediate, 4, group, perm=perm)
 
-    def cut(m: QuantizedMatrix, bits: int) -> QuantizedMatrix:
-        scale, offset = ((values * np.float16(1 + bits / 8)) for values in (m.scale, m.offset))
-        return QuantizedMatrix(bits, m.planes[:bits], scale, offset, m.group_size, m.perm)
+    def nested(m: QuantizedMatrix) -> NestedMatrix:
+        own = [np.float16(1 + bits / 8) for bits in (1, 2, 3, 4)]
+        scale, offset = (np.stack([values * one for one in own]) for values in (m.scale, m.offset))
+        return NestedMatrix((1, 2, 3, 4), m.planes, scale, offset, m.group_size, m.perm)
 
-    return {bits: QuantizedExpert(bits, cut(whole.w13, bits), cut(whole.w2, bits)) for bits in (1, 2, 3, 4)}
+    w13, w2 = nested(whole.w13), nested(whole.w2)
+    return {bits: QuantizedExpert(bits, w13.at(bits), w2.at(bits)) for bits in (1, 2, 3, 4)}
 
 
 def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone() -> None:
@@ -460,3 +475,27 @@ if pid == 0:
 sys.exit(0 if same and os.waitpid(pid, 0)[1] == 0 else 1)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_changed_copy_of_a_view_shares_no_component_with_the_matrix_it_came_from() -> None:
+    """A part of an expert has other planes: it must not be taken for the whole one's."""
+    replicas = nested_replicas(np.random.default_rng(9), 64, 96)
+    whole, kernel = replicas[4], NativeKernel(threads=1)
+    assert whole.w13.nested is replicas[1].w13.nested is not None
+    turned = replace(whole, w13=replace(whole.w13, planes=np.ascontiguousarray(whole.w13.planes[:, ::-1])))
+    assert turned.w13.nested is None
+    first, other = kernel.prepare(whole), kernel.prepare(turned)
+    assert not set(map(id, first.components[:2])) & set(map(id, other.components))
+    assert first.components[2] is other.components[2]  # of w2, which is the same view
+
+
+def test_widths_that_are_views_of_one_matrix_need_no_proof_and_others_are_proven_to_nest() -> None:
+    replicas = nested_replicas(np.random.default_rng(10), 64, 96)
+    matrices = [replicas[bits].w13 for bits in (1, 2, 3, 4)]
+    assert NestedMatrix.of(matrices) is matrices[0].nested
+    copies = [replace(matrix, planes=matrix.planes.copy()) for matrix in matrices]
+    again = NestedMatrix.of(copies)
+    assert all((again.at(bits).scale == one.scale).all() for bits, one in zip((1, 2, 3, 4), matrices, strict=True))
+    copies[1] = replace(copies[1], planes=~copies[1].planes)
+    with pytest.raises(ValueError, match="2 bits are not a prefix of 4"):
+        NestedMatrix.of(copies)

@@ -71,7 +71,7 @@ def test_a_sweep_writes_its_rows_and_finds_none_twice(tmp_path):
     with (tmp_path / "sweep" / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["memory_gb"] for row in rows] == ["24"] * 4 + ["80"] * 4
-    done = run(*words, "--avg-bits", "3", code=2)
+    done = run(*words, "--avg-bits", "2", code=2)
     assert "holds another sweep, with other settings" in done.stderr
 
 

@@ -94,7 +94,7 @@ def test_a_result_reads_back_from_disk_to_the_digit():
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"avg_bits": 3.0}, "settings"),
+        ({"avg_bits": 2.0}, "settings"),
         ({"systems": ("monde",)}, "settings"),
         ({"axes": Axes(("mixtral-8x7b",), ("h100-ndp512",))}, "axes"),
     ],

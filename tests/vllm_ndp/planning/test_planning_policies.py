@@ -7,10 +7,19 @@ import pytest
 from paths import MODEL
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.plan import Budget, Plan
-from vllm_ndp.planning.policies import BIT_RULES, POLICIES, PolicySettings, load_policy, read_prior
+from vllm_ndp.planning.policies import (
+    BIT_RULES,
+    POLICIES,
+    PolicySettings,
+    load_policy,
+    policies_with,
+    policy_with,
+    read_prior,
+)
 from vllm_ndp.planning.stats import RoutingStats
 
 PRIOR = ImportanceScore.from_weights(np.arange(1, 17, dtype=float).reshape(2, 8))
@@ -93,16 +102,71 @@ def test_a_prior_is_read_from_counts_and_a_broken_file_is_refused_by_name(tmp_pa
         read_prior(tmp_path / "missing.npy")
 
 
-def test_a_policy_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+@pytest.fixture
+def theirs(tmp_path, monkeypatch) -> str:
+    """A policy of another package, installed: it places the prompt's experts, rotated by an option of its own."""
     (tmp_path / "their_policies.py").write_text(
-        "from vllm_ndp.planning.policies import prefill\ndef make(settings):\n    return prefill(settings)\n"
+        "import numpy as np\n"
+        "from vllm_ndp.planning.importance import ImportanceScore\n"
+        "from vllm_ndp.planning.policies import prefill\n"
+        "class Rotated:\n"
+        "    name = 'theirs'\n"
+        "    def __init__(self, settings, *, turn: int = 0):\n"
+        "        self.ours, self.turn = prefill(settings), turn + 0\n"
+        "        self.assign = self.ours.assign\n"
+        "    def score(self, stats):\n"
+        "        return self.ours.score(stats)\n"
+        "    def place(self, scores, current, budget):\n"
+        "        turned = [ImportanceScore(np.roll(s.values, self.turn, axis=1)) for s in scores]\n"
+        "        return self.ours.place(turned, current, budget)\n"
     )
     metadata = tmp_path / "their_policies-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-policies\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm_ndp.policies]\ntheirs = their_policies:make\n")
+    (metadata / "entry_points.txt").write_text("[vllm_ndp.policies]\ntheirs = their_policies:Rotated\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert (load_policy("theirs").score(prompt(0)).values == importance(prompt(0)).values).all()
+    return "theirs"
+
+
+def test_a_policy_of_another_package_is_found_by_its_entry_point(theirs):
+    assert (load_policy(theirs).score(prompt(0)).values == importance(prompt(0)).values).all()
+
+
+def test_a_policy_of_another_package_has_options_of_its_own_beside_the_common_ones(theirs):
+    plain, _ = policy_with(theirs, {})
+    turned, told = policy_with(theirs, {"turn": 3, "alpha": 1.0})
+    assert told.alpha == 1.0
+    score = [importance(prompt(0), 1.0)]
+    ours = plain.place(score, None, Budget(3, 2.0)).hot
+    assert (turned.place(score, None, Budget(3, 2.0)).hot == np.roll(ours, 3, axis=1)).all()
+    settings = NdpSettings(policy=theirs, policy_options={"turn": 3})
+    assert (settings.make_policy().place(score, None, Budget(3, 2.0)).hot == np.roll(ours, 3, axis=1)).all()
+
+
+def test_an_option_that_a_foreign_policy_does_not_have_is_refused_with_those_it_has(theirs):
+    with pytest.raises(ConfigError, match=r"policy 'theirs' has no option 'trun': known are alpha, .*turn"):
+        policy_with(theirs, {"trun": 3})
+    with pytest.raises(ConfigError, match="policy 'theirs' cannot be made with the options"):
+        policy_with(theirs, {"turn": "x"})
+
+
+def test_of_several_policies_each_gets_the_options_that_it_knows(theirs):
+    made = policies_with(("prefill", theirs), {"turn": 1, "alpha": 1.0})
+    assert made["theirs"].turn == 1  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="policy 'prefill' has no option 'turn'"):
+        policies_with(("prefill",), {"turn": 1})
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_prior", "static", "theirs"])
+def test_one_layer_is_scored_and_placed_as_in_the_whole_model(name, theirs):
+    """What the planner predicts while a prompt runs is what it decides at its end, for foreign policies too."""
+    policy, _ = policy_with(name, {"prior": PRIOR} | ({"turn": 2} if name == theirs else {}))
+    stats = prompt(1)
+    whole = policy.place([policy.score(stats)], None, Budget(3, 2.0)).hot
+    for layer in range(2):
+        counts, scores = stats.counts[layer : layer + 1], stats.scores[layer : layer + 1]
+        one = RoutingStats(counts, scores, stats.num_tokens, stats.top_k).of_layer(layer)
+        assert (policy.place([policy.score(one)], None, Budget(3, 2.0)).hot == whole[layer]).all()
 
 
 def test_the_shipped_prior_is_the_popularity_of_the_calibration_routing():

@@ -14,8 +14,8 @@ import typer
 
 from ndp_device.command_line import command, print_json, require_writable
 from ndp_device.errors import ConfigError
-from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions
-from vllm_ndp.lab.cli.recorded import BUNDLED, losses, losses_of_run
+from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions, policy_options
+from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
 
 if TYPE_CHECKING:
     from vllm_ndp.lab.serving.host import Served
@@ -64,7 +64,7 @@ def arrivals(
         served = [serve_again(recorded[0], losses_of_run(recorded[0], server.replicas))]
         identical = _as_recorded(served[0], recorded[0])
     else:
-        loss = None if server.replicas is None else losses(recorded[0], server.replicas)
+        loss = losses_chosen(recorded[0], server.replicas, server.policy_option)
         prior = None if server.prior is None else read_prior(server.prior)
         with waiting(f"serving {when.process} arrivals"):
             served = serve(recorded, settings, prior=prior, loss=loss)
@@ -101,6 +101,7 @@ def _settings(when: ArrivalOptions, where: HardwareOptions, server: ServerOption
         num_requests=when.requests,
         seed=when.seed,
         policy=server.policy,
+        policy_options=policy_options(server.policy_option),
         num_hot=server.hot_experts,
         avg_bits=server.avg_bits,
         execution=server.execution,

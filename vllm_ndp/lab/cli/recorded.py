@@ -15,6 +15,7 @@ import typer
 
 from ndp_device.command_line import command, print_json, require_writable
 from ndp_device.errors import ConfigError
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.cli.options import (
     OLD_HOT,
     OLD_TRACE,
@@ -31,6 +32,7 @@ from vllm_ndp.cli.options import (
     TraceArgument,
     integers,
     names,
+    policy_options,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def compare(
     started = time.perf_counter()
     recorded = Trace.load(trace)
     settings = _settings(what, where, plans)
-    loss = None if plans.replicas is None else losses(recorded, plans.replicas)
+    loss = losses_chosen(recorded, plans.replicas, plans.policy_option)
     prior = None if plans.prior is None else read_prior(plans.prior)
     with waiting(f"replaying {len(recorded.prompt_len)} requests"):
         result = compare_by(workers, recorded, settings, prior=prior, loss=loss)
@@ -165,7 +167,7 @@ def sweep(
     axes = Axes(_listed(grid.model), _listed(grid.hardware), memory)
     first = HardwareOptions(axes.models[0], axes.hardware[0], grid.set_)
     recorded = [Trace.load(path) for path in traces]
-    loss = None if plans.replicas is None else losses(recorded[0], plans.replicas)
+    loss = losses_chosen(recorded[0], plans.replicas, plans.policy_option)
     prior = None if plans.prior is None else read_prior(plans.prior)
     tasks = Grid(recorded, axes, _settings(what, first, plans), prior=prior, loss=loss)
     with progress("rows") as advance:
@@ -250,7 +252,7 @@ def analyze(
     calibrations: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Two replica directories: how much do their losses and bits agree?")
     ] = None,
-    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = 2.0,
+    avg_bits: Annotated[float, typer.Option(help="calibrations: average bits of cold experts.")] = DEFAULT_AVG_BITS,
 ) -> None:
     """Say what prompts tell about their decode.
 
@@ -298,7 +300,7 @@ def report(
     where: HardwareOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     hot_experts: HotOption = None,
-    avg_bits: AvgBitsOption = 2.0,
+    avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
     batch: BatchOption = "1",
     replicas: ReplicasOption = None,
     shapes: Annotated[
@@ -363,6 +365,7 @@ def _settings(what: SystemOptions, where: HardwareOptions, plans: PlanOptions) -
         batch_rule=plans.batch_rule,
         bits_for=plans.bits_for,
         prior_tokens=plans.prior_tokens,
+        policy_options=policy_options(plans.policy_option),
         migration=plans.migration,
         migration_budget=plans.moves,
         hysteresis=plans.hysteresis,
@@ -378,6 +381,16 @@ def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def losses_chosen(trace: Trace, replicas: Path | None, options: list[str] | None) -> LossTable | None:
+    """Load the losses that the options name, of the given replicas; without any, None: nominal ones."""
+    kind = policy_options(options).get("losses")
+    if replicas is not None:
+        return losses(trace, replicas, kind=str(kind or "relative"))
+    if kind is not None:
+        raise ConfigError("--policy-option losses=... chooses among losses of replicas: give --replicas too")
+    return None
 
 
 def losses(trace: Trace, replicas: Path | None, *, nominal: bool = False, kind: str = "relative") -> LossTable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError, TraceError
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.live import recorded_rules
@@ -25,7 +27,7 @@ from vllm_ndp.lab.serving.scheduler import SchedulerRules
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.policies import policy_with
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.traces.trace import Trace, from_sequences
@@ -51,9 +53,10 @@ class ServingSettings:
     """Requests in all, the trace's taken round and round; None: each once."""
     seed: int = 0
     policy: str = "prefill"
+    policy_options: dict[str, Any] = field(default_factory=dict)
     num_hot: int | None = None
     """None: half of the experts."""
-    avg_bits: float = 2.0
+    avg_bits: float = DEFAULT_AVG_BITS
     execution: str = "balanced"
     migration: str = "kept"
     scheduling: SchedulerRules = field(default_factory=SchedulerRules)
@@ -131,7 +134,7 @@ def _host(
         settings.model,
         settings.hardware,
         settings.overrides,
-        policy=load_policy(settings.policy, PolicySettings(prior=prior)),
+        policy=policy_with(settings.policy, {"prior": prior, **settings.policy_options})[0],
         budget=Budget(num_hot, settings.avg_bits),
         loss=loss,
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,

@@ -1,9 +1,13 @@
-"""Every system that a trace can be replayed under, by name."""
+"""Every system that a trace can be replayed under, by name: ours, and those that installed packages register.
+
+Entry point group `vllm_ndp.systems`: `name = "my_package:SYSTEM"`, a System; docs/extend.md shows one.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.lab.systems.adaptive import ADAPTIVE
@@ -77,6 +81,25 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "dynaexq": ("high_bits", "low_bits"),
 }
 """What `ReplayOptions.own` may name, by system."""
+
+
+ENTRY_POINT_GROUP = "vllm_ndp.systems"
+
+
+def _of_other_packages() -> list[System]:
+    systems = []
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        system = entry.load()
+        if not isinstance(system, System) or system.name in SYSTEMS:
+            reason = f"whose name {system.name!r} is taken" if isinstance(system, System) else "which is no System"
+            raise ConfigError(f"the entry point {entry.name!r} of {ENTRY_POINT_GROUP} holds {entry.value}, {reason}")
+        systems.append(system)
+    return systems
+
+
+for _system in _of_other_packages():
+    SYSTEMS[_system.name] = _system
+    OPTIONS[_system.name] = _system.options
 
 
 def require_options(names: Iterable[str], systems: Iterable[str]) -> None:

@@ -109,6 +109,8 @@ class System:
     """Whether it can use any number of bytes on the GPU (`ReplayOptions.gpu_bytes`), not only whole experts."""
     is_bounded: bool = False
     """Whether its schedules are of the class that lab/bound.py bounds."""
+    options: tuple[str, ...] = ()
+    """What `ReplayOptions.own` may name, of a system of another package; of ours, OPTIONS says it."""
 
 
 def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:

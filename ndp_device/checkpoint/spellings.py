@@ -1,0 +1,134 @@
+"""How families spell what we look for: keys of config.json, words of tensor names. One table, typed once, data only.
+
+A family with odd names adds words. In a package of one's own, the entry point group `ndp_device.spellings` names a
+`Spellings` that holds the additional words; docs/extend.md shows one. Of several keys the first that is there counts.
+Does not know tensors, shapes or files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from ndp_device.errors import ConfigError
+
+ENTRY_POINT_GROUP = "ndp_device.spellings"
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Words by what they mean. Those of other packages come after ours."""
+
+    # keys of config.json
+    nested: tuple[str, ...] = ()
+    """Objects that hold the language model's part, within each other too."""
+    num_layers: tuple[str, ...] = ()
+    num_experts: tuple[str, ...] = ()
+    top_k: tuple[str, ...] = ()
+    """Experts per token."""
+    other_top_k: tuple[str, ...] = ()
+    """The same in words that also have another meaning: counted where none of `top_k` is there."""
+    activation: tuple[str, ...] = ()
+    shared_experts: tuple[str, ...] = ()
+    """How many shared experts a layer has, each as wide as the others."""
+    shared_width: tuple[str, ...] = ()
+    """How wide a layer's shared expert is."""
+    # words of tensor names
+    layers: tuple[str, ...] = ()
+    """The word before a layer's number."""
+    experts: tuple[str, ...] = ()
+    """The word before an expert's number, or before the role in a tensor of all experts."""
+    gate: tuple[str, ...] = ()
+    up: tuple[str, ...] = ()
+    down: tuple[str, ...] = ()
+    gate_up: tuple[str, ...] = ()
+    """Gate and up in one tensor."""
+    router: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    """The norm whose output the experts read; the first that a layer has."""
+    beside: tuple[str, ...] = ()
+    """Words that mark tensors beside the language model: extra prediction layers and other modalities."""
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """Word of a tensor name -> gate, up, down or gate_up."""
+        return {word: role for role in ("gate", "up", "down", "gate_up") for word in getattr(self, role)}
+
+    def extended(self, more: Spellings) -> Spellings:
+        both = {one.name: tuple(dict.fromkeys(getattr(self, one.name) + getattr(more, one.name))) for one in _FIELDS}
+        return Spellings(**both)
+
+
+_FIELDS = fields(Spellings)
+
+OURS = Spellings(
+    nested=("thinker_config", "text_config", "llm_config", "language_config"),  # Qwen-Omni, most, InternVL, DeepSeek-VL
+    num_layers=("num_hidden_layers", "num_layers", "n_layers", "n_layer"),
+    num_experts=("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    top_k=(
+        *("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "experts_per_token"),
+        "top_k_experts",  # Gemma-4
+    ),
+    other_top_k=("top_k",),
+    activation=("hidden_act", "hidden_activation", "mlp_hidden_act"),
+    shared_experts=("n_shared_experts", "num_shared_expert", "moe_num_shared_experts", "num_shared_experts"),
+    shared_width=("shared_intermediate_size", "share_expert_dim"),  # Granite, Step-3.5
+    layers=("layers", "blocks", "h"),
+    experts=("experts",),
+    gate=("gate_proj", "w1", "fc_gate"),
+    up=("up_proj", "w3", "fc_up"),
+    down=("down_proj", "w2", "fc_down", "output_linear"),
+    gate_up=("gate_up_proj", "input_linear"),
+    router=("gate", "router", "gate.wg", "router.layer"),
+    norms=(
+        *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),
+        *("post_attention_layernorm", "norm"),
+    ),
+    beside=(
+        *("mtp", "nextn", "visual", "vision_model", "vision_tower", "audio_tower"),
+        *("talker", "code2wav"),  # Qwen-Omni's voice
+    ),
+)
+
+
+@lru_cache(maxsize=1)
+def spellings() -> Spellings:
+    """Ours and those of installed packages. Raises ConfigError for an entry point that holds something else."""
+    known = OURS
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        more = entry.load()
+        if not isinstance(more, Spellings):
+            raise ConfigError(
+                f"the entry point {entry.name!r} of {ENTRY_POINT_GROUP} must name a Spellings, got "
+                f"{type(more).__name__}: see docs/extend.md"
+            )
+        known = known.extended(more)
+    return known
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of config.json: multimodal models wrap it."""
+    for key in spellings().nested:
+        if isinstance(inner := config.get(key), Mapping):
+            return text_config(inner)
+    return config
+
+
+def first_of(config: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """The value of the first of these keys that is there and not null."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def keys_about(config: Mapping[str, Any], *words: str) -> str:
+    """The keys that have one of these words in them, for messages: what a config.json has instead."""
+    found = [key for key, value in config.items() if value is not None and any(word in key.lower() for word in words)]
+    return f"it has {', '.join(found[:8])}" if found else "it has no key like that"
+
+
+def keys_about_experts(config: Mapping[str, Any]) -> list[str]:
+    """The keys that speak of experts, in whatever words, and say that there are some."""
+    return [key for key, value in config.items() if value and re.search(r"expert|moe", key, re.IGNORECASE)]
