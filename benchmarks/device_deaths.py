@@ -41,6 +41,7 @@ from ndp_device.config import DeviceConfig
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.handler import Handler
 from ndp_device.kernels import load_kernel
+from ndp_device.parent import Parent
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.server import Server
 from ndp_device.transport.zmq_server import ZmqServer
@@ -78,7 +79,7 @@ def nursery(address: str, fresh: bool) -> None:
                 sys.stdin.close()
                 assert handler is not None
                 handler.incarnation = uuid.uuid4().hex
-                Server(ZmqServer(address), handler, parent_pid=os.getppid()).run(lambda: say("ready"))
+                Server(ZmqServer(address), handler, parent=Parent(os.getppid())).run(lambda: say("ready"))
                 os._exit(0)
         else:
             time.sleep(float(seconds))

@@ -103,11 +103,15 @@ def serve(
     from ndp_device.failpoints import Failpoint, Failpoints
     from ndp_device.handler import Handler
     from ndp_device.log import log_to_stderr
+    from ndp_device.parent import Parent
     from ndp_device.server import Server
     from ndp_device.transport.keys import DeviceKeys
     from ndp_device.transport.zmq_server import ZmqServer
 
     log_to_stderr()
+    owner = None if parent.die_with_parent is None else Parent(parent.die_with_parent, parent.private_dir)
+    if owner is not None:
+        owner.follow()
     if cores:
         _run_on(cores)
     config = DeviceConfig(
@@ -119,17 +123,13 @@ def serve(
         pe_mode=where.pe_mode,
         kernel=kernel,
         prepare=prepare,
-        parent_pid=parent.die_with_parent,
-        private_dir=parent.private_dir,
     )
     damage = [Failpoint.parse(text) for text in failpoints.failpoint or ()]
     points = Failpoints(damage, failpoints.failpoint_seed) if damage else None
     transport = ZmqServer(config.address, None if keys is None else DeviceKeys.read(keys))
     try:
         handler = Handler.from_config(config)
-        server = Server(
-            transport, handler, parent_pid=config.parent_pid, private_dir=config.private_dir, failpoints=points
-        )
+        server = Server(transport, handler, parent=owner, failpoints=points)
         ready = {"ready": True, "address": transport.address, "pid": os.getpid(), "incarnation": handler.incarnation}
         server.run(lambda: print_json(ready))
     finally:

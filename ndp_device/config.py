@@ -23,8 +23,6 @@ class DeviceConfig:
     hardware_overrides: tuple[tuple[str, str], ...] = ()  # (section.field, value as text)
     kernel: str = "auto"
     prepare: str = "idle"  # convert experts before a plan asks for them, while nobody uses the cores; or only then
-    parent_pid: int | None = None  # end when this process is no longer our parent
-    private_dir: Path | None = None  # remove it when the parent ended without doing so
 
     def __post_init__(self) -> None:
         if self.model_dir is None and self.replicas_dir is None:
@@ -33,5 +31,3 @@ class DeviceConfig:
             raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
         if self.prepare not in PREPARE:
             raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")
-        if self.parent_pid is not None and self.parent_pid < 1:
-            raise ConfigError(f"a parent's pid must be positive, got {self.parent_pid}")

@@ -18,6 +18,9 @@ from __future__ import annotations
 import errno
 
 _MAX_SENTENCE = 1500
+UNAVAILABLE = ("down", "late", "lost", "refused", "broken")
+"""Why a call brought nothing: the device was away when it was made; did not answer in time; was lost meanwhile;
+answered with a typed error; answered against the rules."""
 
 
 class NdpError(Exception):
@@ -66,7 +69,11 @@ class DeviceError(NdpError):
 
 
 class DeviceUnavailable(NdpError):
-    """No valid answer came from the device within the deadline."""
+    """No valid answer came from the device within the deadline. cause: one of UNAVAILABLE."""
+
+    def __init__(self, message: str = "", *, cause: str = "lost") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 def _one_line(message: str) -> str:

@@ -5,19 +5,15 @@ The loop that computes is the loop that answers Ping, so a device that answers i
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import FrameType
 
-from ndp_device.errors import NdpError
 from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
+from ndp_device.parent import Parent
 from ndp_device.protocol.codec import Frames
 from ndp_device.transport.connection import Received
 from ndp_device.transport.system import Clock
@@ -26,7 +22,6 @@ from ndp_device.transport.zmq_server import ZmqServer
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
 _FAILS_AT_MOST = 100  # one after the other: then there is no hope
-_PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 
@@ -38,15 +33,13 @@ class Server:
         transport: ZmqServer,
         handler: Handler,
         *,
-        parent_pid: int | None = None,
-        private_dir: Path | None = None,
+        parent: Parent | None = None,
         failpoints: Callable[[Frames], Iterable[Frames]] | None = None,
         clock: Clock = time,
     ) -> None:
         self._clock = clock
         self._transport, self._handler = transport, handler
-        self._parent_pid = parent_pid
-        self._private_dir = private_dir  # made for us by our parent, who removes it unless it was killed
+        self._parent = parent
         self._failpoints = failpoints  # of tests: what really leaves for one reply
         self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
@@ -59,8 +52,6 @@ class Server:
         """Serve until told to stop. `announce` is called once a signal would already end this in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        if self._parent_pid is not None:
-            self._follow(self._parent_pid)
         announce()
         failed = 0
         while not (self._stopping or self._handler.stopping or self._orphaned()):
@@ -75,8 +66,8 @@ class Server:
                 continue
             if received is not None:
                 self.serve(received)
-        if self._orphaned():
-            self._remove_private_dir()
+        if self._parent is not None and self._parent.is_gone:
+            self._parent.clean_up()
         _log.info("stopped after %d Execute requests", self._handler.num_executed)
 
     def _wait(self) -> Received | None:
@@ -127,23 +118,4 @@ class Server:
         self._stopping = True
 
     def _orphaned(self) -> bool:
-        return self._parent_pid is not None and os.getppid() != self._parent_pid
-
-    def _follow(self, parent_pid: int) -> None:
-        """Ask the kernel for a signal when the parent ends.
-
-        Linux sends it when the *thread* that started us ends, so it only makes us look who our parent is. It also
-        ends a computation that hangs.
-        """
-        signal.signal(signal.SIGUSR1, self._look_for_parent)
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0):
-            raise NdpError(f"cannot follow parent {parent_pid}: {os.strerror(ctypes.get_errno())}")
-
-    def _look_for_parent(self, signum: int, frame: FrameType | None) -> None:
-        if self._orphaned():
-            self._remove_private_dir()
-            os._exit(0)
-
-    def _remove_private_dir(self) -> None:
-        if self._private_dir is not None:
-            shutil.rmtree(self._private_dir, ignore_errors=True)
+        return self._parent is not None and self._parent.is_gone

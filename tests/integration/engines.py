@@ -92,6 +92,8 @@ def check_pairs_of_engine(llm: Any) -> None:
     told = zip(llm.collective_rpc("ndp_status"), llm.collective_rpc("ndp_totals"), strict=True)
     for status, totals in told:
         check_pairs(totals, status["moe_layers"] * status["top_k"])
+        here = totals["fallback_pairs"] + totals["prefill_fallback_pairs"]  # of whole steps: one may have been lost
+        assert sum(totals["fallback_causes"].values()) >= here
 
 
 def check_pairs(counts: Mapping[str, Any], pairs_per_row: int) -> None:

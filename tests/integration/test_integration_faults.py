@@ -143,7 +143,9 @@ def test_prompts_that_a_frozen_device_does_not_answer_are_no_decode() -> None:
             reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS, 1)]
         finally:
             os.kill(device_pid(llm), signal.SIGCONT)
-    assert sum(report["prefill_fallback_pairs"] for report in reports) > 0
+        causes = totals(llm)["fallback_causes"]
+    assert sum(report["prefill_fallback_pairs"] for report in reports) == sum(causes.values())
+    assert causes["late"] > 0  # then the device is down, and what a prompt needs of it is streamed
     for report in reports:
         assert (report["fallback_pairs"], report["decode_rows"]) == (0, 0)
         check_pairs(report, 4 * 2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from engines import MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy
+from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
@@ -20,6 +23,9 @@ from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.simulation.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.traces.trace import Trace
+
+sys.path.insert(0, str(ROOT / "tests" / "vllm_ndp" / "planning"))
+from test_same_everywhere import settings as processors
 
 pytestmark = pytest.mark.vllm
 
@@ -184,3 +190,40 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     assert replayed.identical
     num_plans = len(np.unique(trace.plans["epoch"])) - 1  # prompts that end in one step have one plan
     assert totals["exchanges"] < num_plans <= totals["exchanges"] + totals["prefills"]
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from test_integration_replay import LossTable, MODEL, PROMPTS, REPLICAS, Trace, engine, greedy, load_loss_table
+from test_integration_replay import replay_live
+
+task, directory = sys.argv[1], Path(sys.argv[2])
+if task == "record":
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "replicas": str(REPLICAS), "record": str(directory)}
+    with engine(settings=settings) as llm:
+        greedy(llm, PROMPTS, 16)
+else:
+    replayed = replay_live(Trace.load(directory), LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+    print(json.dumps([len(replayed.steps), replayed.fallback_steps, replayed.plan_mismatches, replayed.identical]))
+"""
+
+
+def do_under(processor: str, task: str, directory: Path) -> str:
+    """Record or replay in a process that sees this processor."""
+    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", ".", "vllm_ndp/planning"))
+    environment = IN_PROCESS | processors()[processor] | {"PYTHONPATH": path}
+    done = run_program(sys.executable, "-c", PROGRAM, task, directory, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_run_recorded_on_one_processor_is_replayed_on_another_to_the_picosecond(tmp_path):
+    """Recorded as the machine is and with nothing but the least, each replayed under every setting."""
+    for recorded in ("as it is", "nothing but the least"):
+        directory = tmp_path / recorded.replace(" ", "-")
+        do_under(recorded, "record", directory)
+        for replayed in processors():
+            (num_steps, *rest) = json.loads(do_under(replayed, "replay", directory).splitlines()[-1])
+            assert num_steps > 15
+            assert rest == [0, 0, True], (recorded, replayed)

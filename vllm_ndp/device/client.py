@@ -229,7 +229,7 @@ class DeviceClient:
             self.poll()
         connection = self._connection
         if connection is None or not connection.is_up:
-            handle.failure = DeviceUnavailable(f"the device is down: {self._reason}")
+            handle.failure = DeviceUnavailable(f"the device is down: {self._reason}", cause="down")
             return handle
         request = msg.Execute(
             handle.id,
@@ -265,7 +265,7 @@ class DeviceClient:
             remaining = handle.deadline_s - self._clock.monotonic()
             self._receive(max(remaining, 0.0))  # at least one look, however late we come
             if remaining <= 0 and handle.result is None and handle.failure is None:
-                self._fail(DeviceUnavailable(f"no answer within {handle.patience_s * 1e3:g} ms"))
+                self._fail(DeviceUnavailable(f"no answer within {handle.patience_s * 1e3:g} ms", cause="late"))
         if handle.result is not None:
             self.counters.executed += 1
             self._retry_s = RETRY_FIRST_S
@@ -273,7 +273,8 @@ class DeviceClient:
         if isinstance(handle.failure, DeviceUnavailable):
             self.counters.unavailable += 1
             raise handle.failure
-        raise DeviceUnavailable(f"the device gave no usable result: {handle.failure}") from handle.failure
+        cause = "refused" if isinstance(handle.failure, DeviceError) else "broken"
+        raise DeviceUnavailable(f"the device gave no usable result: {handle.failure}", cause=cause) from handle.failure
 
     def close(self) -> None:
         """Drop the connection for good; calls that still wait fail."""
@@ -385,7 +386,8 @@ class DeviceClient:
         elif type(reason) is not type(self._reason) and isinstance(reason, ConfigError):
             _log.warning("the NDP device that answers now is not used: %s", reason)
         self._reason = reason
-        self._drop(DeviceUnavailable(f"the device was lost: {reason}"))
+        cause = "broken" if isinstance(reason, RemoteProtocolError) else getattr(reason, "cause", "lost")
+        self._drop(DeviceUnavailable(f"the device was lost: {reason}", cause=cause))
         self._retry_at_s = self._clock.monotonic() + self._retry_s * self._jitter.uniform(0.5, 1.0)
         self._retry_s = min(2 * self._retry_s, RETRY_LAST_S)
 

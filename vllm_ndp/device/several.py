@@ -148,7 +148,9 @@ class DeviceSet:
                 self._send(handle, np.unique(np.concatenate(lost)), [is_usable and is_up for is_usable, is_up in up])
         if handle.unserved:
             count = sum(len(pairs) for pairs in handle.unserved)
-            raise DeviceUnavailable(f"{count} of {len(handle.pair_rows)} pairs have no copy on a device that is up")
+            raise DeviceUnavailable(
+                f"{count} of {len(handle.pair_rows)} pairs have no copy on a device that is up", cause="down"
+            )
         return self._sum(handle)
 
     def add(self, client: DeviceClient, num_copies: int) -> None:

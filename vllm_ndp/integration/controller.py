@@ -108,6 +108,7 @@ class NdpController:
         self.num_preempted = 0
         self.pairs = dict.fromkeys(PAIR_KINDS, 0)
         self.rows = dict.fromkeys(PHASES, 0)
+        self.fallbacks: Counter[str] = Counter()
         self.device_sums: Counter[str] = Counter()
         self.device_bounds: Counter[str] = Counter()
         self.finished = FinishedRequests()
@@ -301,7 +302,9 @@ class NdpController:
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
         round_trips, is_up = self.device.take_round_trips(), any(self.device.up)
-        return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up)
+        fallbacks = self.device.take_fallbacks()
+        self.fallbacks.update(fallbacks)
+        return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up, fallbacks)
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, Any]]:
         """New plans for the report and the recording, by request."""
@@ -420,6 +423,7 @@ class NdpController:
             "sidecar_mismatches": self.locator.mismatches,
             **{f"{phase}_rows": count for phase, count in self.rows.items()},
             **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
+            "fallback_causes": dict(self.fallbacks),
             "device_state": self.device.state,
             "simulated_ps": None if self._unsimulated else self.clock.now_ps,
             "simulated_device": dict(self.device_sums),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,14 +48,17 @@ class DeviceCall:
     _handle: Any  # None: the device was away, and nothing was sent
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
+    _fallbacks: Counter[str]  # where its pairs go by cause, if they are not answered
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         if self._handle is None:
+            self._fallbacks["down"] += len(self.bits)
             return None
         try:
             answer = self._client.finish_execute(self._handle)
-        except DeviceUnavailable:
+        except DeviceUnavailable as error:
+            self._fallbacks[error.cause] += len(self.bits)
             return None
         self._round_trips_s.append(time.perf_counter() - self._sent_s)
         return answer
@@ -66,7 +69,9 @@ class DeviceCall:
 
     def abandon(self) -> None:
         """The step is lost: take the answer all the same, so that it does not count as under way any longer."""
-        self.result()
+        if self._handle is not None:
+            with contextlib.suppress(DeviceUnavailable):
+                self._client.finish_execute(self._handle)
 
 
 class DeviceLink:
@@ -100,6 +105,7 @@ class DeviceLink:
         self._num_joined = 0
         self._agreed: tuple[bool, ...] | None = None  # among several ranks: what all of them go by in this step
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
+        self._fallbacks = Counter[str]()
         self.client: DeviceClient | DeviceSet = members.clients[0]
         self._executes: Executes = self.client
 
@@ -269,7 +275,7 @@ class DeviceLink:
             handle = self.members.clients[0].begin_execute(*asked, deadline_s=deadline_s)
         else:
             handle = self._executes.begin_execute(*asked)
-        return DeviceCall(layer, bits, sent, self._executes, handle, sent_s, self._round_trips_s)
+        return DeviceCall(layer, bits, sent, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """By how much the deadline, which is meant for decode rows, is longer for these."""
@@ -284,7 +290,7 @@ class DeviceLink:
         bits = few.pair_bits[:count]
         layer = self._layers[layer]
         if self.devices is None and self.members.clients[0].refuses():
-            return DeviceCall(layer, bits, _NO_ROWS, self._executes, None, 0.0, self._round_trips_s)
+            return DeviceCall(layer, bits, _NO_ROWS, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
         sent_s = time.perf_counter()
         handle = self._executes.begin_execute(
             layer,
@@ -297,12 +303,18 @@ class DeviceLink:
             few.pair_weights[:count],
         )
         rows = few.sent_rows[: few.native.num_sent]
-        return DeviceCall(layer, bits, rows, self._executes, handle, sent_s, self._round_trips_s)
+        return DeviceCall(layer, bits, rows, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
         taken = list(self._round_trips_s)
         self._round_trips_s.clear()
+        return taken
+
+    def take_fallbacks(self) -> dict[str, int]:
+        """Pairs that no answer came for since the last time, by cause (ndp_device.errors.UNAVAILABLE)."""
+        taken = dict(self._fallbacks)
+        self._fallbacks.clear()
         return taken
 
     def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:

@@ -75,6 +75,9 @@ class LeadersDevice:
     def take_round_trips(self) -> list[float]:
         return []
 
+    def take_fallbacks(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None: ...
 
 

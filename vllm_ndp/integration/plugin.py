@@ -57,12 +57,14 @@ def configure(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.quantization != METHOD:
         return
     from vllm_ndp.integration import compat
+    from vllm_ndp.integration.owner import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
     settings = compat.check(vllm_config)
     if settings.record is not None:
         require_writable(Path(settings.record))
+    own_engines()
     if vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = compat.WORKER_CLASS
     compat.keep_moe_out_of_graphs(vllm_config)

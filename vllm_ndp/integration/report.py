@@ -93,6 +93,7 @@ class StepCosts:
     kept_experts: int = 0
     prefills: int = 0
     device_up: bool = True
+    fallbacks: dict[str, int] = field(default_factory=dict)  # pairs without an answer, by cause
 
 
 @dataclass
@@ -154,6 +155,7 @@ def _of_all_workers(costs: Sequence[StepCosts]) -> StepCosts:
         kept_experts=sum(cost.kept_experts for cost in costs),
         prefills=costs[0].prefills,
         device_up=all(cost.device_up for cost in costs),
+        fallbacks=dict(sum((Counter(cost.fallbacks) for cost in costs), Counter())),
     )
 
 

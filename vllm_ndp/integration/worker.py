@@ -13,6 +13,7 @@ from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.fixed_weights import FixedWeights
+from vllm_ndp.integration.owner import follow_owner
 from vllm_ndp.integration.waiting import sleep_while_waiting
 
 if current_platform.is_cpu():
@@ -25,6 +26,10 @@ class NdpWorker(FixedWeights, _Base):
     _warms_up = False
     _bytes_beside_weights = 0
     """On the GPU, allocated once the model is loaded: vLLM counts neither as weights nor as what a step takes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        follow_owner()
+        super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and self.parallel_config.world_size > 1:

@@ -15,6 +15,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from ndp_device.errors import UNAVAILABLE
 from vllm_ndp.integration.report import DEVICE_PARTS, DEVICE_STAGES, PAIR_KINDS, PHASES, StepReport
 
 _FINE = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -25,6 +26,7 @@ _BYTES = {"in": "bytes_in", "out": "bytes_out", "weights": "weight_bytes"}
 COUNTERS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     # name: what it counts, its label, prefix of the keys, values of the label
     "ndp_pairs": ("(row, expert) pairs by where they ran", "where", "pairs", PAIR_KINDS),
+    "ndp_fallback_causes": ("Pairs of decode and prompts that the device did not answer", "cause", "why", UNAVAILABLE),
     "ndp_rows": ("Rows of forward passes", "phase", "rows", PHASES),
     "ndp_steps": ("Forward passes with rows", "", "steps", ()),
     "ndp_device_messages": ("Messages that the device answered", "", "messages", ()),
@@ -115,6 +117,8 @@ class NdpStats(KVConnectorStats):
         for parts in step.device_pj.values():
             for part, picojoules in parts.items():
                 self._count(f"joules:{part}", picojoules / 1e12)
+        for cause, count in costs.fallbacks.items():
+            self._count(f"why:{cause}", count)
         if costs.round_trips_s:
             self._observe("ndp_measured_device_round_trip_seconds", *costs.round_trips_s)
         if costs.plan_s is not None:
