@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -164,6 +164,12 @@ class Workload:
             return NextLayer.learned(self._known, self._known.phase != REJECTED)
         return NextLayer.learned(self.trace, self.trace.phase == PREFILL)
 
+    @property
+    def routing(self) -> str:
+        """Of a synthetic trace: what it resembles; else nothing."""
+        known = self.trace.provenance
+        return str(known.settings.get("routing", "fitted to nothing")) if known.source == "synthetic" else ""
+
     def batches(self, batch: int) -> Batches:
         """The trace arranged for one batch size, once."""
         if batch not in self._batches:
@@ -247,7 +253,7 @@ class Replays:
         outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
         row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
-        row = self._with_regret(row, one, outcome)
+        row = replace(self._with_regret(row, one, outcome), routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
 
