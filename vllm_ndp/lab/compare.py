@@ -40,7 +40,13 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "quantized": ({"weight_bits": 16}, {"weight_bits": 8}, {"weight_bits": 4}, {"weight_bits": 3}, {"weight_bits": 2}),
     "vllm_offload": ({"offload_backend": "uva"}, {"offload_backend": "prefetch"}),
     "llama_cpp": ({"gguf_bits": 16}, {"gguf_bits": 4}),
-    "ktransformers": ({"cpu_bits": 16}, {"cpu_bits": 4}),
+    "ktransformers": ({"cpu_bits": 16}, {"cpu_bits": 4}, {"cpu_bits": 4, "gpu_bits": 4}),
+    "expert_cache": (
+        {"cache_bits": 16},
+        {"cache_bits": 4},
+        {"cache_bits": 3},
+        {"cache_bits": 4, "misses_by": "host", "scope": "layer"},
+    ),
     "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
 }
 PRIOR_EVERY = 4
