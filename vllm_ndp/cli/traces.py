@@ -25,7 +25,7 @@ app = typer.Typer()
 def trace_import(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File or directory that another program recorded.")],
     out: OutOption,
-    kind: Annotated[str, typer.Option("--format", help="vllm, sglang, megatron, flame or npz.")],
+    kind: Annotated[str, typer.Option("--format", help="vllm, sglang, megatron, flame, routelog, moe-trace or npz.")],
     model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
     sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
