@@ -16,7 +16,7 @@ from vllm_ndp.cli import (
     top,
     traces,
 )
-from vllm_ndp.lab.cli import arrivals, recorded, scaling
+from vllm_ndp.lab.cli import arrivals, locality, recorded, scaling
 
 app = program(
     "Context-aware Mixture-of-Experts placement for vLLM, with an emulated CXL-NDP device.",
@@ -34,6 +34,7 @@ for commands in (
     recorded.app,
     scaling.app,
     arrivals.app,
+    locality.app,
 ):
     app.add_typer(commands)
 

@@ -155,6 +155,18 @@ _H200: Table = {
     "gpu.hbm_capacity_bytes": _q(141 * 10**9, "byte", "[S] H200 SXM data sheet"),
 }
 
+
+def _card(table: Table, flops: int, hbm: int, gigabytes: int, what: str) -> Table:
+    """A GPU that people have: rates in Tflop/s (fp16 with fp32 sums, dense) and GB/s of its data sheet."""
+    return {
+        **table,
+        "gpu.flops_per_s": _q(flops * 10**11, "flop/s", f"[S] {what}, dense fp16 with fp32 accumulation"),
+        "gpu.hbm_bytes_per_s": _q(hbm * 10**9, "byte/s", f"[S] {what}"),
+        "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[S] {what}"),
+        "gpu.hbm_efficiency_percent": _q(100, "%", "[O] a roofline, as of the H100"),
+    }
+
+
 _HOST: Table = {
     "host.cpu_flops_per_s": _q(20_000_000_000_000, "flop/s", "[S] seed 002: 20 TFLOPS of AMX"),
     "host.memory_bytes_per_s": _q(307_200_000_000, "byte/s", "[D] 8 channels of DDR5-4800 x 8 B"),
@@ -206,7 +218,20 @@ DENSITY_REFRESH: Mapping[str, Mapping[int, Mapping[str, int]]] = {
     },
 }
 
+_X8: Table = {  # PCIe 4.0 x8, which is what a 4060 Ti has
+    **_GEN4,
+    "link.raw_bytes_per_s": _q(15_753_846_153, "byte/s each way", "[D] Gen4 x8: 16 GT/s x 8 x 128/130 / 8"),
+    "link.bulk_bytes_per_s": _q(12_800_000_000, "byte/s", "[D] half of x16's"),
+}
+_BESIDE: Table = {**_DDR5, **_ARRAYS, **_H100, **_HOST, **_ENERGY}
+
 PRESETS: Mapping[str, Table] = {
+    "rtx4060ti-8gb": {**_BESIDE, **_card(_X8, 441, 288, 8, "RTX 4060 Ti, Ada whitepaper")},
+    "rtx4060ti-16gb": {**_BESIDE, **_card(_X8, 441, 288, 16, "RTX 4060 Ti, Ada whitepaper")},
+    "rtx4090": {**_BESIDE, **_card(_GEN4, 1652, 1008, 24, "RTX 4090, Ada whitepaper")},
+    "rtx5090": {**_BESIDE, **_card(_GEN5, 2095, 1792, 32, "RTX 5090, Blackwell whitepaper")},
+    "l40s": {**_BESIDE, **_card(_GEN4, 3620, 864, 48, "L40S data sheet")},
+    "rtxpro6000": {**_BESIDE, **_card(_GEN5, 5038, 1792, 96, "RTX PRO 6000 Blackwell data sheet")},
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},

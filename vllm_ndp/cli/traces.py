@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +25,10 @@ app = typer.Typer()
 def trace_import(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="File or directory that another program recorded.")],
     out: OutOption,
-    kind: Annotated[str, typer.Option("--format", help="vllm, sglang, megatron, flame, npz, or a package's own.")],
+    kind: Annotated[
+        str,
+        typer.Option("--format", help="vllm, sglang, megatron, flame, routelog, moe-trace, npz, or a package's own."),
+    ],
     model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
     sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
@@ -46,6 +50,7 @@ def trace_import(
     examples=(
         "vllm-ndp trace-synth mixtral-8x7b --out synthetic --requests 8 --prompt-len 16 --decode-len 16",
         "vllm-ndp trace-synth olmoe --out null --signal 0 --requests 4 --prompt-len 16 --decode-len 16",
+        "vllm-ndp trace-synth qwen3-30b-a3b --out sticky --routing auto --requests 2 --prompt-len 16 --decode-len 16",
     ),
     renamed={"--model": None},
 )
@@ -57,24 +62,30 @@ def trace_synth(
     requests: Annotated[int, typer.Option(help="How many requests.")] = 32,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256,
     decode_len: Annotated[int, typer.Option(help="Decode tokens of each.")] = 256,
-    concentration: Annotated[float, typer.Option(help="Popularity of experts: small is skewed, large is even.")] = 5.0,
-    signal: Annotated[float, typer.Option(help="How much requests differ; 0 is the null.")] = 1.0,
+    routing: Annotated[
+        str, typer.Option(help="Measured model to resemble: its name, a file of locality --fit, or auto (MODEL's own).")
+    ] = "",
+    concentration: Annotated[
+        float | None, typer.Option(help="Popularity of experts: small is skewed, large is even (5).")
+    ] = None,
+    signal: Annotated[float | None, typer.Option(help="How much requests differ; 0 is the null (1).")] = None,
+    persistence: Annotated[float | None, typer.Option(help="0 to 1: what a token keeps of those before.")] = None,
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
-    """Make a trace with known skew, request signal and drift."""
-    from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+    """Make a trace with known skew, request signal, persistence and drift.
 
-    settings = SyntheticSettings.of_shape(
-        model,
-        num_requests=requests,
-        prompt_len=prompt_len,
-        decode_len=decode_len,
-        concentration=concentration,
-        signal=signal,
-        drift=drift,
-        seed=seed,
+    With --routing as a measured model has them.
+    """
+    from vllm_ndp.traces.routing import read_routing
+    from vllm_ndp.traces.synthetic import synthetic_trace
+
+    settings = read_routing(routing, model).settings(
+        model, num_requests=requests, prompt_len=prompt_len, decode_len=decode_len, drift=drift, seed=seed
     )
+    told: dict[str, Any] = {"concentration": concentration, "signal": signal, "persistence": persistence}
+    if changed := {name: value for name, value in told.items() if value is not None}:
+        settings = dataclasses.replace(settings, **changed, routing="fitted to nothing")
     _save(synthetic_trace(settings, model), out)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,7 +42,13 @@ VARIANTS: dict[str, tuple[dict[str, float | str], ...]] = {
     "quantized": ({"weight_bits": 16}, {"weight_bits": 8}, {"weight_bits": 4}, {"weight_bits": 3}, {"weight_bits": 2}),
     "vllm_offload": ({"offload_backend": "uva"}, {"offload_backend": "prefetch"}),
     "llama_cpp": ({"gguf_bits": 16}, {"gguf_bits": 4}),
-    "ktransformers": ({"cpu_bits": 16}, {"cpu_bits": 4}),
+    "ktransformers": ({"cpu_bits": 16}, {"cpu_bits": 4}, {"cpu_bits": 4, "gpu_bits": 4}),
+    "expert_cache": (
+        {"cache_bits": 16},
+        {"cache_bits": 4},
+        {"cache_bits": 3},
+        {"cache_bits": 4, "misses_by": "host", "scope": "layer"},
+    ),
     "gpu_on_demand": ({"cache": "none"}, {"cache": "lru"}, {"cache": "lfu"}),
 }
 PRIOR_EVERY = 4
@@ -168,6 +174,12 @@ class Workload:
             return NextLayer.learned(self._known, self._known.phase != REJECTED)
         return NextLayer.learned(self.trace, self.trace.phase == PREFILL)
 
+    @property
+    def routing(self) -> str:
+        """Of a synthetic trace: what it resembles; else nothing."""
+        known = self.trace.provenance
+        return str(known.settings.get("routing", "fitted to nothing")) if known.source == "synthetic" else ""
+
     def batches(self, batch: int) -> Batches:
         """The trace arranged for one batch size, once."""
         if batch not in self._batches:
@@ -252,7 +264,7 @@ class Replays:
         outcome = system.replay(batches, self.costs, options)
         seconds = time.perf_counter() - started
         row = with_memory(summarise(outcome, batches, self.costs), one, self.costs)
-        row = self._with_regret(row, one, outcome)
+        row = replace(self._with_regret(row, one, outcome), routing=self._workload.routing)
         decode_ps = np.nansum(step_times(outcome, batches, self.costs), axis=1)
         return Replayed(row, decode_ps, batches.num_decisions, seconds), outcome, batches
 

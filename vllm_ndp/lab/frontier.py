@@ -1,29 +1,59 @@
 """Which system decodes fastest on a GPU of so many GB: where near-data computing pays, and where it does not.
 
 Every system gets the whole GPU memory beside attention and KV cache; the memories of device and host hold every model,
-so that only the GPU's size decides. Two questions at each size: the fastest at all, and the fastest of those that lose
-no more than the device's row. For a trace and its model, or for public shapes on synthetic routing. Knows rows of
-`compare`. Draws nothing.
+so that only the GPU decides. Two questions at each size: the fastest at all, and the fastest of those that lose no more
+than a limit, what all experts at 3 bits lose unless told otherwise. For a trace and its model on one machine, or for
+public shapes on synthetic routing and the cards that have so much memory. Knows rows of `compare`. Draws nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ndp_device.errors import NdpError
 from ndp_device.timing.shapes import public_shape
 from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
 from vllm_ndp.lab.vectorised.outcome import Summary
-from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
+from vllm_ndp.traces.routing import read_routing
+from vllm_ndp.traces.synthetic import synthetic_trace
 
 GB = 10**9
 MEMORY_GB = (8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160)
-SYSTEMS = ("balanced", "quantized", "vllm_offload", "llama_cpp", "ktransformers", "fiddler")
-DEVICE = "balanced"
+SYSTEMS = (
+    "balanced",
+    "quantized",
+    "dynaexq",
+    "expert_cache",
+    "hybrimoe",
+    "ktransformers",
+    "llama_cpp",
+    "fiddler",
+    "vllm_offload",
+)
+DEVICE = ("balanced", "joint")
+"""Systems that use the device."""
+CARDS = {
+    8: "rtx4060ti-8gb",
+    16: "rtx4060ti-16gb",
+    24: "rtx4090",
+    32: "rtx5090",
+    48: "l40s",
+    80: "h100-ndp512",
+    96: "rtxpro6000",
+}
+"""GB -> the preset of a card that has them."""
+HOSTS = (80, 307, 614)
+"""GB/s of host memory: two channels of DDR5-5000, 8 of DDR5-4800, 12 of DDR5-6400."""
 AVG_BITS = 3.0
-_LAYERS = 4
+LIMITS = {"4 bits": nominal_loss(4), "3 bits": nominal_loss(3)}
+"""What all experts at that width lose, in units of 1 bit."""
+_PLANNED = 0.85
+"""Of a limit, what a joint plan may be expected to lose, since decode loses more than its prompt promised."""
+_SLACK = 1e-6
+_LAYERS = 8
 ROOMY: dict[str, str | int] = {
     "dram.capacity_bytes": 2 * 10**12,
     "host.memory_capacity_bytes": 2 * 10**12,
@@ -43,11 +73,18 @@ class Cell:
     model: str
     memory_gb: int
     rows: tuple[Summary, ...]  # fastest first
+    limit: float = LIMITS["3 bits"]
+    """Of loss."""
 
     @property
     def device(self) -> Summary | None:
-        """The device's row that loses least."""
-        return min((row for row in self.rows if row.system == DEVICE), key=lambda row: row.loss, default=None)
+        """The device's fastest row within the limit."""
+        return next((row for row in self.alike if row.system in DEVICE), None)
+
+    @property
+    def alike(self) -> tuple[Summary, ...]:
+        """Rows within the limit, fastest first."""
+        return tuple(row for row in self.rows if row.loss <= self.limit * (1 + _SLACK))
 
     @property
     def fastest(self) -> Summary | None:
@@ -55,9 +92,14 @@ class Cell:
 
     @property
     def fastest_alike(self) -> Summary | None:
-        """Of the rows that lose no more than the device's; the fastest at all where the device has none."""
-        device = self.device
-        return next((row for row in self.rows if device is None or row.loss <= device.loss), None)
+        """Of the rows within the limit."""
+        return next(iter(self.alike), None)
+
+    @property
+    def runner_up(self) -> Summary | None:
+        """The next of them that is another system, the device's two counted as one."""
+        first = self.fastest_alike
+        return None if first is None else next((row for row in self.alike if _side(row) != _side(first)), None)
 
 
 def frontier(
@@ -65,13 +107,15 @@ def frontier(
     settings: CompareSettings,
     memory_gb: Iterable[int] = MEMORY_GB,
     loss: LossTable | None = None,
+    cards: Mapping[int, str] | None = None,
 ) -> list[Cell]:
-    """A cell per size, with the settings' model, hardware and first batch size."""
+    """A cell per size, with the settings' model, first batch size and hardware, or the card of that size."""
     num_experts = workload.trace.provenance.num_experts
     cells = []
     for size in memory_gb:
         at = replace(
             settings,
+            hardware=(cards or {}).get(size, settings.hardware),
             overrides={**settings.overrides, **ROOMY, "gpu.hbm_capacity_bytes": size * GB},
             systems=SYSTEMS,
             policies=("prefill",),
@@ -86,28 +130,49 @@ def frontier(
         except NdpError:
             cells.append(Cell(settings.model, size, ()))
             continue
-        rows = [_as_released(replays.replay(c)[0].row, settings.model) for c in replays.combinations]
+        rows = [replays.replay(c)[0].row for c in replays.combinations]
+        rows += [row for limit in LIMITS.values() for row in _joint(workload, at, limit, loss)]
+        rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
     return cells
 
 
 def frontier_of_shapes(
-    models: Iterable[str], settings: CompareSettings, memory_gb: Iterable[int] = MEMORY_GB
+    models: Iterable[str],
+    settings: CompareSettings,
+    memory_gb: Iterable[int] = tuple(CARDS),
+    routing: str = "auto",
+    cards: Mapping[int, str] = CARDS,
 ) -> list[Cell]:
-    """The cells of public shapes: synthetic routing of each one's experts, four layers that stand for all."""
+    """The cells of public shapes on cards: synthetic routing of each one's experts, eight layers that stand for all."""
     cells, sizes, named = [], tuple(memory_gb), tuple(models)
     for model in named:
         public_shape(model)  # refused before the first of them takes its time
     for model in named:
-        routing = SyntheticSettings.of_shape(model, num_requests=6, prompt_len=256, decode_len=64)
-        trace = synthetic_trace(replace(routing, num_layers=_LAYERS), model)
+        sizes_of = {"num_layers": _LAYERS, "num_requests": 6, "prompt_len": 256, "decode_len": 64}
+        trace = synthetic_trace(read_routing(routing, model).settings(model, **sizes_of), model)
         at = replace(settings, model=model, overrides={**settings.overrides, "dram.kind": "ideal"}, batches=(1,))
-        cells += frontier(Workload(trace), at, sizes)
+        cells += frontier(Workload(trace), at, sizes, cards=cards)
     return cells
+
+
+def _joint(workload: Workload, settings: CompareSettings, limit: float, loss: LossTable | None) -> list[Summary]:
+    """The joint plan's row at a limit; none where it does not fit."""
+    at = replace(settings, systems=("joint",), options={"max_loss": _PLANNED * limit})
+    try:
+        replays = Replays(workload, at, loss)
+        return [replays.replay(combination)[0].row for combination in replays.combinations]
+    except NdpError:
+        return []
 
 
 def _as_released(row: Summary, model: str) -> Summary:
     own = OWN_BITS.get(model)
-    if own is None or row.system not in ("quantized", "llama_cpp") or int(row.policy.split()[0]) < own:
+    widths = [int(bits) for bits in re.findall(r"(\d+)(?= bits| over|$)", row.policy)]
+    if own is None or row.system in DEVICE or not widths or min(widths) < own:
         return row
     return replace(row, loss=0.0)
+
+
+def _side(row: Summary) -> str:
+    return "device" if row.system in DEVICE else row.system

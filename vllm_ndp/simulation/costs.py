@@ -145,6 +145,15 @@ class Costs:
         inward, outward = hop_in(self.hardware.link, bytes_in), hop_out(self.hardware.link, bytes_out)
         return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
 
+    def hop_ps(self, rows: int) -> int:
+        """Activations of `rows` rows to the host's CPU and their results back, launched as messages to the device are:
+        a hop is a hop, whoever is at the other end."""
+        if rows == 0:
+            return 0
+        num_bytes = rows * self.shape.hidden_size * self.shape.dtype_bytes
+        inward, outward = hop_in(self.hardware.link, num_bytes), hop_out(self.hardware.link, num_bytes)
+        return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
+
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
         """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
 

@@ -49,13 +49,11 @@ class HostCpu:
 
     def hops_ps(self, costs: Costs, max_rows: int) -> NDArray[np.float64]:
         """[rows]: activations of n rows to the CPU and their results back, over the link."""
-        row_bytes = self._row_bytes(costs)
-        return np.array([costs.fetch_ps(n * row_bytes) if n else 0 for n in range(max_rows + 1)], np.float64)
+        return np.array([costs.hop_ps(n) for n in range(max_rows + 1)], np.float64)
 
     def layers_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
         """[L]: all experts of counts [L, E] from host memory, one after the other, and the rows' way there and back."""
-        row_bytes = self._row_bytes(costs)
-        hop = [costs.fetch_ps(int(n) * row_bytes) if n else 0 for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
+        hop = [costs.hop_ps(int(n)) for n in -(-counts.sum(axis=1) // costs.shape.top_k)]
         times: NDArray[np.float64] = self.each_ps(costs, counts, weight_bytes).sum(axis=1) + np.array(hop, np.float64)
         return times
 
@@ -64,7 +62,7 @@ class HostCpu:
         their rows there and back over the link."""
         if not len(experts):
             return 0
-        shape, total = costs.shape, costs.fetch_ps(len(np.unique(rows)) * self._row_bytes(costs))
+        shape, total = costs.shape, costs.hop_ps(len(np.unique(rows)))
         read = units.transfer_ps(shape.expert_bytes, self.memory_bytes_per_s)
         for count in np.unique(experts, return_counts=True)[1].tolist():
             flops = 2 * shape.weights_per_expert * count
@@ -77,8 +75,3 @@ class HostCpu:
         compute = 2.0 * costs.shape.weights_per_expert * counts / self.flops_per_s
         times: NDArray[np.float64] = np.maximum(read, compute) * PS_PER_S
         return times
-
-    @staticmethod
-    def _row_bytes(costs: Costs) -> int:
-        """Of one row's activations there, and of its result back."""
-        return 2 * costs.shape.hidden_size * costs.shape.dtype_bytes

@@ -24,7 +24,7 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prices import MeasuredPrices
 
-TIER_SETS = ("gpu+device", "gpu+host+device", "gpu")
+TIER_SETS = ("gpu+device", "gpu+host+device", "gpu+host", "gpu")
 STEPS_TO_COME = 256
 """Decode steps over which moving is weighed unless it is said otherwise: a guess, about an answer's length."""
 _SHARES = 65

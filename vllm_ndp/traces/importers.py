@@ -6,6 +6,8 @@
 | sglang   | the expert distribution recorder's per_token dump, converted to .npz | found again | no |
 | megatron | directory of router_trace_rank*.jsonl                          | no       | no      |
 | flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
+| routelog | JSON lines of vLLM loggers, or a directory of them (engine_logs.py) | yes    | if told |
+| moe-trace | CSV of llama.cpp forks, layer and expert a row (engine_logs.py) | no       | no      |
 | npz      | ids [R, T, L, k], weights, prompt_len: models/tiny-mixtral/traces | yes   | yes     |
 
 Importers of other packages: entry point group `vllm_ndp.importers`, docs/extend.md shows one.
@@ -33,6 +35,7 @@ from ndp_device import strict_json
 from ndp_device.errors import TraceError
 from ndp_device.strict_arrays import decode_array, read_arrays
 from ndp_device.strict_files import read_lines
+from vllm_ndp.traces.engine_logs import read_moe_trace, read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
@@ -242,11 +245,28 @@ def from_flame(source: Path, settings: ImportSettings) -> Trace:
     return trace_of(list(_cut(np.stack(ids, 1), np.stack(weights, 1), settings)), settings, "flame", "router")
 
 
+def from_routelog(source: Path, settings: ImportSettings) -> Trace:
+    """Prompts are as long as the log says, else as the settings do; a request of one token is all prompt."""
+    logged = read_routelog(source)
+    sequences = []
+    for one in logged:
+        prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
+        sequences.append(_sequence(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
+    weights = "uniform" if any(one.weights is None for one in logged) else "router"
+    return trace_of(sequences, settings, "routelog", weights)
+
+
+def from_moe_trace(source: Path, settings: ImportSettings) -> Trace:
+    return trace_of(list(_cut(read_moe_trace(source), None, settings)), settings, "moe-trace", "uniform")
+
+
 IMPORTERS: dict[str, Importer] = {
     "vllm": from_vllm,
     "sglang": from_sglang,
     "megatron": from_megatron,
     "flame": from_flame,
+    "routelog": from_routelog,
+    "moe-trace": from_moe_trace,
     "npz": from_npz,
 }
 

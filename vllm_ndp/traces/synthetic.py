@@ -1,21 +1,29 @@
-"""Traces with a known amount of skew, request-level signal and drift, and with none of it: the null.
+"""Traces with a known amount of skew, request-level signal, persistence and drift, and with none of it: the null.
 
-    router logit of expert e = log popularity[l, e] + signal * taste[request, l, e] + noise (Gumbel)
+    router logit of expert e = strength[l] * (log popularity[l, e] + signal * taste[request, l, e]) + noise (Gumbel)
 
-The k largest logits are chosen, their softmax is the router weight. With signal 0 every token is an independent draw
-from one popularity, so whatever a policy wins on such a trace over static popularity is an artefact.
+The k largest logits are chosen, their softmax is the router weight. With signal 0 and persistence 0 every token is an
+independent draw from one popularity, so whatever a policy wins on such a trace over static popularity is an artefact.
+Persistence is what a token's noise keeps of the token before: the Gumbel's Gaussian is sqrt(p) times an AR(1) process
+plus sqrt(1 - p) times white noise. Logits are rounded to 2^-16, so that no choice hangs on the last digit of a
+processor's logarithm. routing.py names settings that resemble measured models.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.shapes import public_shape
 from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
+
+_GRID = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,14 @@ class SyntheticSettings:
     """Dirichlet parameter of each layer's popularity: small is skewed, large is even."""
     signal: float = 1.0
     """Standard deviation of a request's own logit offsets; 0 is the null. Router noise has 1.28."""
+    persistence: float = 0.0
+    """0..1: share of the noise's variance that a request carries from token to token."""
+    memory: float = 0.97
+    """How much of that a token keeps of the one before: the coefficient of the AR(1) process."""
+    strength: tuple[float, ...] = ()
+    """Of each layer, 0..1: how much of popularity, taste and persistence it has. Empty: all of it in every layer."""
+    routing: str = "fitted to nothing"
+    """What measured model these settings resemble, if any (routing.py); every row of a replay repeats it."""
     drift: float = 0.0
     """0..1: share of a request's taste that has turned into another one by its last token."""
     turns: int = 0
@@ -47,6 +63,21 @@ class SyntheticSettings:
             raise ConfigError(f"synthetic trace: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
         if self.turns < 0:
             raise ConfigError(f"synthetic trace: turns must be at least 0, got {self.turns}")
+        if not 0 <= self.persistence <= 1 or not 0 <= self.memory < 1:
+            raise ConfigError(
+                f"synthetic trace: persistence must lie in 0..1 and memory in 0..1 without 1, got {self.persistence} "
+                f"and {self.memory}"
+            )
+        if self.strength and (len(self.strength) != self.num_layers or not min(self.strength) >= 0):
+            raise ConfigError(
+                f"synthetic trace: strength must hold a number of at least 0 for each of {self.num_layers} layers, got "
+                f"{list(self.strength)}"
+            )
+        if self.strength and self.persistence * max(self.strength) > 1:
+            raise ConfigError(
+                f"synthetic trace: strength times persistence must not exceed 1, got {max(self.strength)} times "
+                f"{self.persistence}"
+            )
         if self.decode_len < 0 or self.concentration <= 0 or self.signal < 0 or not 0 <= self.drift <= 1:
             raise ConfigError(
                 "synthetic trace: decode_len >= 0, concentration > 0, signal >= 0 and drift in 0..1 are needed, got "
@@ -65,32 +96,19 @@ def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Tr
     s = settings
     generator = np.random.default_rng(s.seed)
     popularity = np.log(generator.dirichlet(np.full(s.num_experts, s.concentration), size=s.num_layers) + 1e-9)
-    tokens = s.prompt_len + s.decode_len
-    # The turn from one taste to another keeps its variance: cos^2 + sin^2 = 1.
-    angle = np.linspace(0.0, np.pi / 2 * s.drift, tokens)[:, None, None]
     sequences = []
     for request in range(s.num_requests):
-        first, second = generator.standard_normal((2, s.num_layers, s.num_experts))
-        noise = generator.gumbel(size=(tokens, s.num_layers, s.num_experts))
-        taste = np.cos(angle) * first + np.sin(angle) * second
-        if s.turns:
-            others = generator.standard_normal((s.turns, s.num_layers, s.num_experts))
-            part = np.arange(tokens) * (s.turns + 1) // tokens
-            taste = np.where(part[:, None, None] > 0, others[np.maximum(part, 1) - 1], taste)
-        logits = popularity + s.signal * taste + noise
-        ids = np.argsort(-logits, axis=2, kind="stable")[:, :, : s.top_k]
-        chosen = np.take_along_axis(logits, ids, axis=2)
-        weights = np.exp(chosen - chosen[:, :, :1])
-        weights /= weights.sum(axis=2, keepdims=True)
+        taste, noise = _taste_and_noise(s, generator)
+        ids, weights = _chosen(_strength(s) * (popularity + s.signal * taste) + noise, s.top_k)
         sequences.append(
             Sequence(
                 request=request,
-                label="null" if s.signal == 0 else "synthetic",
+                label="null" if s.signal == s.persistence == 0 else "synthetic",
                 arrival_s=0.0,
                 prompt_ids=ids[: s.prompt_len],
-                prompt_weights=weights[: s.prompt_len].astype(np.float32),
+                prompt_weights=weights[: s.prompt_len],
                 decode_ids=ids[s.prompt_len :],
-                decode_weights=weights[s.prompt_len :].astype(np.float32),
+                decode_weights=weights[s.prompt_len :],
             )
         )
     provenance = Provenance(
@@ -102,3 +120,60 @@ def synthetic_trace(settings: SyntheticSettings, model: str = "synthetic") -> Tr
         settings={name: getattr(s, name) for name in s.__dataclass_fields__},
     )
     return from_sequences(provenance, sequences)
+
+
+def _strength(s: SyntheticSettings) -> NDArray[np.float64]:
+    """[L, 1]."""
+    return np.array(s.strength or (1.0,) * s.num_layers, np.float64)[:, None]
+
+
+def _taste_and_noise(
+    s: SyntheticSettings, generator: np.random.Generator
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of one request, both [tokens, L, E]."""
+    tokens = s.prompt_len + s.decode_len
+    # The turn from one taste to another keeps its variance: cos^2 + sin^2 = 1.
+    angle = np.linspace(0.0, np.pi / 2 * s.drift, tokens)[:, None, None]
+    first, second = generator.standard_normal((2, s.num_layers, s.num_experts))
+    shape = (tokens, s.num_layers, s.num_experts)
+    noise = _remembered(s, generator, shape) if s.persistence else generator.gumbel(size=shape)
+    taste = np.cos(angle) * first + np.sin(angle) * second
+    if s.turns:
+        others = generator.standard_normal((s.turns, s.num_layers, s.num_experts))
+        part = np.arange(tokens) * (s.turns + 1) // tokens
+        taste = np.where(part[:, None, None] > 0, others[np.maximum(part, 1) - 1], taste)
+    return taste, noise
+
+
+def _remembered(
+    s: SyntheticSettings, generator: np.random.Generator, shape: tuple[int, int, int]
+) -> NDArray[np.float64]:
+    """Gumbel noise of that shape whose Gaussian is in part an AR(1) process along tokens."""
+    kept = generator.standard_normal(shape)
+    fresh = math.sqrt(1 - s.memory * s.memory)
+    for token in range(1, shape[0]):
+        kept[token] = s.memory * kept[token - 1] + fresh * kept[token]
+    share = s.persistence * _strength(s)
+    gaussian = np.sqrt(share) * kept + np.sqrt(1 - share) * generator.standard_normal(shape)
+    return np.interp(gaussian, *_gumbel_of_gaussian())
+
+
+@lru_cache(maxsize=1)
+def _gumbel_of_gaussian() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(values of a Gaussian, the Gumbel's of the same rank): -log(-log(Phi(z))), straight lines between."""
+    gaussian = np.linspace(-8.0, 8.0, 4097)
+    above = [0.5 * math.erfc(z / math.sqrt(2)) for z in gaussian.tolist()]
+    return gaussian, np.array([-math.log(-math.log1p(-tail)) for tail in above])
+
+
+def _chosen(logits: NDArray[np.float64], top_k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """(ids, weights), both [tokens, L, k]; of equal logits the lower id comes first."""
+    num_experts = logits.shape[2]
+    # Logit and id in one number, so that no two are equal and every sort gives the same.
+    keys = np.rint(logits * _GRID).astype(np.int64) * num_experts + np.arange(num_experts)[::-1]
+    keys.partition(num_experts - top_k, axis=2)
+    rounded, back = np.divmod(np.sort(keys[:, :, num_experts - top_k :], axis=2)[:, :, ::-1], num_experts)
+    chosen = rounded / _GRID
+    weights = np.rint(np.exp(chosen - chosen[:, :, :1]) * 2**24) / 2**24
+    weights /= weights.sum(axis=2, keepdims=True)
+    return num_experts - 1 - back, weights.astype(np.float32)

@@ -98,9 +98,10 @@ class Trace:
             raise TraceError("the arrivals of a trace must be finite")
 
     @cached_property
-    def sequences(self) -> list[Sequence]:
-        """One per request, positions ascending; of a position that ran twice (preemption) the last run counts, and of
-        drafted tokens those that were accepted."""
+    def executed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(rows [M] request by request, positions ascending, where each request begins and the last one ends [R + 1],
+        where each one's decode begins [R]), the last two as indices of the first; of a position that ran twice
+        (preemption) the last run counts, and of drafted tokens those that were accepted."""
         order = np.lexsort((np.arange(len(self.step)), self.position, self.request))
         order = order[self.phase[order] != REJECTED]
         request, position = self.request[order], self.position[order]
@@ -109,10 +110,19 @@ class Trace:
         order = order[last]
         request, position = self.request[order], self.position[order]
         ends = np.searchsorted(request, np.arange(len(self.prompt_len) + 1))
+        splits = [
+            start + int(np.searchsorted(position[start:end], length))
+            for (start, end), length in zip(itertools.pairwise(ends.tolist()), self.prompt_len.tolist(), strict=True)
+        ]
+        return order, ends, np.array(splits, np.int64)
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        """One per request, positions ascending."""
+        order, ends, splits = self.executed
         out = []
-        for index, (start, end) in enumerate(itertools.pairwise(ends)):
-            split = start + int(np.searchsorted(position[start:end], self.prompt_len[index]))
-            prompt, decode = order[start:split], order[split:end]
+        for index, (start, end) in enumerate(itertools.pairwise(ends.tolist())):
+            prompt, decode = order[start : splits[index]], order[splits[index] : end]
             out.append(
                 Sequence(
                     request=index,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from by_hand import US, C, F, chosen, machine, run, trace
+from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
 
+from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems.ktransformers import most_used
 from vllm_ndp.lab.systems.quantized import widest_that_fits
 
 PROMPT = chosen([[0, 1]])
 CPU = 20 * US  # an expert read from host memory
-HOP = 2 * 1000 * 2 / 600e9 * 1e12  # one row to the CPU and back
+HOP = 125e3 + 250e3 + 2 * 32 * 85 / 600e9 * 1e12
+"""One row to the CPU and back, as to the device: a posted write and a read, 2000 bytes each in 32 lines of 64 bytes."""
 
 
 def near(expected):
@@ -232,6 +236,60 @@ def test_hybrimoe_divides_its_misses_among_cpu_and_link():
     both = run("hybrimoe", trace(PROMPT, chosen([[2, 3]])), machine(), 2)
     assert both.moe_ps.ravel() == near([CPU + HOP])
     assert (both.cold_pairs, both.migrated_bytes) == (1, 6e6)
+
+
+def test_an_expert_cache_copies_or_computes_and_an_idle_link_fills_it():
+    """16 bits, two places for 0 and 1 (prompt). Token 1 [0, 2]: 2 is copied in F, computes in C, and 1 leaves.
+    Token 2 [2, 0] is found. With misses on the host token 1 takes 20 us and a hop; the link brings 2 meanwhile, in F,
+    so that token 2 is found too."""
+    batches = trace(PROMPT, chosen([[0, 2]], [[2, 0]]))
+    outcome = run("expert_cache", batches, machine(), 2, cache_bits=16)
+    assert outcome.moe_ps.ravel() == near([F + C, 2 * C])
+    assert (outcome.hot_pairs, outcome.migrated_bytes, outcome.loss) == (3, 6e6, 0)
+    host = run("expert_cache", batches, machine(), 2, cache_bits=16, misses_by="host")
+    assert host.moe_ps.ravel() == near([CPU + HOP, 2 * C])
+    assert (host.hot_pairs, host.notes["copied"], host.notes["filled"]) == (3, 0, 1)
+    never = run("expert_cache", batches, machine(), 2, cache_bits=16, misses_by="host", fills="none")
+    assert never.moe_ps.ravel() == near([CPU + HOP, CPU + HOP])
+    assert never.migrated_bytes == 0
+
+
+def test_a_copy_waits_for_what_an_idle_link_has_begun():
+    """Two places for 0 and 1, and only copies of 30 us. Token 1 [0, 2]: the host computes 2, 20 us and a hop, and the
+    link begins to bring it, until 30 us. Token 2 [0, 3]: a copy would begin then: the host again. Token 3 [0, 2]: 2 has
+    come at 30 us, before token 3 begins at 40: both are found."""
+    slow = load_hardware("h100-ndp512", **{**HARDWARE.values(), "link.bulk_bytes_per_s": 200_000_000_000})
+    batches = trace(PROMPT, chosen([[0, 2]], [[0, 3]], [[0, 2]]))
+    outcome = run("expert_cache", batches, replace(machine(), hardware=slow), 2, cache_bits=16)
+    assert outcome.moe_ps.ravel() == near([CPU + HOP, CPU + HOP, 2 * C])
+    assert (outcome.notes["copied"], outcome.hot_pairs) == (0, 4)
+
+
+def test_an_expert_cache_holds_more_of_narrow_experts():
+    """One place of 6 MB holds three of 1.692 MB at 4 bits: 0, 1 and by popularity 2. [0, 2]: 2 x 0.282 us."""
+    outcome = run("expert_cache", trace(PROMPT, chosen([[0, 2]])), machine(), 1)
+    assert outcome.notes["places"] == 3
+    assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
+    assert outcome.loss == pytest.approx(4.4**-3)
+
+
+def test_one_cache_for_all_layers_lets_a_layer_have_more_than_its_share():
+    """Two layers, six places. Layer 0 uses 0 and 1, layer 1 all four experts: 2 + 4. With three each, layer 1 misses
+    one of its own again and again."""
+    steps = [[[0, 1], [0, 1]], [[0, 1], [2, 3]], [[0, 1], [0, 1]]]
+    prompt = chosen([[0, 1], [0, 1]])
+    shared, own = (
+        run("expert_cache", trace(prompt, chosen(*steps)), machine(2), 3, cache_bits=16, scope=scope)
+        for scope in ("all", "layer")
+    )
+    assert shared.hot_pairs > own.hot_pairs
+
+
+def test_ktransformers_holds_more_of_narrow_experts_on_the_gpu():
+    """One place per layer is 6 MB, three experts at 4 bits: [0, 2] runs on the GPU in 2 x 0.282 us."""
+    outcome = run("ktransformers", trace(PROMPT, chosen([[0, 2]])), machine(), 1, cpu_bits=4, gpu_bits=4)
+    assert outcome.moe_ps.ravel() == near([2 * 0.282 * US])
+    assert (outcome.loss, outcome.notes["gpu_experts_per_layer"]) == (pytest.approx(4.4**-3), [3])
 
 
 def test_daop_computes_predicted_cold_experts_a_layer_ahead():

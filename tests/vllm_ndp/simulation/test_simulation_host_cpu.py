@@ -16,23 +16,26 @@ CPU = HostCpu.of(COSTS)
 
 
 def test_a_warm_expert_is_read_from_host_memory_and_its_row_goes_there_and_back():
-    """Mixtral's expert is 3 x 4096 x 14336 x 2 = 352,321,536 bytes: 1,146,880,000 ps at 307.2 GB/s, and one row of
-    2 x 8192 bytes over a bulk link of 25.6 GB/s takes 640,000 ps beside its launch and latency."""
-    opening = COSTS.fetch_ps(16384) - 640_000
-    assert opening == COSTS.copy_opening_ps
+    """Mixtral's expert is 3 x 4096 x 14336 x 2 = 352,321,536 bytes: 1,146,880,000 ps at 307.2 GB/s. A row of 8192 bytes
+    is 128 lines of 85 bytes on the wire each way, beside half a load-to-use there and a whole one back: 125 + 250 ns.
+    That is what a message to the device takes."""
+    raw = COSTS.hardware.link.raw_bytes_per_s
+    hop = 375_000 + 2 * -(-128 * 85 * 10**12 // raw)
+    assert COSTS.hop_ps(1) == hop
+    assert COSTS.link_ps(1, 1) == pytest.approx(hop, rel=0.05)
     one = CPU.pairs_ps(COSTS, np.array([3]), np.array([0]))
-    assert one == 1_146_880_000 + 640_000 + opening
+    assert one == 1_146_880_000 + hop
     two = CPU.pairs_ps(COSTS, np.array([3, 5]), np.array([0, 0]))
-    assert two == 2 * 1_146_880_000 + 640_000 + opening
+    assert two == 2 * 1_146_880_000 + hop
     assert CPU.pairs_ps(COSTS, np.empty(0, np.int64), np.empty(0, np.int64)) == 0
 
 
 def test_many_rows_of_one_expert_are_bound_by_arithmetic():
     """2 x 176,160,768 flops a row at 20 Tflop/s are 17,616,077 ps (rounded up): from 66 rows on above the read."""
     rows = np.arange(66)
-    took = CPU.pairs_ps(COSTS, np.zeros(66, np.int64), rows) - COSTS.fetch_ps(66 * 16384)
+    took = CPU.pairs_ps(COSTS, np.zeros(66, np.int64), rows) - COSTS.hop_ps(66)
     assert took == -(-66 * 2 * 176_160_768 * 10**12 // (20 * 10**12)) > 1_146_880_000
-    took = CPU.pairs_ps(COSTS, np.zeros(65, np.int64), rows[:65]) - COSTS.fetch_ps(65 * 16384)
+    took = CPU.pairs_ps(COSTS, np.zeros(65, np.int64), rows[:65]) - COSTS.hop_ps(65)
     assert took == 1_146_880_000
 
 

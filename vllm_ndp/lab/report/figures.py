@@ -47,15 +47,16 @@ PARTS = dict(
 CHOICES = {
     "vllm_offload": PALETTE[6],
     "llama_cpp": PALETTE[4],
+    "expert_cache": PALETTE[5],
     "ktransformers": PALETTE[2],
     "all experts quantized, fastest": PALETTE[3],
-    "all experts quantized, at its loss": PALETTE[1],
-    "near-data, 3 bits": PALETTE[0],
+    "all experts quantized, at 3 bits' loss": PALETTE[1],
+    "near-data": PALETTE[0],
 }
 """Lines of where_it_pays; where two are one, the later is seen."""
 
 WINNERS = {
-    "near-data, 3 bits": PALETTE[0],
+    "near-data": PALETTE[0],
     "all experts on the GPU, quantized": PALETTE[1],
     "some experts on the CPU": PALETTE[4],
     "nothing fits": BLANK,
@@ -210,7 +211,7 @@ def speed_and_loss(sweep: Sequence[Summary]) -> Plot | None:
 
 
 def where_it_pays(cells: Sequence[Cell]) -> Plot | None:
-    """Decode speed over GPU memory: the device's row that loses least, and what a user would pick instead."""
+    """Decode speed over GPU memory: the device's fastest row, and what a user would pick, at the loss of 3 bits."""
     if not any(cell.rows for cell in cells):
         return None
     plot = _plot("GPU memory, GB", "decode tokens/s", x_axis_type="log", y_axis_type="log", height=360)
@@ -236,17 +237,16 @@ def where_it_pays(cells: Sequence[Cell]) -> Plot | None:
 
 def _chosen(cell: Cell, label: str) -> Summary | None:
     """The row of a cell that a line of where_it_pays goes through."""
-    device = cell.device
-    if label == "near-data, 3 bits":
-        return device
+    if label == "near-data":
+        return cell.device
     rows = [row for row in cell.rows if row.system == ("quantized" if label.startswith("all experts") else label)]
-    if label.endswith("at its loss") and device is not None:
-        rows = [row for row in rows if row.loss <= device.loss]
+    if label != "all experts quantized, fastest":
+        rows = [row for row in rows if row in cell.alike]
     return rows[0] if rows else None
 
 
 def winners(cells: Sequence[Cell]) -> Plot | None:
-    """Models by GPU memory: who decodes fastest of what loses no more than the device, and how fast."""
+    """Models by GPU memory: who decodes fastest within the limit of loss, and how fast."""
     if not cells:
         return None
     sizes = list(dict.fromkeys(f"{cell.memory_gb} GB" for cell in cells))
@@ -281,12 +281,12 @@ def winners(cells: Sequence[Cell]) -> Plot | None:
 
 
 def winner(cell: Cell) -> str:
-    """Say which of WINNERS is the fastest at the device's loss."""
+    """Say which of WINNERS is the fastest within the cell's limit of loss."""
     best = cell.fastest_alike
     if best is None:
         return "nothing fits"
-    if best.system == DEVICE:
-        return "near-data, 3 bits"
+    if best.system in DEVICE:
+        return "near-data"
     return "all experts on the GPU, quantized" if best.system == "quantized" else "some experts on the CPU"
 
 

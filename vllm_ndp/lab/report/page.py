@@ -37,8 +37,8 @@ ul{font-size:12px;color:#555;columns:2;padding-left:18px}
 """
 _ELSEWHERE = (
     "<p>Other models, with synthetic routing of their shapes, one request at a time: tokens/s of the fastest system "
-    "that loses no more than the device's row at 3 bits, and below it the device's where another one is faster. All of "
-    "the GPU's memory is used; the memories of device and host hold every model.</p>"
+    "that loses no more than 3 bits everywhere, on the card that has so much memory, and below it the device's where "
+    "another one is faster. All of the GPU's memory is used; the memories of device and host hold every model.</p>"
 )
 _HEATMAPS = ("prompts", "decode", "difference", "kept_hot", "bits")
 
@@ -103,7 +103,8 @@ def render(
         row("speed_and_loss", "latencies"),
         "<h2>Where near-data computing pays, and where it does not</h2>",
         "<p>What attention and KV cache leave of each GPU holds experts. Quantizing all of them and serving with stock "
-        f"vLLM needs no device; the device pays where that does not fit at its loss. {escape(_verdict(cells))}</p>",
+        "vLLM needs no device; an expert cache beside a host that computes needs none either. "
+        f"{escape(_verdict(cells))}</p>",
         row("where_it_pays"),
         elsewhere,
         "<h2>All systems on this trace</h2>",
@@ -127,19 +128,20 @@ def render(
 
 def _verdict(cells: list[Cell]) -> str:
     """Say at which sizes the device is the fastest of what loses no more than it."""
-    wins = [cell.memory_gb for cell in cells if (best := cell.fastest_alike) is not None and best.system == DEVICE]
+    wins = [cell.memory_gb for cell in cells if (best := cell.fastest_alike) is not None and best.system in DEVICE]
     others = {
-        cell.memory_gb: best for cell in cells if (best := cell.fastest_alike) is not None and best.system != DEVICE
+        cell.memory_gb: best for cell in cells if (best := cell.fastest_alike) is not None and best.system not in DEVICE
     }
     listed = (
-        f"The device is the fastest at its own loss with {', '.join(map(str, wins))} GB."
+        f"The device is the fastest at the loss of 3 bits with {', '.join(map(str, wins))} GB."
         if wins
-        else ("The device is nowhere the fastest at its own loss.")
+        else "The device is nowhere the fastest at the loss of 3 bits."
     )
     if not others:
         return listed
     first, best = next(iter(others.items()))
-    return f"{listed} From {first} GB on it is {best.system} ({best.policy})."
+    where = "Elsewhere" if wins else f"From {first} GB on"
+    return f"{listed} {where} it is {best.system} ({best.policy})."
 
 
 def _tiles(analysis: Analysis, rows: list[Summary]) -> str:

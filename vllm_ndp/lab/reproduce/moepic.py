@@ -7,6 +7,8 @@ loading against 57 ms of compute per token without a cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +20,7 @@ from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
-SHAPE = {"num_layers": 4, "num_experts": 60, "top_k": 4}
+SHAPE: dict[str, Any] = {"num_layers": 4, "num_experts": 60, "top_k": 4}
 CACHED = 30
 BUDGETS = (15, 20, 30)
 """Experts' bytes per layer in GPU memory; the published budget of the theta sweep is not public."""

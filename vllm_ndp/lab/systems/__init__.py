@@ -16,6 +16,7 @@ from vllm_ndp.lab.systems.context_aware import CONTEXT_AWARE
 from vllm_ndp.lab.systems.cxl_expert import CXL_EXPERT
 from vllm_ndp.lab.systems.daop import DAOP
 from vllm_ndp.lab.systems.dynaexq import DYNAEXQ
+from vllm_ndp.lab.systems.expert_cache import EXPERT_CACHE
 from vllm_ndp.lab.systems.fiddler import FIDDLER
 from vllm_ndp.lab.systems.gpu_on_demand import GPU_ON_DEMAND
 from vllm_ndp.lab.systems.hobbit import HOBBIT
@@ -59,6 +60,7 @@ SYSTEMS: dict[str, System] = {
         KLOTSKI,
         PIMOE,
         PREGATED,
+        EXPERT_CACHE,
     )
 }
 
@@ -76,9 +78,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "quantized": ("weight_bits",),
     "vllm_offload": ("offload_backend",),
     "llama_cpp": ("gguf_bits",),
-    "ktransformers": ("cpu_bits",),
+    "ktransformers": ("cpu_bits", "gpu_bits"),
     "daop": ("predicted",),
     "dynaexq": ("high_bits", "low_bits"),
+    "expert_cache": ("cache_bits", "misses_by", "scope", "fills"),
 }
 """What `ReplayOptions.own` may name, by system."""
 

@@ -40,7 +40,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     gpu = costs.gpu_experts_ps(b)
     on_cpu = cpu.experts_ps(costs, b, costs.shape.expert_bytes, cpu.memory_bytes_per_s)
     activations = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes * np.arange(b + 1)
-    hop = np.array([costs.fetch_ps(int(n)) for n in activations], np.float64)
+    hop = cpu.hops_ps(costs, b)
     fetch = costs.fetch_ps()
     moe, gpu_ps = np.zeros((2, g, d, layers))
     fetched = hit_pairs = cpu_pairs = cpu_experts = gpu_experts = 0
@@ -65,8 +65,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
         """The same choice for the rows of a prompt."""
         here = each_ps(counts, lambda rows: costs.resident_ps(1, rows))
-        row_bytes = 2 * costs.shape.hidden_size * costs.shape.dtype_bytes
-        host = each_ps(counts, lambda rows: costs.fetch_ps(rows * row_bytes))
+        host = each_ps(counts, costs.hop_ps)
         host += cpu.each_ps(costs, counts, costs.shape.expert_bytes)
         away = (counts > 0) & ~resident
         on_host = away & (host <= fetch + here)

@@ -52,7 +52,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     holds what its CPU may compute."""
     tiers = menu_of(costs, options).tiers
     gpu = slots_bytes(costs.shape, options.budget.num_hot) if options.gpu_bytes is None else options.gpu_bytes
-    if tiers == "gpu":
+    if "device" not in tiers:
         return Memory(gpu=gpu, host=all_experts_bytes(costs.shape))
     held = beside_device_memory(costs, 0, options.widest)
     host = all_experts_bytes(costs.shape) if "host" in tiers else 0
@@ -113,8 +113,8 @@ class Planner:
         )
         if "max_loss" in options.own:
             return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0))
-        if menu.tiers == "gpu":
-            raise ConfigError("tiers gpu has no plan of the paper to compare with: give --option max_loss=X")
+        if "device" not in menu.tiers:
+            raise ConfigError(f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_loss=X")
         paper = self._papers(scores, values)
         if self._least == "loss":
             return least_loss(problem, problem.time_ps(paper))

@@ -2,7 +2,8 @@
 
 `--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: K per layer on average, the K x L highest counts of a
 profile taken over all layers at once, so a skewed layer gets more. Nothing moves. CPU and GPU compute a layer side by
-side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them; prompts run on both sides in the same way.
+side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them, `gpu_bits` 16 or 4: of narrow experts the
+same memory holds more. Prompts run on both sides in the same way.
 source: kt-kernel's generate_gpu_experts_masks and its test, github.com/kvcache-ai/ktransformers.
 """
 
@@ -19,7 +20,7 @@ from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import without_device
 from vllm_ndp.lab.vectorised.loads import add_up
-from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic
+from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
 
@@ -41,19 +42,33 @@ def _bits(options: ReplayOptions) -> int:
     return int(bits)
 
 
+def _gpu_bits(options: ReplayOptions) -> int:
+    bits = options.number("gpu_bits", FULL_PRECISION_BITS, 4, FULL_PRECISION_BITS)
+    if bits not in (4, FULL_PRECISION_BITS):
+        raise ConfigError(f"gpu_bits must be 4 or {FULL_PRECISION_BITS}, got {bits:g}")
+    return int(bits)
+
+
+def _on_gpu(costs: Costs, options: ReplayOptions) -> int:
+    """Experts of the model in the GPU memory of num_hot full-precision ones per layer."""
+    shape = costs.shape
+    room = shape.num_layers * min(options.budget.num_hot, shape.num_experts) * shape.expert_bytes
+    return min(room // costs.replica_bytes(_gpu_bits(options)), shape.num_layers * shape.num_experts)
+
+
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
     """The CPU keeps only what the GPU does not."""
-    shape, on_gpu = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
-    away = shape.num_layers * (shape.num_experts - on_gpu)
-    return Memory(gpu=shape.num_layers * on_gpu * shape.expert_bytes, host=away * costs.replica_bytes(_bits(options)))
+    shape, on_gpu = costs.shape, _on_gpu(costs, options)
+    away = shape.num_layers * shape.num_experts - on_gpu
+    return Memory(gpu=on_gpu * costs.replica_bytes(_gpu_bits(options)), host=away * costs.replica_bytes(_bits(options)))
 
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
-    bits = _bits(options)
+    bits, gpu_bits = _bits(options), _gpu_bits(options)
     g, b, d, layers, _ = batches.shape
-    cpu, cold_bytes = HostCpu.of(costs), costs.replica_bytes(bits)
-    hot = most_used(options.prior.values, options.budget.num_hot * layers)
-    gpu = costs.gpu_experts_ps(b)
+    cpu, cold_bytes, hot_bytes = HostCpu.of(costs), costs.replica_bytes(bits), costs.replica_bytes(gpu_bits)
+    hot = most_used(options.prior.values, int(_on_gpu(costs, options) / layer_factor(batches, costs)))
+    gpu = on_gpu_ps(costs, np.arange(b + 1)[:, None], hot_bytes)
     on_cpu, hop = cpu.experts_ps(costs, b, cold_bytes, cpu.memory_bytes_per_s), cpu.hops_ps(costs, b)
     moe, gpu_ps = np.zeros((2, g, d, layers))
     hits = gpu_experts = cpu_experts = crossed = 0
@@ -69,14 +84,16 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         crossed += int(crossing.sum())
 
     def layers_ps(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        resident = on_gpu_ps(costs, np.where(hot, counts, 0), costs.shape.expert_bytes)
+        resident = on_gpu_ps(costs, np.where(hot, counts, 0), hot_bytes)
         return np.maximum(resident, cpu.layers_ps(costs, np.where(hot, 0, counts), cold_bytes))
 
     pairs = int(batches.loads.rows.sum())
-    widths = np.where(hot[np.arange(layers)[:, None], batches.ids] | (bits == FULL_PRECISION_BITS), 0, bits)
+    ran = np.where(hot[np.arange(layers)[:, None], batches.ids], gpu_bits, bits)
+    widths = np.where(ran == FULL_PRECISION_BITS, 0, ran)
+    narrow_hits = hits if gpu_bits < FULL_PRECISION_BITS else 0
     return without_device(
         "ktransformers",
-        f"frequency, CPU {bits} bits",
+        f"frequency, CPU {bits} bits" + (f", GPU {gpu_bits}" if gpu_bits < FULL_PRECISION_BITS else ""),
         batches,
         costs,
         moe_ps=moe,
@@ -84,11 +101,11 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         prefill_ps=prompts_ps(batches, costs, layers_ps),
         fetched_experts=0.0,
         hot_pairs=hits,
-        cold_bits=float(bits * (pairs - hits)),
-        cold_pairs=pairs - hits,
+        cold_bits=float(bits * (pairs - hits) + gpu_bits * narrow_hits),
+        cold_pairs=pairs - hits + narrow_hits,
         loss=gate_loss(batches, widths.astype(np.uint8), options),
         traffic=Traffic(
-            hbm_bytes=gpu_experts * costs.shape.expert_bytes,
+            hbm_bytes=gpu_experts * hot_bytes,
             host_bytes=cpu_experts * cold_bytes,
             link_bytes=crossed * 2.0 * costs.shape.hidden_size * costs.shape.dtype_bytes,
         ),

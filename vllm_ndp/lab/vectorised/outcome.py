@@ -84,6 +84,8 @@ class Summary:
     """The same against a schedule that was found: between the two lies the truth."""
     least_loss: float = float("nan")
     """No schedule as fast as this row loses less."""
+    routing: str = ""
+    """Of a synthetic trace: what measured model it resembles, or that it was fitted to nothing."""
     num_hot: int = 0
     """Places for full-precision experts on the GPU, per layer."""
     gpu_gb: float = float("nan")
@@ -125,6 +127,7 @@ class Summary:
             "GPU GB": _text(self.gpu_gb, 3),
             "bits": _text(self.avg_bits, 3),
             "loss": _text(self.loss, 3),
+            **({"routing": self.routing} if self.routing else {}),
         }
 
     def as_dict(self) -> dict[str, Any]:

@@ -75,3 +75,19 @@ class NextLayer:
         first = np.take_along_axis(found, batches.weights.argmax(axis=-1)[..., None], axis=-1)
         exists = np.broadcast_to(batches.pairs, found.shape)
         return Guess(ids, scores, float(found[exists].mean()), float(first[exists[..., :1]].mean()))
+
+
+MOST_PREDICTED = 20_000
+
+
+def found_ahead(trace: Trace) -> dict[str, float]:
+    """Share of decode choices that were among the k that the layer before says, learned from every other request; of
+    the first tokens, as many as take a moment. Empty where there are fewer than 2 requests or no decode."""
+    requests = [r for r, s in enumerate(trace.sequences[:64]) if len(s.decode_ids)]
+    if len(requests) < 2:
+        return {}
+    guess = NextLayer.learned(trace.select(requests[::2])).guess(
+        Batches.of(trace.select(requests[1::2])).first_steps(max(MOST_PREDICTED // len(requests), 1))
+    )
+    chance = trace.provenance.top_k / trace.provenance.num_experts
+    return {"next_layer": guess.accuracy, "next_layer_top1": guess.top1_accuracy, "chance": chance}

@@ -1,0 +1,30 @@
+"""Types of the C++ module (csrc/stacks.cpp)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def depths(
+    ids: NDArray[np.uint16],
+    rows: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    num_experts: int,
+    policy: str,
+    start: NDArray[np.uint16],
+    early_tokens: int,
+    counts: NDArray[np.int64],
+    early: NDArray[np.int64],
+) -> None: ...
+def reuse(
+    ids: NDArray[np.uint16],
+    rows: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    num_experts: int,
+    gaps: NDArray[np.int64],
+) -> None: ...
+def uses(
+    ids: NDArray[np.uint16],
+    rows: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    num_experts: int,
+    counts: NDArray[np.int64],
+) -> None: ...

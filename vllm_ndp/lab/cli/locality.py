@@ -1,0 +1,96 @@
+"""`vllm-ndp locality`: how a trace's routing repeats itself. Knows options and tables; lab/locality.py computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ndp_device.command_line import command, print_json, require_writable
+from ndp_device.errors import ConfigError
+from vllm_ndp.cli.options import TraceArgument, integers
+
+if TYPE_CHECKING:
+    from vllm_ndp.lab.locality import Locality
+
+app = typer.Typer()
+BUNDLED = "tests/data/tiny-mixtral-trace"
+
+
+@command(
+    app,
+    "locality",
+    examples=(
+        f"vllm-ndp locality {BUNDLED}",
+        f"vllm-ndp locality {BUNDLED} --places 2,4,6 --warm --html locality.html",
+    ),
+)
+def show_locality(
+    trace: TraceArgument,
+    places: Annotated[
+        str | None, typer.Option(help="Cache sizes to print, experts per layer; all are computed.")
+    ] = None,
+    phase: Annotated[str, typer.Option(help="Tokens that are looked at: decode or all.")] = "decode",
+    warm: Annotated[bool, typer.Option("--warm", help="Begin caches with the prompt's experts; else empty.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Find synthetic routing as local, for trace-synth.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every layer's curves to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Draw the curves into this file.")] = None,
+) -> None:
+    """Show repeats, reuse distances, and hits of caches of every size.
+
+    Beside the same tokens shuffled, and chance. No time is simulated.
+    """
+    require_writable(json_file)
+    require_writable(html)
+    from vllm_ndp.cli.terminal import waiting
+    from vllm_ndp.lab.locality import default_places, locality
+    from vllm_ndp.lab.vectorised.prediction import found_ahead
+    from vllm_ndp.traces.trace import Trace
+
+    recorded = Trace.load(trace)
+    experts = recorded.provenance.num_experts
+    sizes = tuple(integers(places, "--places")) if places else default_places(experts)
+    if min(sizes) < 0 or max(sizes) > experts:
+        raise ConfigError(f"--places must lie in 0..{experts}, the experts of a layer, got {places}")
+    with waiting("looking at choices"):
+        found = locality(recorded, phase, warm=warm)
+    result = {"trace": str(trace), "model": recorded.provenance.model, **found.as_dict(sizes)}
+    result["predicted"] = found_ahead(recorded)
+    if fit:
+        from vllm_ndp.lab.routing_fit import fit_routing
+
+        with waiting("fitting synthetic routing"):
+            routing, result["fit_off_by"] = fit_routing(found, recorded.provenance.model)
+        result["fit"] = {name: getattr(routing, name) for name in routing.__dataclass_fields__}
+    _print(found, sizes)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result) + "\n")
+    if html is not None:
+        from vllm_ndp.lab.report.locality import page
+
+        html.write_text(page(found, recorded.provenance.model))
+    print_json({name: value for name, value in result.items() if name != "layers"}, shown=True)
+
+
+def _print(found: Locality, places: tuple[int, ...]) -> None:
+    """Means over layers, one row per rule."""
+    from rich.table import Table
+
+    from vllm_ndp.cli.terminal import print_table
+
+    chance = found.top_k / found.num_experts
+    table = Table(
+        title=f"{found.num_tokens} {found.phase} tokens: {100 * found.repeats.mean():.1f} % of choices repeat, "
+        f"{100 * found.shuffled.mean():.1f} shuffled, {100 * chance:.1f} by chance"
+    )
+    table.add_column("% of choices found in")
+    for size in places:
+        table.add_column(f"{size} of {found.num_experts}", justify="right")
+    for rule in found.hits:
+        table.add_row(rule, *(f"{100 * found.mean_hits(rule, size):.1f}" for size in places))
+    for name, curve in (("lru misses, first 64 tokens", found.early_misses), ("later", found.later_misses)):
+        table.add_row(name, *(f"{100 * curve[:, size].mean():.1f}" for size in places))
+    table.add_row("most used, share", *(f"{100 * found.concentration[:, size].mean():.1f}" for size in places))
+    print_table(table, width=120)

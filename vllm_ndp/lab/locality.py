@@ -1,0 +1,231 @@
+"""How a trace's routing repeats itself, and what caches of every size would make of it.
+
+    repeats        share of a token's choices that the token before made too, beside the same tokens shuffled
+    gaps           tokens between two uses of an expert
+    hits           share of choices found in a cache of C experts per layer, C = 0..E, under six rules
+    concentration  how much of a request falls on its most used experts
+
+A token's experts are looked up together, before any of them enters or leaves; under lru, lfu and random all of them
+then enter, under oracle those stay whose next use is nearest. Caches are one per layer and request. Counts only: the
+loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, hardware or pictures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, TraceError
+from vllm_ndp.lab import _stacks
+from vllm_ndp.traces.trace import Trace
+
+RULES = ("random", "lfu", "lru", "oracle")
+"""That learn from the tokens as they come; oracle is Belady's: it knows what comes."""
+FIXED = ("static", "prompt")
+"""Sets that nothing changes: what the other requests use most, and what the request's own prompt used most."""
+PHASES = ("decode", "all")
+MOST_GAP = 256
+EARLY_TOKENS = 64
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Tokens of some requests: rows[ends[r]:ends[r + 1]] of ids [N, L, k]."""
+
+    ids: NDArray[np.uint16]
+    rows: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    num_experts: int
+
+    def shuffled(self) -> Selected:
+        """Each request's tokens in another order."""
+        generator = np.random.default_rng(_SEED)
+        rows = self.rows.copy()
+        for start, end in zip(self.ends[:-1].tolist(), self.ends[1:].tolist(), strict=True):
+            generator.shuffle(rows[start:end])
+        return Selected(self.ids, rows, self.ends, self.num_experts)
+
+    def uses(self) -> NDArray[np.int64]:
+        """[R, L, E], how often each request chose each expert."""
+        counts = np.zeros((len(self.ends) - 1, self.ids.shape[1], self.num_experts), np.int64)
+        _stacks.uses(self.ids, self.rows, self.ends, self.num_experts, counts)
+        return counts
+
+    def gaps(self) -> NDArray[np.int64]:
+        """[L, MOST_GAP + 1], choices by tokens since the last use; at 0 those that never were made before."""
+        counts = np.zeros((self.ids.shape[1], MOST_GAP + 1), np.int64)
+        _stacks.reuse(self.ids, self.rows, self.ends, self.num_experts, counts)
+        return counts
+
+    def repeats(self) -> NDArray[np.float64]:
+        """[L], of the choices of all tokens but each request's first."""
+        later = len(self.rows) - int((np.diff(self.ends) > 0).sum())
+        shares: NDArray[np.float64] = self.gaps()[:, 1] / max(later * self.ids.shape[2], 1)
+        return shares
+
+    def depths(self, rule: str, start: NDArray[np.uint16]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Both [L, E + 1]: choices by the least cache that does not hold them, E: none does; and of the first
+        EARLY_TOKENS of each request the same."""
+        counts, early = np.zeros((2, self.ids.shape[1], self.num_experts + 1), np.int64)
+        _stacks.depths(self.ids, self.rows, self.ends, self.num_experts, rule, start, EARLY_TOKENS, counts, early)
+        return counts, early
+
+
+@dataclass(frozen=True)
+class Locality:
+    """Shares of choices, by layer."""
+
+    num_experts: int
+    top_k: int
+    num_requests: int
+    num_tokens: int
+    phase: str
+    warm: bool
+    repeats: NDArray[np.float64]  # [L]
+    shuffled: NDArray[np.float64]  # [L]
+    gaps: NDArray[np.float64]  # [L, MOST_GAP + 1], at 0 first uses, at MOST_GAP so many tokens or more
+    hits: dict[str, NDArray[np.float64]]  # rule -> [L, E + 1], by size of the cache
+    early_misses: NDArray[np.float64]  # [L, E + 1], under lru, of the first EARLY_TOKENS of a request
+    later_misses: NDArray[np.float64]  # [L, E + 1], of the others
+    concentration: NDArray[np.float64]  # [L, E + 1], share of a request's C most used experts, mean over requests
+    entropy: NDArray[np.float64]  # [L], of a request's choices, 1 = all experts alike
+
+    def mean_hits(self, rule: str, places: int) -> float:
+        """Over all layers."""
+        return float(self.hits[rule][:, places].mean())
+
+    def as_dict(self, places: tuple[int, ...]) -> dict[str, Any]:
+        """What the command prints as JSON: means over layers, and the curves of each layer."""
+        return {
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "num_requests": self.num_requests,
+            "num_tokens": self.num_tokens,
+            "phase": self.phase,
+            "warm": self.warm,
+            "repeats": _mean(self.repeats),
+            "shuffled": _mean(self.shuffled),
+            "chance": self.top_k / self.num_experts,
+            "entropy": _mean(self.entropy),
+            "first_uses": _mean(self.gaps[:, 0]),
+            "hits": {rule: {str(c): self.mean_hits(rule, c) for c in places} for rule in self.hits},
+            "early_misses": {str(c): _mean(self.early_misses[:, c]) for c in places},
+            "later_misses": {str(c): _mean(self.later_misses[:, c]) for c in places},
+            "concentration": {str(c): _mean(self.concentration[:, c]) for c in places},
+            "layers": [
+                {
+                    "repeats": float(self.repeats[layer]),
+                    "shuffled": float(self.shuffled[layer]),
+                    "hits": {
+                        rule: {str(c): float(curve[layer, c]) for c in places} for rule, curve in self.hits.items()
+                    },
+                    "gaps": np.round(self.gaps[layer], 6).tolist(),
+                }
+                for layer in range(len(self.repeats))
+            ],
+        }
+
+
+def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Locality:
+    """phase: the tokens that are looked at, decode or all. warm: caches begin with what the request's own prompt used
+    most; else empty. Raises TraceError where the trace has no such tokens."""
+    if phase not in PHASES:
+        raise ConfigError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+    prompts, tokens = _selected(trace, phase)
+    if not len(tokens.rows):
+        raise TraceError("the trace has no decode tokens: ask for phase all")
+    used, before = tokens.uses(), prompts.uses()
+    start = _ranked(before) if warm else np.zeros((0, *used.shape[1:]), np.uint16)
+    found = {rule: tokens.depths(rule, start) for rule in RULES}
+    hits = {rule: _hits(counts) for rule, (counts, _) in found.items()}
+    counts, early = found["lru"]
+    own = np.sort(used, axis=2)[:, :, ::-1]
+    return Locality(
+        num_experts=tokens.num_experts,
+        top_k=tokens.ids.shape[2],
+        num_requests=len(tokens.ends) - 1,
+        num_tokens=len(tokens.rows),
+        phase=phase,
+        warm=warm,
+        repeats=tokens.repeats(),
+        shuffled=tokens.shuffled().repeats(),
+        gaps=_shares(tokens.gaps()),
+        hits=hits | {"static": _fixed(used, used.sum(axis=0) - used), "prompt": _fixed(used, before)},
+        early_misses=1 - _hits(early),
+        later_misses=1 - _hits(counts - early),
+        concentration=_mean_of_requests(own),
+        entropy=_entropy(used),
+    )
+
+
+def default_places(num_experts: int) -> tuple[int, ...]:
+    """Sizes of caches worth a row: a sixteenth, an eighth, a quarter, a half of the experts, and all of them."""
+    return tuple(sorted({max(num_experts // share, 1) for share in (16, 8, 4, 2, 1)}))
+
+
+def _selected(trace: Trace, phase: str) -> tuple[Selected, Selected]:
+    """(prompts, the tokens that are looked at)."""
+    rows, ends, splits = trace.executed
+    ids = np.ascontiguousarray(trace.ids, np.uint16)
+    experts = trace.provenance.num_experts
+    prompts = _cut(ids, rows, ends[:-1], splits, experts)
+    if phase == "all":
+        return prompts, Selected(ids, rows, ends.astype(np.int64), experts)
+    return prompts, _cut(ids, rows, splits, ends[1:], experts)
+
+
+def _cut(
+    ids: NDArray[np.uint16], rows: NDArray[np.int64], first: NDArray[Any], last: NDArray[Any], experts: int
+) -> Selected:
+    """rows[first[r]:last[r]] of each request."""
+    lengths = (last - first).astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    return Selected(ids, rows[np.repeat(first, lengths) + within].astype(np.int64), ends, experts)
+
+
+def _ranked(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """[R, L, E], experts by falling count; of equal ones the lower id first."""
+    return np.ascontiguousarray(np.argsort(-counts, axis=2, kind="stable"), np.uint16)
+
+
+def _fixed(used: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[L, E + 1], hits of the C experts of highest count in known [R, L, E]."""
+    ranked = np.take_along_axis(used, _ranked(known).astype(np.int64), axis=2).sum(axis=0)
+    return _hits(np.concatenate([ranked, np.zeros((len(ranked), 1), np.int64)], axis=1))
+
+
+def _hits(depths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[L, E + 1] by depth -> [L, E + 1] by size."""
+    before = np.concatenate([np.zeros((len(depths), 1)), np.cumsum(depths[:, :-1], axis=1)], axis=1)
+    return np.asarray(before / np.maximum(depths.sum(axis=1, keepdims=True), 1))
+
+
+def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
+
+
+def _mean_of_requests(ranked: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[L, E + 1] of counts [R, L, E] from the highest; requests without tokens left out."""
+    sums = ranked.sum(axis=2, keepdims=True)
+    there = sums[:, 0, 0] > 0
+    shares = np.cumsum(ranked[there], axis=2) / sums[there]
+    curve = np.zeros((ranked.shape[1], ranked.shape[2] + 1))
+    curve[:, 1:] = shares.mean(axis=0)
+    return curve
+
+
+def _entropy(used: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[L], mean over requests."""
+    there = used[used.sum(axis=(1, 2)) > 0]
+    share = there / there.sum(axis=2, keepdims=True)
+    bits = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=2)
+    return np.asarray(bits.mean(axis=0) / max(np.log(used.shape[2]), 1e-300))
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean())

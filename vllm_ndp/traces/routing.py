@@ -1,0 +1,133 @@
+"""Settings of synthetic routing that resemble measured models, by name, each with its source.
+
+What is known of a model is published by others as repeats, hit rates and coverage; the settings were chosen so that a
+synthetic trace shows the same (tests/vllm_ndp/lab/test_routing_as_published.py has both, and the tolerances). A routing
+used for a model that it was not fitted to says so wherever its rows are shown. Data only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ndp_device import strict_json
+from ndp_device.errors import ConfigError
+from ndp_device.timing.shapes import SHAPES, public_shape
+from vllm_ndp.traces.synthetic import SyntheticSettings
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How strongly and how long a model's tokens go on choosing the same experts."""
+
+    name: str
+    source: str
+    """Of the figures that it was fitted to; empty: fitted to nothing."""
+    fitted_to: tuple[str, ...] = ()
+    """Models whose figures those are."""
+    concentration: float = SyntheticSettings.concentration
+    signal: float = SyntheticSettings.signal
+    persistence: float = SyntheticSettings.persistence
+    memory: float = SyntheticSettings.memory
+    strength: tuple[float, ...] = ()
+    """Of the fitted model's layers, first to last; empty: all alike."""
+
+    def label(self, model: str) -> str:
+        """What rows on a trace of that model say."""
+        if model in self.fitted_to:
+            return f"{self.name}, fitted"
+        return f"{self.name}, not fitted to {model}" if self.source else f"{self.name}, fitted to nothing"
+
+    def settings(self, model: str, *, num_layers: int = 0, **sizes: Any) -> SyntheticSettings:
+        """For a public shape, or for sizes of one's own. num_layers: so many that stand for all of the model's."""
+        known = public_shape(model) if model in SHAPES else None
+        shape = {} if known is None else {"num_experts": known.num_experts, "top_k": known.top_k}
+        layers = num_layers or (0 if known is None else known.num_layers)
+        return SyntheticSettings(
+            **{"num_layers": layers, **shape, **sizes},
+            concentration=self.concentration,
+            signal=self.signal,
+            persistence=self.persistence,
+            memory=self.memory,
+            strength=self._spread(layers),
+            routing=self.label(model),
+        )
+
+    def _spread(self, layers: int) -> tuple[float, ...]:
+        """The strengths of so many layers, each at the middle of its part of the fitted model's."""
+        known = len(self.strength)
+        return tuple(self.strength[(2 * layer + 1) * known // (2 * layers)] for layer in range(layers)) if known else ()
+
+
+def routing_named(name: str) -> Routing:
+    if name not in ROUTINGS:
+        nearest = difflib.get_close_matches(name, ROUTINGS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}: did you mean {nearest!r}?")
+    return ROUTINGS[name]
+
+
+def read_routing(name: str, model: str) -> Routing:
+    """By name; "": without memory; auto: what was fitted to the model; or a file that `locality --fit` has written."""
+    if name.endswith(".json"):
+        return _read(Path(name))
+    return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
+
+
+def _read(path: Path) -> Routing:
+    try:
+        fields = strict_json.decode(path.read_bytes())["fit"]
+        return msgspec.convert(fields, Routing, strict=True)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} holds no fit of `vllm-ndp locality --fit`: {str(error).splitlines()[0]}") from None
+
+
+def routing_of(model: str) -> Routing:
+    """What was fitted to that model, else the one without memory."""
+    return next((routing for routing in ROUTINGS.values() if model in routing.fitted_to), ROUTINGS["memoryless"])
+
+
+_IN_HUNDREDTHS = (
+    "9 11 21 37 58 82 114 120 120 119 118 117 117 116 115 115 114 113 112 110 110 110 110 110 "
+    "110 110 110 110 110 110 110 116 106 98 89 83 77 71 66 62 59 56 54 52 51 50 50 50"
+)
+_QWEN3 = tuple(int(strength) / 100 for strength in _IN_HUNDREDTHS.split())
+"""So that layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all of them as their published mean."""
+
+ROUTINGS: Mapping[str, Routing] = {
+    routing.name: routing
+    for routing in (
+        Routing("memoryless", ""),
+        Routing(
+            "qwen3-30b-a3b",
+            "github.com/gajsanders/moe-trace, findings 004 to 007: 25 prompts, 3225 decode tokens",
+            ("qwen3-30b-a3b",),
+            concentration=1.0,
+            signal=1.2,
+            persistence=0.6,
+            memory=0.985,
+            strength=_QWEN3,
+        ),
+        Routing(
+            "gpt-oss-120b",
+            "BigMoeOnEdge issue 33: 8 to 9 % hits of a cache of 3 % of the experts",
+            ("gpt-oss-120b",),
+        ),
+        Routing(
+            "qwen3.8-flash-next",
+            "imp issue 2061: hits of LRU caches of 93, 186, 279, 372 and 512 of 512 experts, top-10",
+            ("qwen3.8-flash-next",),
+        ),
+        Routing(
+            "near-chance",
+            "two fine-grained models of 2024, public logs of single layers: neighbours share 1.1 to 2 times chance",
+            ("near-chance",),
+            concentration=20.0,
+            signal=0.5,
+        ),
+    )
+}
