@@ -251,7 +251,7 @@ def from_routelog(source: Path, settings: ImportSettings) -> Trace:
     sequences = []
     for one in logged:
         prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
-        sequences.append(_sequence(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
+        sequences.append(sequence_of(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
     weights = "uniform" if any(one.weights is None for one in logged) else "router"
     return trace_of(sequences, settings, "routelog", weights)
 
