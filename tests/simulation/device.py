@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from ndp_device.transport.connections import MAX_HELD_BYTES, MAX_PEERS
 from numpy.typing import NDArray
 
 from ndp_device.failpoints import Failpoints
@@ -19,7 +20,6 @@ from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.server import Server
 from ndp_device.timing.spec import load_hardware
-from ndp_device.transport.connections import MAX_HELD_BYTES, MAX_PEERS
 from ndp_device.transport.zmq_server import ZmqServer
 from simulation.material import ADDRESS, Keys, store
 from simulation.network import Network, Process, SimClock, SimSystem

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ndp_device.transport.system import ENDED, READABLE, WRITABLE, Stream
+
 from ndp_device.protocol.codec import Buffer
 from ndp_device.transport.address import Address
-from ndp_device.transport.system import ENDED, READABLE, WRITABLE, Stream
 from simulation.world import MS, US, Program, World
 
 
