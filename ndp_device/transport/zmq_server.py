@@ -40,7 +40,7 @@ MAX_FRAMES = 4
 
 _RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
 _SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
-_AT_ONCE = 64  # messages, before some of them are served
+_AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
 _HALF_NS = 10_000_000_000  # within which a message in fragments must be here
 _CHECK_NS = 500_000_000
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
