@@ -44,7 +44,7 @@ from ndp_device.kernels import load_kernel
 from ndp_device.parent import Parent
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.server import Server
-from ndp_device.transport.zmq_server import ZmqServer
+from ndp_device.transport import listen
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.device.client import DeviceClient
 
@@ -79,7 +79,7 @@ def nursery(address: str, fresh: bool) -> None:
                 sys.stdin.close()
                 assert handler is not None
                 handler.incarnation = uuid.uuid4().hex
-                Server(ZmqServer(address), handler, parent=Parent(os.getppid())).run(lambda: say("ready"))
+                Server(listen(address), handler, parent=Parent(os.getppid())).run(lambda: say("ready"))
                 os._exit(0)
         else:
             time.sleep(float(seconds))

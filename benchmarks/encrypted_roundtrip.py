@@ -22,9 +22,9 @@ import numpy as np
 from measured import Measurement, add_json_option
 
 from ndp_device.protocol.messages import VERSION
-from ndp_device.transport.keys import DeviceKeys, HostKeys, make_keys
-from ndp_device.transport.zmq_client import ZmqTransport
-from ndp_device.transport.zmq_server import ZmqServer
+from ndp_device.transport import connect, listen
+from ndp_device.transport.address import INSECURE_LOOPBACK
+from ndp_device.transport.keys import make_keys
 
 HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})
 WARM_UP = 20
@@ -33,10 +33,10 @@ HOST = "bench"
 
 def echo(address: str, keys: str) -> None:
     """The peer."""
-    server = ZmqServer(address, DeviceKeys.read(Path(keys)) if keys else None)
+    server = listen(address, Path(keys))
     print("ready", flush=True)
     while True:
-        if (received := server.receive(1000)) is not None:
+        for received in server.receive(1000):
             assert received.damage is None
             server.send(received.client, received.frames)
             received.release()
@@ -47,15 +47,14 @@ def round_trips(folder: Path, *, encrypted: bool, sizes: dict[int, int]) -> dict
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, __file__, "--echo", address, "--keys", str(folder) if encrypted else ""]
+    command = [sys.executable, __file__, "--echo", address, "--keys", str(folder) if encrypted else INSECURE_LOOPBACK]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert peer.stdout is not None
         assert peer.stdout.readline()
         found: dict[str, list[float]] = {}
         begun = time.perf_counter_ns()
-        host = HostKeys.read(folder / f"{HOST}.key") if encrypted else None
-        transport = ZmqTransport(address, keys=host)
+        transport = connect(address, folder / f"{HOST}.key_secret" if encrypted else Path(INSECURE_LOOPBACK))
 
         def once(body: bytes) -> float:
             start = time.perf_counter_ns()
@@ -87,7 +86,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.echo:
         echo(given.echo, given.keys)
-    sizes = {8192: given.count, 1 << 20: given.count // 4}
+    sizes = {0: given.count, 8192: given.count, 65536: given.count // 2, 1 << 20: given.count // 4, 16 << 20: 20}
     measurement = Measurement(__doc__ or "")
     taken: dict[bool, dict[str, list[list[float]]]] = {False: {}, True: {}}
     with tempfile.TemporaryDirectory() as folder:

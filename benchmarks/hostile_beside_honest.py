@@ -31,27 +31,46 @@ from measured import ROOT, Measurement, add_json_option
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum, zmtp
+from ndp_device.transport import checksum
 from vllm_ndp.device.client import DeviceClient
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 LAYERS, EXPERTS, HIDDEN = 4, 8, 128
 NEWCOMERS_PATIENCE_S = 10.0
 Attack = Callable[[str, Event], None]
-READY = zmtp._command(b"READY", zmtp._property(b"Socket-Type", b"DEALER") + zmtp._property(b"Identity", b""))
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x29\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+PING = b"\x04\x07\x04PING\x00\x00"
 
 
 def connected(path: str) -> socket.socket:
+    """A plain socket whose handshake is over."""
     connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(1.0)
     connection.connect(path)
-    connection.sendall(zmtp.GREETING + READY)
+    connection.sendall(GREETING + READY)
+    said = b""
+    while b"Identity" not in said:
+        if not (part := connection.recv(1)):
+            raise ConnectionError("the device ended the handshake")
+        said += part
     connection.setblocking(False)
     return connection
 
 
+def encoded(header: codec.Buffer, body: codec.Buffer) -> bytes:
+    """One message of ZMTP."""
+    frames = checksum.write(header, body), bytes(body)
+    return b"".join(
+        bytes([more | (2 if len(frame) > 255 else 0)])
+        + len(frame).to_bytes(8 if len(frame) > 255 else 1, "big")
+        + frame
+        for more, frame in zip((1, 0), frames, strict=True)
+    )
+
+
 def request(asked: msg.Message) -> bytes:
-    header, body = codec.encode(asked)
-    return b"".join(bytes(part) for part in zmtp.encoded((checksum.write(header, body), bytes(body))))
+    return encoded(*codec.encode(asked))
 
 
 def send_for_ever(path: str, stop: Event, data: bytes, connections: int, *, reads: bool = True) -> None:
@@ -117,11 +136,11 @@ def wants_memory(path: str, stop: Event) -> None:
 
 def commands_of_zeromq(path: str, stop: Event) -> None:
     """PING of ZMTP itself, which is no request."""
-    send_for_ever(path, stop, zmtp.PING * 2000, 60)
+    send_for_ever(path, stop, PING * 2000, 60)
 
 
 def bodies_that_nobody_wants(path: str, stop: Event) -> None:
-    """Every message has 60 MiB, and a header that is none."""
+    """Every message has 8 MiB, and a header that is none."""
     piece = bytes(1 << 20)
     peers: list[tuple[socket.socket, int]] = []
     while not stop.is_set():
@@ -131,9 +150,9 @@ def bodies_that_nobody_wants(path: str, stop: Event) -> None:
         for number, (peer, sent) in enumerate(peers):
             try:
                 if not sent:
-                    peer.send(b"\x01\x01x\x02" + (60 << 20).to_bytes(8, "big"))
-                sent += peer.send(piece[: min(1 << 20, (60 << 20) - sent)])
-                peers[number] = peer, sent % (60 << 20)
+                    peer.send(b"\x01\x01x\x02" + (8 << 20).to_bytes(8, "big"))
+                sent += peer.send(piece[: min(1 << 20, (8 << 20) - sent)])
+                peers[number] = peer, sent % (8 << 20)
             except BlockingIOError:
                 continue
             except OSError:
@@ -146,8 +165,7 @@ def plans_without_an_end(path: str, stop: Event) -> None:
 
     def asked(number: int, epoch: int, flags: int) -> bytes:
         plan = msg.InstallPlan(number, epoch=epoch, expected_epoch=0)
-        header, body = codec.encode(plan, {"replicas": np.full((LAYERS, EXPERTS), flags, np.uint8)})
-        return b"".join(bytes(part) for part in zmtp.encoded((checksum.write(header, body), bytes(body))))
+        return encoded(*codec.encode(plan, {"replicas": np.full((LAYERS, EXPERTS), flags, np.uint8)}))
 
     hello = request(msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="planner"))
     send_for_ever(path, stop, hello + asked(2, 5, 31) + asked(3, 6, 0), 20)

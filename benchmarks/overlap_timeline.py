@@ -50,11 +50,11 @@ def serve(arguments: argparse.Namespace) -> None:
     from ndp_device.config import DeviceConfig
     from ndp_device.handler import Handler
     from ndp_device.server import Server
-    from ndp_device.transport.zmq_server import ZmqServer
+    from ndp_device.transport import listen
 
     spans: Spans = []
     config = DeviceConfig(address=arguments.serve, model_dir=arguments.model, replicas_dir=arguments.replicas)
-    transport = ZmqServer(config.address)
+    transport = listen(config.address)
     handler = Handler.from_config(config)
     handler.reply = timed(spans, "cold experts", handler.reply)  # type: ignore[method-assign]
     print("ready", flush=True)

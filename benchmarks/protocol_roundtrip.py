@@ -1,9 +1,9 @@
 """How long does a message take to the device and back: through shared memory, through the socket, and at the least?
 
 The peer answers with the bytes it got. Each row is one payload size; floor = C, spinning, one memcpy each way (the
-limit); slot and wire = ZmqTransport and ZmqServer, checksums written and checked; libzmq = its DEALER in the place of
-ZmqTransport; execute = the whole DeviceClient and ndp-device with an Execute of one row and no pairs, so no expert is
-computed. `--oversubscribe N` runs N busy loops per core beside it.
+limit); slot and wire = shared memory and libzmq's socket, checksums written and checked; execute = the whole
+DeviceClient and ndp-device with an Execute of one row and no pairs, so no expert is computed. `--oversubscribe N` runs
+N busy loops per core beside it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import zmq
 
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import VERSION, SlotOffer
-from ndp_device.transport import checksum
+from ndp_device.transport import zmq_both
 from ndp_device.transport.zmq_client import ZmqTransport
-from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient, DeviceProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -35,25 +33,22 @@ from measured import Measurement, add_json_option
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = msgspec.msgpack.encode({"type": "ping", "pad": "x" * 165, "ndp": VERSION, "crc": bytes(4)})  # as an Execute's
 WARM_UP = 50
-ZERO_COPY_BYTES = 256 << 10
 
 
 def echo(address: str) -> None:
     """The peer: the first message asks for slots, every other one comes back as it is."""
-    server = ZmqServer(address)
+    server = zmq_both.listen(address, None)
     print("ready", flush=True)
     while True:
-        received = server.receive(1000)
-        if received is None:
-            continue
-        if bytes(received.frames[0]).startswith(b"slots"):
-            offer = msgspec.msgpack.encode(server.offer_memory(received.client)) + bytes(4)
-            reply: Frames = (offer, b"")
-        else:
-            assert received.damage is None
-            reply = received.frames
-        server.send(received.client, reply)
-        received.release()
+        for received in server.receive(1000):
+            if bytes(received.frames[0]).startswith(b"slots"):
+                offer = msgspec.msgpack.encode(server.offer_memory(received.client)) + bytes(4)
+                reply: Frames = (offer, b"")
+            else:
+                assert received.damage is None
+                reply = received.frames
+            server.send(received.client, reply)
+            received.release()
 
 
 def wait_for(transport: ZmqTransport) -> Frames:
@@ -70,7 +65,8 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
         try:
             assert peer.stdout is not None
             peer.stdout.readline()
-            transport = ZmqTransport(address)
+            transport = zmq_both.connect(address, None)
+            transport._version = VERSION  # as after Hello
             while not transport.send((b"slots" + bytes(4), b"")):
                 time.sleep(0.001)
             header, _ = wait_for(transport)
@@ -89,34 +85,6 @@ def carried(num_bytes: int, count: int, *, slots: bool) -> list[int]:
             transport.close()
             return times[WARM_UP:]
         finally:
-            peer.kill()
-            peer.wait()
-
-
-def by_libzmq(num_bytes: int, count: int) -> list[int]:
-    """The same as `carried` without slots, but libzmq's own DEALER is the host's end; large bodies travel whole."""
-    with tempfile.TemporaryDirectory() as directory:
-        address = f"ipc://{directory}/echo"
-        peer = subprocess.Popen([sys.executable, __file__, "--echo", address], stdout=subprocess.PIPE)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            assert peer.stdout is not None
-            peer.stdout.readline()
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(address)
-            header = msgspec.msgpack.encode(msgspec.msgpack.decode(HEADER) | {"ndp": 256, "crc": bytes(4)})
-            body = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8).tobytes()
-            times = []
-            for _ in range(count + WARM_UP):
-                start = time.perf_counter_ns()
-                dealer.send_multipart((checksum.write(header, body), body), copy=num_bytes < ZERO_COPY_BYTES)
-                frames = dealer.recv_multipart(copy=False)
-                content = [f.bytes if len(f) < ZERO_COPY_BYTES else f.buffer for f in frames]
-                assert checksum.damage(content[0], content[1]) is None
-                times.append(time.perf_counter_ns() - start)
-            return times[WARM_UP:]
-        finally:
-            context.destroy(linger=0)
             peer.kill()
             peer.wait()
 
@@ -185,7 +153,6 @@ def main() -> None:
                     ("floor", floor(size, count, program)),
                     ("slot", carried(size, count, slots=True)),
                     ("wire", carried(size, count, slots=False)),
-                    ("libzmq", by_libzmq(size, count)),
                 ):
                     results.setdefault((name, size), []).append(np.percentile(times, [50, 90, 99]).tolist())
             for slots in (True, False):

@@ -17,6 +17,7 @@ from ndp_device import timing_cli
 from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import PE_MODES
+from ndp_device.transport.address import INSECURE_LOOPBACK
 
 if TYPE_CHECKING:
     from ndp_device.protocol import messages as msg
@@ -33,7 +34,8 @@ app = program(
 app.add_typer(timing_cli.app, name="time")
 AddressArgument = Annotated[str, typer.Argument(metavar="ADDR", help="ipc:///path or tcp://127.0.0.1:port.")]
 KeyOption = Annotated[
-    Path | None, typer.Option("--key", metavar="FILE", help="This host's key file, where the device wants keys.")
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="This host's key file for tcp, or the word insecure-loopback."),
 ]
 TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 
@@ -45,6 +47,25 @@ class HardwareOptions:
     hardware: HardwareOption = "h100-ndp512"
     set_: SetOption = None
     pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Who may come in by tcp."""
+
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of `keygen`: only allowed hosts come in, by encrypted tcp."),
+    ] = None
+    insecure_loopback: Annotated[
+        bool, typer.Option("--insecure-loopback", help="tcp on loopback for everybody on this machine, without keys.")
+    ] = False
+
+    @property
+    def given(self) -> Path | None:
+        if self.keys is not None and self.insecure_loopback:
+            raise ConfigError("--keys and --insecure-loopback exclude each other: give one of them")
+        return Path(INSECURE_LOOPBACK) if self.insecure_loopback else self.keys
 
 
 @dataclass(frozen=True)
@@ -68,13 +89,14 @@ class FailpointOptions:
     "serve",
     examples=(
         f"ndp-device serve models/tiny-mixtral --replicas models/tiny-mixtral-replicas --address {SOCKET}",
-        "ndp-device serve models/tiny-mixtral --address tcp://127.0.0.1:0 --hardware h200-gen5 --kernel reference",
+        "ndp-device serve models/tiny-mixtral --address tcp://127.0.0.1:0 --insecure-loopback --kernel reference",
     ),
     renamed={"--model": None},
 )
 def serve(
     address: Annotated[str, typer.Option(help="ipc:///absolute/path or tcp://127.0.0.1:port; port 0: any free one.")],
     where: HardwareOptions,
+    access: AccessOptions,
     parent: ParentOptions,
     failpoints: FailpointOptions,
     model: Annotated[
@@ -86,10 +108,6 @@ def serve(
         Literal["idle", "asked"],
         typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
     ] = "idle",
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory of `keygen`: only allowed hosts come in, by encrypted tcp."),
-    ] = None,
     cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
 ) -> None:
     """Load the experts and serve them until SIGTERM.
@@ -105,8 +123,7 @@ def serve(
     from ndp_device.log import log_to_stderr
     from ndp_device.parent import Parent
     from ndp_device.server import Server
-    from ndp_device.transport.keys import DeviceKeys
-    from ndp_device.transport.zmq_server import ZmqServer
+    from ndp_device.transport import listen
 
     log_to_stderr()
     owner = None if parent.die_with_parent is None else Parent(parent.die_with_parent, parent.private_dir)
@@ -126,7 +143,7 @@ def serve(
     )
     damage = [Failpoint.parse(text) for text in failpoints.failpoint or ()]
     points = Failpoints(damage, failpoints.failpoint_seed) if damage else None
-    transport = ZmqServer(config.address, None if keys is None else DeviceKeys.read(keys))
+    transport = listen(config.address, access.given)
     try:
         handler = Handler.from_config(config)
         server = Server(transport, handler, parent=owner, failpoints=points)
@@ -207,8 +224,8 @@ def keygen(
 ) -> None:
     """Make the keys of a device and of a host that it lets in.
 
-    The device's are made once. The host's file goes to that host (setting `device_keys`, option --key); deleting its
-    .pub file revokes it.
+    The device's are made once. NAME.key_secret and device.key go to that host, into one directory (setting
+    `device_keys`, option --key: the former); deleting allowed/NAME.key revokes it.
     """
     from ndp_device.transport.keys import make_keys
 

@@ -14,8 +14,7 @@ import numpy as np
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport.keys import HostKeys
-from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport import connect
 from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
@@ -23,9 +22,9 @@ class Probe:
     """A connection that says Hello only when asked to."""
 
     def __init__(self, address: str, *, timeout_s: float = 5.0, keys: Path | None = None) -> None:
-        """keys: the file that keygen made for this host, where the device wants one."""
+        """keys: the file that keygen made for this host, for a device that wants one."""
         self._address, self._timeout_s = address, timeout_s
-        self._transport = ZmqTransport(address, keys=None if keys is None else HostKeys.read(keys))
+        self._transport = connect(address, keys)
         self._last_id = 0
 
     def __enter__(self) -> Probe:

@@ -1,4 +1,4 @@
-"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; the transport chooses the next.
+"""Receive, hand over, reply: one loop, exactly one reply per request. Knows no message; turns.py chooses the next.
 
 The loop that computes is the loop that answers Ping, so a device that answers is a device that works.
 """
@@ -15,9 +15,8 @@ from ndp_device.handler import Handler
 from ndp_device.idle_cores import IdleCores
 from ndp_device.parent import Parent
 from ndp_device.protocol.codec import Frames
-from ndp_device.transport.connection import Received
-from ndp_device.transport.system import Clock
-from ndp_device.transport.zmq_server import ZmqServer
+from ndp_device.transport.base import Clock, Received, ServerTransport
+from ndp_device.turns import Turns
 
 _IDLE_MS = 250  # how often an idle device looks for its parent and for a signal
 _SILENT_NS = 500_000_000  # nobody asked for so long: no decode is running, which would ask every few milliseconds
@@ -30,7 +29,7 @@ class Server:
 
     def __init__(
         self,
-        transport: ZmqServer,
+        transport: ServerTransport,
         handler: Handler,
         *,
         parent: Parent | None = None,
@@ -44,8 +43,9 @@ class Server:
         self._cores = IdleCores()
         self._served_ns = clock.monotonic_ns()
         self._preparing = False
-        handler.offer_memory, handler.others_compute = transport.offer_memory, transport.others_compute
-        transport.on_gone = handler.forget
+        self._turns = Turns()
+        handler.offer_memory, handler.others_compute = transport.offer_memory, self._others_compute
+        transport.on_gone = self._forget
         self._stopping = False
 
     def run(self, announce: Callable[[], None] = lambda: None) -> None:
@@ -72,7 +72,7 @@ class Server:
 
     def _wait(self) -> Received | None:
         """For a request. After a while without one, and on idle cores, prepare what may be asked for, step by step."""
-        received = self._transport.receive(0 if self._preparing else _IDLE_MS)
+        received = self.next_request(0 if self._preparing else _IDLE_MS)
         if received is not None:
             self._preparing = False
         else:
@@ -84,15 +84,20 @@ class Server:
             )
         return received
 
+    def next_request(self, timeout_ms: int) -> Received | None:
+        """Take what has arrived; of all that waits, what is to be served now."""
+        turns = self._turns
+        if not turns.is_full:
+            for received in self._transport.receive(0 if turns.num_waiting else timeout_ms):
+                if not turns.add(received):
+                    self._transport.drop(received.client)
+        return turns.next()
+
     def serve(self, received: Received) -> None:
         """Answer one request."""
         handler, client = self._handler, received.client
         start_ns, executed = self._clock.monotonic_ns(), handler.num_executed
-        is_stranger = not handler.has_computed(
-            client
-        )  # else processor time counts for nothing, and to ask costs 0.8 us
-        begun_ns = self._clock.thread_time_ns() if is_stranger else 0
-        handler.queue_depth = self._transport.num_waiting
+        handler.queue_depth = self._turns.num_waiting
         try:
             reply = handler.reply(client, received.frames, received.damage, (start_ns - received.seen_ns) // 1000)
         except Exception:  # a mistake of this program: one peer loses its connection, nobody loses the device
@@ -105,14 +110,15 @@ class Server:
         else:
             for outgoing in self._failpoints(self._transport.with_checksum(client, reply)):
                 self._transport.send_as_is(client, outgoing)
-        self._served_ns = self._clock.monotonic_ns()
-        self._transport.served(
-            client,
-            self._served_ns - start_ns,
-            computed=handler.num_executed > executed,
-            greeted=handler.knows(client),
-            busy_ns=self._clock.thread_time_ns() - begun_ns if is_stranger else None,
-        )
+        now_ns = self._served_ns = self._clock.monotonic_ns()
+        self._turns.served(client, now_ns - start_ns, now_ns, computed=handler.num_executed > executed)
+
+    def _others_compute(self, client: bytes) -> bool:
+        return self._turns.others_compute(client, self._clock.monotonic_ns())
+
+    def _forget(self, client: bytes) -> None:
+        self._turns.forget(client)
+        self._handler.forget(client)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self._stopping = True

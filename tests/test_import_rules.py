@@ -15,7 +15,7 @@ FILES = sorted(p for package in ("ndp_device", "vllm_ndp") for p in (ROOT / pack
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("ndp_device/", ("vllm_ndp", "vllm"), ()),
     ("ndp_device/", ("torch", "transformers"), ("ndp_device/calibration/",)),
-    ("ndp_device/", ("zmq",), ()),
+    ("ndp_device/", ("zmq",), ("ndp_device/transport/",)),
     ("vllm_ndp/", ("zmq",), ()),
     ("vllm_ndp/", ("vllm",), ("vllm_ndp/integration/",)),
     ("vllm_ndp/", ("torch",), ("vllm_ndp/integration/",)),
@@ -57,6 +57,9 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("ndp_device/kernels/", ("ndp_device.protocol", "ndp_device.timing", "ndp_device.replicas"), ()),
     ("ndp_device/replicas/", ("ndp_device.protocol", "ndp_device.timing"), ()),
+    # who uses a transport knows its address only
+    ("ndp_device/", ("ndp_device.transport.zmq_both", "ndp_device.transport.zmq_client"), ("ndp_device/transport/",)),
+    ("vllm_ndp/", ("ndp_device.transport.zmq_both", "ndp_device.transport.zmq_client"), ()),
     # offline work: serving and replay read what it left behind
     ("ndp_device/", ("ndp_device.calibration",), ("ndp_device/calibration/",)),
     ("vllm_ndp/", ("ndp_device.calibration",), ("vllm_ndp/cli/quantize.py", "vllm_ndp/integration/host_replicas.py")),

@@ -11,7 +11,7 @@ import pytest
 from fuzzing.peers import Target, targets
 from paths import DATA
 
-CASES = {"handler": 60, "client": 40, "zmtp": 150}
+CASES = {"handler": 60, "client": 40}
 NAMES = {target.name: target for target in targets()}
 KEPT = sorted(path for path in (DATA / "fuzz").glob("*/*") if path.is_file())
 

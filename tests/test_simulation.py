@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 from paths import DATA
+from simulation import network
 from simulation.life import LOGGERS, History
 
 from ndp_device.handler import Handler
-from ndp_device.transport import zmq_client
-from ndp_device.transport.keys import AllowList
+from ndp_device.turns import Turns
 from vllm_ndp.device.client import DeviceClient
 
 FAILED_ONCE = [int(line.split()[0]) for line in (DATA / "simulation-seeds.txt").read_text().splitlines() if line]
@@ -42,9 +42,9 @@ def test_a_seed_is_one_history() -> None:
 
 
 MISTAKES: dict[str, tuple[object, str, Callable[..., object], tuple[str, ...]]] = {
-    "checksums are not looked at": (zmq_client, "require_intact", lambda *frames: None, ("flip",)),
+    "checksums are not looked at": (network, "require_intact", lambda *frames: None, ("flip",)),
     "plans are not installed again": (DeviceClient, "_next_of_plans", lambda client, connection: None, ()),
-    "any key is let in": (AllowList, "name", lambda allowed, key: "host", ()),
+    "requests outlive their hosts": (Turns, "forget", lambda turns, client: None, ()),
     "sessions outlive their hosts": (Handler, "forget", lambda handler, client: None, ()),
 }
 """What is wrong, where, instead of what; and the faults that show it, where a mix of all seldom does."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ndp_device import transport
 from ndp_device.errors import ConfigError
 from ndp_device.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
@@ -117,7 +118,8 @@ class NdpSettings:
     device_moves: int = 0
     """How many copies of experts a plan may move between several devices."""
     device_keys: str | tuple[str, ...] | None = None
-    """Of `devices`, the key files: one for all, or one for each."""
+    """Of `devices`, the key file of this host (`ndp-device keygen`), which every tcp address needs, or
+    `insecure-loopback` for a device that was started with --insecure-loopback: one for all, or one for each."""
     prices: str = "simulated"
     """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
     start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case."""
@@ -244,7 +246,7 @@ class NdpSettings:
 
     def _check_devices(self) -> None:
         for address in self.addresses:
-            if not address.startswith(("ipc://", "tcp://")):
+            if not transport.is_address(address):
                 raise ConfigError(
                     f"ndp setting 'devices' must be a number, or an ipc:// or tcp:// address, got {address!r}"
                 )
@@ -277,7 +279,7 @@ class NdpSettings:
             )
         if self.device_keys is None:
             return
-        if plain := [address for address in self.addresses or (EMBEDDED,) if not address.startswith("tcp://")]:
+        if plain := [one for one in self.addresses or (EMBEDDED,) if one == EMBEDDED or one.startswith("ipc://")]:
             raise ConfigError(
                 f"ndp setting 'devices' has keys, which have no effect on the device {plain[0]}: "
                 "keys are for tcp:// addresses"

@@ -116,7 +116,10 @@ class Session:
         self.require_greeting()
         if self.active is None or request.epoch != self.active.epoch:
             raise DeviceError(
-                "stale_epoch", f"epoch {self.active_epoch} is active, got {request.epoch}", retryable=True
+                "stale_epoch",
+                f"no plan of epoch {request.epoch} is active here, but that of epoch {self.active_epoch}: install and "
+                "activate it, then ask again",
+                retryable=True,
             )
         rows, hidden_size = x_shape
         if hidden_size != self.hidden_size or rows > MAX_TOKENS:

@@ -1,4 +1,4 @@
-"""Where a device listens, and who may go there. Knows files and names, no socket."""
+"""Where a device listens, and who may go there: names, files, owners and modes. Knows no socket."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 from ndp_device.errors import ConfigError
 
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing zero
+INSECURE_LOOPBACK = "insecure-loopback"
+"""Said in the place of a file of keys: whoever is on this machine may connect by tcp, and nothing is encrypted."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """ipc:///absolute/path, tcp://loopback:port, or with keys tcp://address:port."""
+    """ipc:///absolute/path, or tcp://address:port with keys."""
 
     text: str
     ipc_path: Path | None
 
     @classmethod
-    def parse(cls, text: str, *, has_keys: bool = False) -> Address:
-        """has_keys: both sides will show that they have the keys of keys.py, and encrypt."""
+    def parse(cls, text: str, *, has_keys: bool = False, insecure_loopback: bool = False) -> Address:
+        """has_keys: both sides show the keys of keys.py, and encrypt. insecure_loopback: loopback may do without."""
         scheme, separator, rest = text.partition("://")
         if separator and scheme == "ipc":
             if has_keys:
@@ -41,13 +43,15 @@ class Address:
             host, _, port = rest.rpartition(":")
             if _is_everywhere(host):
                 raise ConfigError(f"{text}: name the one address that hosts come to, such as 127.0.0.1 on loopback")
-            if not has_keys and not _is_loopback(host):
-                raise ConfigError(
-                    f"{text}: without keys tcp is not encrypted, so only loopback is allowed, such as 127.0.0.1; "
-                    "keys are made by `ndp-device keygen`"
-                )
             if not (port.isdecimal() and int(port) < 65536) and port != "*":
                 raise ConfigError(f"{text}: the port must be 0..65535, got {port!r}")
+            if insecure_loopback and not _is_loopback(host):
+                raise ConfigError(f"{text}: {INSECURE_LOOPBACK} is for loopback only, such as 127.0.0.1; use keys here")
+            if not has_keys and not insecure_loopback:
+                raise ConfigError(
+                    f"{text}: tcp needs keys, which `ndp-device keygen` makes; on loopback {INSECURE_LOOPBACK!r} may "
+                    "stand in their place (device: --insecure-loopback; host: device_keys, --key)"
+                )
             return cls(text, None)
         raise ConfigError(f"an address must look like ipc:///path or tcp://127.0.0.1:port, got {text!r}")
 
@@ -84,6 +88,14 @@ def require_private(path: Path) -> None:
     mode = path.lstat().st_mode
     if mode & 0o077:
         raise ConfigError(f"{path} must be closed to others, got mode {stat.filemode(mode)}")
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether the socket here is of a user that this one has no reason to believe; root may use anybody's."""
+    try:
+        return path.lstat().st_uid not in (os.geteuid(), 0) and os.geteuid() != 0
+    except OSError:  # none yet
+        return False
 
 
 def take(path: Path) -> int:

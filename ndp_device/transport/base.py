@@ -1,10 +1,13 @@
-"""What the host needs of a connection, and the connection that is none: a handler in the same process. No socket."""
+"""What host and device need of a transport, and the transport that is none: a handler in the same process. No socket.
+
+Who writes a transport of his own writes these two, and names them in an entry point (transport/__init__.py).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol import codec
@@ -13,6 +16,68 @@ from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
 
 _MAX_REPLIES = 64
+
+
+class Clock(Protocol):
+    """The standard library's `time` is one."""
+
+    def monotonic(self) -> float: ...
+
+    def monotonic_ns(self) -> int: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Received(NamedTuple):
+    """A request as it arrived; `damage` says what is wrong with it."""
+
+    client: bytes
+    frames: Frames
+    damage: str | None
+    seen_ns: int  # when this device first saw it
+    release: Callable[[], None] = lambda: None
+    """The frames are not needed any more: their memory may be written again."""
+
+
+class ServerTransport(Protocol):
+    """The device's end of all connections. A client is a name that the transport makes for one connection.
+
+    Frames come out checked, with their damage named, and go in without a checksum. Nothing here raises because of what
+    a peer did: a connection that is of no use ends, and `on_gone` says so from within `receive`.
+    """
+
+    on_gone: Callable[[bytes], None]
+
+    @property
+    def address(self) -> str:
+        """What hosts connect to."""
+        ...
+
+    def receive(self, timeout_ms: int) -> Sequence[Received]:
+        """What has arrived, some of it at least; nothing after timeout_ms. Who is served next is the caller's."""
+        ...
+
+    def send(self, client: bytes, frames: Frames) -> None:
+        """Never blocks; a client that is gone loses its answer, one that reads none loses its connection."""
+        ...
+
+    def with_checksum(self, client: bytes, frames: Frames) -> Frames:
+        """The frames as `send` would write them, for `send_as_is`."""
+        ...
+
+    def send_as_is(self, client: bytes, frames: Frames) -> None:
+        """Send frames that have their checksum, right or wrong: for failpoints."""
+        ...
+
+    def offer_memory(self, client: bytes) -> SlotOffer | None:
+        """Shared memory for this client; None where there is none."""
+        ...
+
+    def drop(self, client: bytes) -> None:
+        """End the connection: its host notices at once."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class ClientTransport(Protocol):

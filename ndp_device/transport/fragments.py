@@ -25,6 +25,9 @@ from ndp_device.transport import checksum
 SINCE = MAJOR << 8 | 1
 CUT_FROM_BYTES = 8 << 20  # measured: no gain below, see docs/protocol.md
 MIN_FRAGMENT_BYTES = 256 << 10
+MAX_FRAME_BYTES = 8 << 20
+"""Of any message on the socket: a body that is not cut is shorter, and MAX_FRAGMENTS of them hold the longest."""
+
 MAX_FRAGMENTS = 8
 """Of one message: what a queue must have room for."""
 

@@ -1,17 +1,16 @@
-"""Key pairs of devices and hosts as files, and the list of hosts that a device lets in.
+"""Key pairs of devices and hosts as zmq's own certificate files, and the list of hosts that a device lets in.
 
-    DIR/device.key          the device's pair; stays on the device's machine
-    DIR/allowed/NAME.pub    one public key per host that may come in; deleting the file revokes it
-    DIR/NAME.key            the host's pair and the device's public key: move it to the host, for `device_keys`
+    DIR/device.key_secret   the device's pair; stays on the device's machine
+    DIR/device.key          its public key: goes to every host
+    DIR/allowed/NAME.key    one public key per host that may come in; deleting the file revokes it
+    DIR/NAME.key_secret     the host's pair: move it to the host and lay device.key beside it
 
-Files with a secret have mode 0600 and are never replaced; wider ones are refused. Knows files and libsodium's key
-pairs, not how keys are used (curve.py).
+Files with a secret have mode 0600 and are never replaced; wider ones are refused. Keys are 40 characters of Z85, as
+libzmq takes them. Knows files; CURVE is libzmq's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import stat
@@ -19,37 +18,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
+from zmq.auth import create_certificates, load_certificate
+from zmq.utils import z85
 
-from ndp_device import strict_json
 from ndp_device.errors import ConfigError
-from ndp_device.transport.curve import load_sodium
 
 ALLOWED = "allowed"
 DEVICE = "device"
+_PUBLIC, _SECRET = ".key", ".key_secret"
 _MAX_HOSTS = 1024
-_T = TypeVar("_T")
+_MAX_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_HEX = re.compile(r"[0-9a-f]{64}")
 _LOOK_AGAIN_S = 0.5
-
-
-class _Pair(msgspec.Struct, forbid_unknown_fields=True):
-    public: str
-    secret: str
-    device: str = ""
-    """Of a host: the public key of the device it speaks to."""
-
-
-class _Public(msgspec.Struct, forbid_unknown_fields=True):
-    public: str
 
 
 @dataclass(frozen=True)
 class HostKeys:
-    """What a host needs to reach a device: its own pair, and the device's public key. 32 bytes each."""
+    """What a host needs to reach a device: its own pair, and the device's public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -57,15 +43,15 @@ class HostKeys:
 
     @classmethod
     def read(cls, path: Path) -> HostKeys:
-        pair = _read_pair(path)
-        if not pair.device:
+        if path.name == f"{DEVICE}{_SECRET}":
             raise ConfigError(f"{path} is a device's own key: give the file that keygen made for this host")
-        return cls(_bytes(path, pair.public), _bytes(path, pair.secret), _bytes(path, pair.device))
+        device = path.parent / f"{DEVICE}{_PUBLIC}"
+        return cls(*_read_pair(path), _read(device)[0])
 
 
 @dataclass(frozen=True)
 class DeviceKeys:
-    """A device's pair, and the directory whose files say who may come in. `is_allowed` looks there again and again."""
+    """A device's pair, and the directory whose files say who may come in. AllowList looks there again and again."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -73,9 +59,7 @@ class DeviceKeys:
 
     @classmethod
     def read(cls, directory: Path) -> DeviceKeys:
-        path = directory / f"{DEVICE}.key"
-        pair = _read_pair(path)
-        keys = cls(_bytes(path, pair.public), _bytes(path, pair.secret), directory / ALLOWED)
+        keys = cls(*_read_pair(directory / f"{DEVICE}{_SECRET}"), directory / ALLOWED)
         if not keys.allowed():
             raise ConfigError(
                 f"{keys.allowed_dir} allows no host: make one with `ndp-device keygen {directory} --host NAME`"
@@ -84,10 +68,8 @@ class DeviceKeys:
 
     def allowed(self) -> dict[bytes, str]:
         """Public key -> the host's name. Files that are no public keys allow nobody, and are named."""
-        found: dict[bytes, str] = {}
-        for path in sorted(self.allowed_dir.glob("*.pub"))[:_MAX_HOSTS]:
-            found[_bytes(path, _read(path, _Public).public)] = path.stem
-        return found
+        paths = sorted(self.allowed_dir.glob(f"*{_PUBLIC}"))[:_MAX_HOSTS]
+        return {_read(path)[0]: path.stem for path in paths}
 
 
 class AllowList:
@@ -108,64 +90,61 @@ class AllowList:
                 self._warn(f"nobody may come in: {error}")
         return self._hosts.get(key)
 
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What zmq.auth asks of a handshake."""
+        name = self.name(key)
+        if name is None:
+            self._warn(f"a host was refused: its key {key.decode()} is not allowed")
+        return name is not None
+
 
 def make_keys(directory: Path, host: str | None) -> list[Path]:
     """Make the device's pair, if there is none yet, and the pair of a host. Returns the files that were written."""
     host = host or "host"
     if not _NAME.fullmatch(host) or host == DEVICE:
         raise ConfigError(f"a host's name must be letters, digits, dots and dashes and not {DEVICE!r}, got {host!r}")
+    allowed = directory / ALLOWED
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (directory / ALLOWED).mkdir(mode=0o700, exist_ok=True)
-    written = []
-    device = directory / f"{DEVICE}.key"
-    if not device.exists():
-        written.append(_write_new(device, _new_pair()))
-    public = _read_pair(device).public
-    pair = _new_pair() | {"device": public}
-    written.append(_write_new(directory / f"{host}.key", pair))
-    written.append(_write_new(directory / ALLOWED / f"{host}.pub", {"public": pair["public"]}))
-    return written
+    allowed.mkdir(mode=0o700, exist_ok=True)
+    public = allowed / f"{host}{_PUBLIC}"
+    for path in (directory / f"{host}{_SECRET}", public):
+        if path.exists():
+            raise ConfigError(f"{path} exists and is not replaced: remove it, or choose another name")
+    written = [] if (directory / f"{DEVICE}{_SECRET}").exists() else _create(directory, DEVICE)
+    made, secret = _create(directory, host)
+    made.rename(public)
+    return [*written, public, secret]
 
 
-def _new_pair() -> dict[str, str]:
-    public, secret = load_sodium().crypto_box_keypair()
-    return {"public": public.hex(), "secret": secret.hex()}
-
-
-def _write_new(path: Path, contents: dict[str, str]) -> Path:
+def _create(directory: Path, name: str) -> list[Path]:
+    previous = os.umask(0o077)
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"{path} is there already and is not replaced: delete it, or name another host") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-    with open(handle, "w") as file:
-        json.dump(contents, file)
-        file.write("\n")
-        file.flush()
-        os.fsync(handle)
-    return path
+        return [Path(path) for path in create_certificates(directory, name)]
+    finally:
+        os.umask(previous)
 
 
-def _read_pair(path: Path) -> _Pair:
-    with contextlib.suppress(OSError):
+def _read_pair(path: Path) -> tuple[bytes, bytes]:
+    public, secret = _read(path)
+    status = path.stat()
+    if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{path} holds a secret and must be readable by you alone (mode 0600), got {stat.filemode(status.st_mode)}"
+        )
+    if secret is None:
+        raise ConfigError(f"{path} cannot be read as a key: it has no secret, give the file that ends in {_SECRET}")
+    return public, secret
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    try:
         status = path.stat()
-        if status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(
-                f"{path} holds a secret and must be readable by you alone (mode 0600), got "
-                f"{stat.filemode(status.st_mode)}"
-            )
-    return _read(path, _Pair)
-
-
-def _read(path: Path, kind: type[_T]) -> _T:
-    try:
-        return strict_json.read(path, kind, at_most=4096)
-    except (OSError, strict_json.Refused) as error:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+            raise ValueError(f"it must be a file of at most {_MAX_BYTES} bytes")
+        public, secret = load_certificate(path)
+        for key in (public, secret):
+            if key is not None and (len(key) != 40 or len(z85.decode(key)) != 32):
+                raise ValueError("a key has 40 characters of Z85")
+    except (OSError, ValueError, KeyError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"{path} cannot be read as a key that `ndp-device keygen` made: {error}") from None
-
-
-def _bytes(path: Path, text: str) -> bytes:
-    if not _HEX.fullmatch(text):
-        raise ConfigError(f"{path} cannot be read as a key: a key has 64 hex digits")
-    return bytes.fromhex(text)
+    return public, secret

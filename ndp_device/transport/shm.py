@@ -169,9 +169,9 @@ class ShmChannel:
         if not self._closed:
             self.ring.awake()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
+    def is_intact(self) -> bool:
+        """Whether the counters that this side alone writes are what it wrote."""
+        return bool(self.ring.is_intact())
 
     def close(self) -> None:
         self._closed = True

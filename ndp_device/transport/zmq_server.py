@@ -1,224 +1,254 @@
-"""The device's end: any number of hosts, one request at a time, whoever was served least comes next.
+"""The device's end: a ROUTER of libzmq, and shared memory beside it (shm.py) for hosts of this machine.
 
-Every host has one connection (connections.py). Between processes of one machine the frames may lie in shared memory
-instead (shm.py); then the socket carries the doorbell that wakes a sleeper, and every message the memory cannot take.
+Between processes of one machine the frames may lie in shared memory instead; then the socket carries the doorbell that
+wakes a sleeper, and every message the memory cannot take. Connections, handshakes, queues, sizes and CURVE are
+libzmq's. What libzmq leaves open is done here: a peer is known by the descriptor that its messages came through, so
+that its connection can be ended and its end is noticed.
 
-Knows which of the requests that wait is next, and when to spin, to sleep and to look at sockets. What all peers
-together may cost is bounded elsewhere: connections and held bytes in connections.py, time in strangers.py, the order
-in which peers give way in peers.py. docs/protocol.md, "Limits", lists the numbers.
+Knows checksums and fragments; not whose request is next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import os
+import socket
+import stat
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from ndp_device.errors import RemoteProtocolError
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from ndp_device.errors import ConfigError, RemoteProtocolError
+from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum, shm
-from ndp_device.transport.connection import DOORBELL, Connection, Received
-from ndp_device.transport.connections import Connections
-from ndp_device.transport.keys import DeviceKeys
-from ndp_device.transport.peers import Peer, Rank, others_compute
-from ndp_device.transport.strangers import PAUSE_NS, StrangersTime
-from ndp_device.transport.system import SYSTEM, DeviceSystem
+from ndp_device.transport import checksum, fragments, shm, sockets
+from ndp_device.transport.address import Address, make_private, require_private, take
+from ndp_device.transport.base import Received
+from ndp_device.transport.keys import AllowList, DeviceKeys
+from ndp_device.transport.shm import ShmChannel
 
-_LITTLE_UNREAD_BYTES = 1 << 20
-_NEWCOMER_NS = 1_000_000  # is taken as served already, so that many new connections gain nothing
-_SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its sockets
-_HEARTBEAT_S = 0.2  # how long a computation may last before another thread looks after the sockets
+MAX_CONNECTIONS = 256
+MAX_FRAMES = 4
+"""Of one message: two or three are meant, one more is answered by a sentence, more end the connection."""
+
+_RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
+_SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
+_AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
+_HALF_NS = 10_000_000_000  # within which a message in fragments must be here
+_CHECK_NS = 500_000_000
+_SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
+_FLUSH_MS = 500
+_KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to use its memory for the first time
+_ASLEEP_NS = 300_000_000_000
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _log = logging.getLogger(__name__)
 
 
+class _Peer:
+    """A host that has sent something."""
+
+    def __init__(self, name: bytes, fd: int, key: bytes) -> None:
+        self.name, self.fd, self.key = name, fd, key
+        self.version = 0  # that its messages show
+        self.joining: fragments.Joining | None = None
+        self.began_ns = 0  # the message in fragments
+        self.channel: ShmChannel | None = None
+        self.is_lent = False  # a message of the ring is being served where it lies
+        self.used_ns = 0  # the ring
+
+
 class ZmqServer:
-    """The device's end: receives frames from any client, answers one client by its name."""
+    """A ServerTransport (base.py). Not for several threads."""
 
-    def __init__(self, address: str, keys: DeviceKeys | None = None, *, system: DeviceSystem = SYSTEM) -> None:
+    def __init__(self, address: Address, keys: DeviceKeys | None = None) -> None:
         """keys: only hosts that have the right ones come in, and everything is encrypted."""
-        self._clock = system.clock
-        self.on_gone: Callable[[bytes], None] = lambda client: None  # called by `receive`
-        self._spent_ns = 0.0  # the start tag of the request that is or was being served
-        self._taking_ns = 0  # processor time that it took to take the request of a stranger
-        self._stranger_was_last = False
+        self.on_gone: Callable[[bytes], None] = lambda client: None
+        self._path = address.ipc_path
+        self._open: dict[int, int] = {}  # descriptor -> when something was heard of it
+        self._peers: dict[bytes, _Peer] = {}
+        self._names: dict[int, bytes] = {}  # descriptor -> the peer behind it
+        self._gone: list[bytes] = []
+        self._num_cut = 0
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
-        self._active_ns = 0
-        self._looked_ns = self._clock.monotonic_ns()
-        self._looks_soon = False  # the serving loop itself
-        self._closed = threading.Event()
-        self._strangers = StrangersTime()
-        self._connections = Connections(address, keys, self._strangers, self._newcomer, system)
-        self._peers, self._turn = self._connections.peers, self._connections.turn
-        system.run_beside(self._heartbeat)
+        self._active_ns = self._looked_ns = self._checked_ns = 0
+        self._lock: int | None = None
+        self._is_bound = False
+        self._authenticator: ThreadAuthenticator | None = None
+        self._allowed = None if keys is None else AllowList(keys, _log.warning)
+        sockets.allow_many_descriptors()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        try:
+            self._bind(address, keys)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _newcomer(self, name: bytes, connection: Connection) -> Peer:
-        return Peer(name, connection, self._spent_ns + _NEWCOMER_NS)
+    # -- in ------------------------------------------------------------------------------------------------------
 
-    # -- what the serving loop uses ------------------------------------------------------------------------------
+    def receive(self, timeout_ms: int) -> list[Received]:
+        """What has arrived. While requests come by memory, a look at the socket before each would cost too much."""
+        now = time.monotonic_ns()
+        arrived = self._from_rings(now)
+        if now - self._looked_ns > _SPIN_SLICE_NS or now - self._active_ns > self._spinner.spin_ns:
+            self._look(now, arrived)
+        while self._gone:
+            self.on_gone(self._gone.pop())
+        if arrived or not timeout_ms:
+            return arrived
+        return self._spin() or self._sleep(timeout_ms)
 
-    @property
-    def address(self) -> str:
-        """What hosts connect to."""
-        return self._connections.address
+    def _look(self, now_ns: int, arrived: list[Received]) -> None:
+        """Take what the socket has, in a bounded number of messages."""
+        self._looked_ns = now_ns
+        self._watch()
+        for _ in range(_AT_ONCE):
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                break
+            if received := self._from_socket(now_ns):
+                arrived.append(received)
+        if now_ns - self._checked_ns > _CHECK_NS:
+            self._check(now_ns)
 
-    @property
-    def num_waiting(self) -> int:
-        return self._connections.num_waiting
-
-    def receive(self, timeout_ms: int) -> Received | None:
-        """The next request, or None after timeout_ms. Frames are whatever was sent, at most zmtp.MAX_FRAMES."""
-        connections = self._connections
-        now = self._looked_ns = self._clock.monotonic_ns()
-        received: Received | None = None
-        # While requests come by memory, a look at the sockets before each would cost more than the request.
-        hot = (
-            timeout_ms
-            and now - self._active_ns < self._spinner.spin_ns
-            and now - connections.polled_ns < _SPIN_SLICE_NS
-        )
-        if not hot or connections.num_waiting:
-            with self._turn:
-                connections.look()
-                while connections.gone:
-                    self.on_gone(connections.gone.popleft())
-                received = self._next()
-        if received is None and timeout_ms:
-            self._looks_soon = True
-            try:
-                received = self._spin()
-                end_s = self._clock.monotonic() + timeout_ms / 1e3 if received is None else 0.0
-                while received is None and (left_s := end_s - self._clock.monotonic()) > 0:
-                    received = self._sleep(left_s)
-            finally:
-                self._looked_ns = self._clock.monotonic_ns()
-                self._looks_soon = False
-        return received
-
-    def served(self, client: bytes, cost_ns: int, *, computed: bool, greeted: bool, busy_ns: int | None = None) -> None:
-        """How long the request last received took, and what it showed of its peer.
-
-        busy_ns: of processor time, None = all of it. A stranger is charged for that: on a machine that others use, too,
-        time on the wall would keep newcomers out for as long as it is busy.
-        """
-        now = self._clock.monotonic_ns()
-        peer = self._peers.get(client)
-        if computed or (peer is not None and peer.rank is Rank.COMPUTES):
-            self._strangers.host_served_ns = now
+    def _from_socket(self, now_ns: int) -> Received | None:
+        first: zmq.Frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        frames: list[codec.Buffer] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(copy=False)
+            if len(frames) <= MAX_FRAMES:
+                frames.append(sockets.content(frame))
+        peer = self._peers.get(first.bytes) or self._meet(first)
         if peer is None:
-            return
-        peer.spent_ns, peer.was_served, peer.turn_ns = self._spent_ns + cost_ns, True, now
-        if computed:
-            peer.rank, peer.computed_ns = Rank.COMPUTES, now
-        elif greeted:
-            peer.rank = max(peer.rank, Rank.GREETED)
-        if peer.rank < Rank.COMPUTES:
-            self._strangers.charge(self._taking_ns + (cost_ns if busy_ns is None else busy_ns), now)
+            return None  # its connection has ended meanwhile: nobody would read an answer
+        self._open[peer.fd] = now_ns
+        if len(frames) > MAX_FRAMES:
+            self._end(peer, f"a message may have {MAX_FRAMES} frames")
+            return None
+        return self._message(peer, frames, now_ns)
 
-    def others_compute(self, client: bytes) -> bool:
-        """Whether another host than this one has computed lately, and so is likely to wait for what is done now."""
-        return others_compute(self._peers.values(), client, self._clock.monotonic_ns() - PAUSE_NS)
+    def _message(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
+        if fragments.is_fragment(frames):
+            return self._join(peer, frames, now_ns)
+        peer.joining = None
+        if frames == sockets.DOORBELL and peer.channel is not None:
+            if not peer.channel.is_intact():
+                self._end(peer, "its shared memory was written over")
+            return None
+        damage = checksum.damage(frames[0], frames[1]) if len(frames) == 2 else None
+        if len(frames) == 2 and damage is None:
+            peer.version = codec.peek_version(frames[0])
+        return Received(peer.name, frames, damage, now_ns)
 
-    def offer_memory(self, client: bytes) -> SlotOffer | None:
-        """A segment for this client, used in both directions as soon as the client has used it once."""
-        with self._turn:
-            peer = self._peers.get(client)
-            return None if peer is None else self._connections.share_memory(peer)
+    def _join(self, peer: _Peer, frames: Frames, now_ns: int) -> Received | None:
+        try:
+            if peer.joining is None or fragments.begins(frames):
+                peer.joining = None
+                peer.joining, peer.began_ns = fragments.Joining(frames), now_ns
+            elif (message := peer.joining.add(frames)) is not None:
+                peer.joining, peer.version = None, codec.peek_version(message[0])
+                return Received(peer.name, message, None, now_ns)
+        except RemoteProtocolError as error:
+            joining, peer.joining = peer.joining, None
+            return Received(peer.name, (joining.header if joining is not None else b"", b""), str(error), now_ns)
+        return None
+
+    def _from_rings(self, now_ns: int) -> list[Received]:
+        """One message of each ring: the next one of it comes when this one was served."""
+        arrived = []
+        for peer in self._peers.values():
+            channel = peer.channel
+            if channel is not None and not peer.is_lent and channel.ring.readable():
+                try:
+                    taken = channel.take()
+                except (RemoteProtocolError, MemoryError) as error:
+                    self._end(peer, str(error))
+                    break  # of a dictionary that may have changed
+                if taken is not None:
+                    arrived.append(self._from_memory(peer, channel, taken, now_ns))
+        return arrived
+
+    def _from_memory(self, peer: _Peer, channel: ShmChannel, taken: shm.Taken, now_ns: int) -> Received:
+        header, body, intact = taken
+        channel.has_spoken = peer.is_lent = True
+        peer.used_ns = self._active_ns = now_ns
+
+        def release() -> None:
+            peer.is_lent = False
+            channel.release()
+
+        damage = None if intact else checksum.damage(header, shm.checked_part(body))
+        return Received(peer.name, (header, body), damage, now_ns, release)
+
+    # -- until there is something --------------------------------------------------------------------------------
+
+    def _spin(self) -> list[Received]:
+        """A client that was served within the last milliseconds is likely to ask again before it could ring."""
+        channels = [
+            peer.channel for peer in self._peers.values() if peer.channel is not None and peer.channel.has_spoken
+        ]
+        arrived: list[Received] = []
+        while channels and time.monotonic_ns() - self._active_ns < self._spinner.spin_ns and not self._spinner.is_calm:
+            seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
+            now = time.monotonic_ns()
+            if seen:
+                arrived = self._from_rings(now)
+            if not seen or now - self._looked_ns > _SPIN_SLICE_NS:
+                self._look(now, arrived)
+            if arrived or self._gone:
+                break
+        return arrived
+
+    def _sleep(self, timeout_ms: int) -> list[Received]:
+        channels = [peer.channel for peer in self._peers.values() if peer.channel is not None]
+        polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
+        polled += [(channel.doorbell, zmq.POLLIN) for channel in channels]
+        are_empty = [channel.prepare_sleep() for channel in channels]  # all of them are to ring
+        if all(are_empty):
+            zmq.zmq_poll(polled, timeout_ms)
+        for channel in channels:
+            channel.awake()
+        now = time.monotonic_ns()
+        arrived = self._from_rings(now)
+        self._look(now, arrived)
+        return arrived
+
+    # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, client: bytes, frames: Frames) -> None:
-        """Write the checksum and send. Never blocks; a client that is gone loses its answer."""
-        with self._turn:
-            peer = self._peers.get(client)
-            if peer is None or self._to_memory(peer, frames, writes_checksum=True):
-                return
-            self._connections.do(peer, peer.connection.send, frames)
-            if peer.connection.unread_bytes > _LITTLE_UNREAD_BYTES:
-                self._connections.bound_memory()  # its requests may have come by memory, where nothing is counted
+        self._send(client, frames, writes_checksum=True)
+
+    def send_as_is(self, client: bytes, frames: Frames) -> None:
+        self._send(client, frames, writes_checksum=False)
 
     def with_checksum(self, client: bytes, frames: Frames) -> Frames:
-        """The frames as `send` would write them, for `send_as_is`."""
         header, body = frames
         peer = self._peers.get(client)
         in_memory = peer is not None and peer.channel is not None and peer.channel.has_spoken
         return checksum.write(header, shm.checked_part(body) if in_memory else body), body
 
-    def send_as_is(self, client: bytes, frames: Frames) -> None:
-        """Send frames that have their checksum, right or wrong: for failpoints."""
-        with self._turn:
-            peer = self._peers.get(client)
-            if peer is None or self._to_memory(peer, frames, writes_checksum=False):
-                return
-            self._connections.do(peer, peer.connection.send_as_is, frames)
+    def _send(self, client: bytes, frames: Frames, *, writes_checksum: bool) -> None:
+        peer = self._peers.get(client)
+        if peer is None or self._to_memory(peer, frames, writes_checksum=writes_checksum):
+            return
+        if len(frames) != 2 or not fragments.must_cut(frames[1], peer.version):
+            if writes_checksum:
+                frames = checksum.write(*frames), frames[1]
+            self._to_socket(peer, frames)
+            return
+        self._num_cut += 1
+        for fragment in fragments.cut(self._num_cut, *frames, writes_checksum=writes_checksum):
+            self._to_socket(peer, fragment)
 
-    def drop(self, client: bytes) -> None:
-        """End the connection: its host notices at once."""
-        with self._turn:
-            if peer := self._peers.get(client):
-                self._connections.drop(peer)
-
-    def close(self) -> None:
-        """Send what can be sent within half a second, then end every connection."""
-        self._closed.set()
-        with self._turn:
-            self._connections.close()
-
-    # -- which request is next -----------------------------------------------------------------------------------
-
-    def _next(self) -> Received | None:
-        """The request of the host that has the least of the device's time so far; or a stranger's, in their part.
-
-        Strangers come in turns, those that said Hello first: to count what each has had would be of no use, since who
-        comes anew has had nothing.
-        """
-        now = 0
-        best: Peer | None = None
-        for peer in self._peers.values():
-            if peer.rank is Rank.COMPUTES and peer.is_waiting:
-                now = now or self._clock.monotonic_ns()
-                peer.note_ring(now)
-                if best is None or peer.spent_ns < best.spent_ns:
-                    best = peer
-        begun_ns = 0
-        if len(self._peers) > 1 or best is None:
-            now = now or self._clock.monotonic_ns()
-            were_last = self._stranger_was_last
-            if self._strangers.have_the_turn(now, others_wait=best is not None, were_last=were_last):
-                begun_ns = self._clock.thread_time_ns()
-                strangers = [peer for peer in self._peers.values() if peer.rank < Rank.COMPUTES and peer.is_waiting]
-                if strangers:
-                    best = min(strangers, key=lambda peer: peer.place_among_strangers)
-                    best.note_ring(now)
-        if best is None:
-            return None
-        self._stranger_was_last = best.rank < Rank.COMPUTES
-        self._spent_ns = best.spent_ns = max(best.spent_ns, self._spent_ns)
-        best.connection.heard_ns = now
-        received = self._from_memory(best, now) if best.channel is not None else None
-        if received is None and best.connection.waiting:
-            received = self._connections.do(best, best.connection.take)
-        self._taking_ns = self._clock.thread_time_ns() - begun_ns if self._stranger_was_last else 0
-        return received
-
-    def _from_memory(self, peer: Peer, now_ns: int) -> Received | None:
-        channel = peer.channel
-        assert channel is not None
-        try:
-            taken = channel.take()
-        except (RemoteProtocolError, MemoryError) as error:
-            _log.warning("a host damaged its shared memory and is sent away: %s", error)
-            self._connections.drop(peer)
-            return None
-        if taken is None:
-            return None
-        seen_ns, peer.ring_seen_ns = peer.ring_seen_ns or now_ns, 0
-        channel.has_spoken = True
-        self._active_ns = now_ns
-        header, body, intact = taken
-        damage = None if intact else checksum.damage(header, shm.checked_part(body))
-        return Received(peer.name, (header, body), damage, seen_ns, channel)
-
-    def _to_memory(self, peer: Peer, frames: Frames, *, writes_checksum: bool) -> bool:
+    def _to_memory(self, peer: _Peer, frames: Frames, *, writes_checksum: bool) -> bool:
         """False: the message must take the socket."""
         channel = peer.channel
         if channel is None or not channel.has_spoken or len(frames) != 2:
@@ -226,73 +256,186 @@ class ZmqServer:
         try:
             sent = channel.put(frames, writes_checksum=writes_checksum)
         except RemoteProtocolError as error:
-            _log.warning("a host damaged its shared memory and is sent away: %s", error)
-            self._connections.drop(peer)
+            self._end(peer, str(error))
             return True
         if sent is shm.Put.DOORBELL:
-            self._connections.do(peer, peer.connection.send_message, (DOORBELL,))
+            self._to_socket(peer, sockets.DOORBELL)
         return sent is not shm.Put.REFUSED
 
-    # -- until there is one --------------------------------------------------------------------------------------
+    def _to_socket(self, peer: _Peer, frames: Frames) -> None:
+        try:
+            sockets.send(self._socket, [peer.name, *frames])
+        except zmq.Again:
+            self._end(peer, "it leaves its answers unread")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(peer)
 
-    def _spin(self) -> Received | None:
-        """A client that was served within the last milliseconds is likely to ask again before it could ring."""
-        channels = [
-            peer.channel
-            for peer in self._peers.values()
-            if peer.channel is not None
-            and peer.channel.has_spoken
-            and (peer.rank is Rank.COMPUTES or self._strangers.may_be_served(self._clock.monotonic_ns()))
-        ]
-        while (
-            channels
-            and self._clock.monotonic_ns() - self._active_ns < self._spinner.spin_ns
-            and not self._spinner.is_calm
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def drop(self, client: bytes) -> None:
+        if peer := self._peers.get(client):
+            self._end(peer, "what it asked could not be answered")
+
+    def _meet(self, frame: zmq.Frame) -> _Peer | None:
+        """Who sends for the first time; None: its connection has ended."""
+        self._watch()  # first: its descriptor may have had another owner a moment ago
+        fd = int(frame.get(zmq.SRCFD))
+        if fd not in self._open:
+            return None
+        if former := self._peers.get(self._names.get(fd, b"")):
+            self._forget(former)  # its descriptor has got another owner
+        key = str(frame.get("User-Id")).encode() if self._allowed is not None else b""
+        peer = self._peers[frame.bytes] = _Peer(frame.bytes, fd, key)
+        self._names[fd] = peer.name
+        return peer
+
+    def _watch(self) -> None:
+        """Note which connections were made and which have ended."""
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            fd = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._make_room()
+                self._open[fd] = time.monotonic_ns()
+            else:
+                self._open.pop(fd, None)
+            if peer := self._peers.get(self._names.get(fd, b"")):
+                self._forget(peer)
+
+    def _make_room(self) -> None:
+        """For a new connection: of those that never said anything the one that is silent longest ends, else of all."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            fd = min(self._open, key=lambda fd: (fd in self._names, self._open[fd]))
+            _log.warning("more than %d connections: the one that was silent longest is ended", MAX_CONNECTIONS)
+            self._shut(fd)
+
+    def _check(self, now_ns: int) -> None:
+        """End what takes too long, and who may not be here any more."""
+        self._checked_ns = now_ns
+        for peer in list(self._peers.values()):
+            if self._allowed is not None and self._allowed.name(peer.key) is None:
+                self._end(peer, "its key is no longer allowed")
+            elif peer.joining is not None and now_ns - peer.began_ns > _HALF_NS:
+                self._end(peer, "it did not end its message")
+
+    def _end(self, peer: _Peer, reason: str) -> None:
+        _log.warning("a host was sent away: %s", reason)
+        self._shut(peer.fd)
+        self._forget(peer)
+
+    def _shut(self, fd: int) -> None:
+        """libzmq has no call to end one connection of a ROUTER; the system has."""
+        self._open.pop(fd, None)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.pop(peer.name, None) is None:
+            return
+        if self._names.get(peer.fd) == peer.name:
+            del self._names[peer.fd]
+        _close_channel(peer)
+        self._gone.append(peer.name)
+
+    # -- shared memory -------------------------------------------------------------------------------------------
+
+    def offer_memory(self, client: bytes) -> SlotOffer | None:
+        peer = self._peers.get(client)
+        if peer is None or self._path is None:
+            return None
+        _close_channel(peer)
+        if not self._make_room_for_segment():
+            return None
+        peer.channel, peer.used_ns = ShmChannel.create(), time.monotonic_ns()
+        return None if peer.channel is None else peer.channel.offer
+
+    def _make_room_for_segment(self) -> bool:
+        """False: every segment is used, or was given away a moment ago. Who loses one notices and may ask anew."""
+        owners = [peer for peer in self._peers.values() if peer.channel is not None]
+        if len(owners) < shm.MAX_CHANNELS:
+            return True
+        now = time.monotonic_ns()
+        idle = [peer for peer in owners if now - peer.used_ns > (_ASLEEP_NS if _has_spoken(peer) else _KEEP_MEMORY_NS)]
+        if idle:
+            self._end(min(idle, key=lambda peer: peer.used_ns), "others want its shared memory, which it does not use")
+        return bool(idle)
+
+    # -- the listening socket ------------------------------------------------------------------------------------
+
+    def _bind(self, address: Address, keys: DeviceKeys | None) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, _SEND_QUEUE),
+            (zmq.RCVHWM, _RECEIVE_QUEUE),
+            (zmq.MAXMSGSIZE, fragments.MAX_FRAME_BYTES),
+            (zmq.HANDSHAKE_IVL, sockets.HANDSHAKE_MS),
+            (zmq.BACKLOG, MAX_CONNECTIONS),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.IPV6, int("[" in address.text)),
+            *sockets.KEEPALIVE,
         ):
-            seen = self._spinner.spin(channels, _SPIN_SLICE_NS)
-            with self._turn:
-                # what was seen may be a stranger's, whose turn has not come: others must not wait for that
-                if not seen or self._clock.monotonic_ns() - self._connections.polled_ns > _SPIN_SLICE_NS:
-                    self._connections.look()
-                if received := self._next():
-                    return received
-            channels = [channel for channel in channels if not channel.is_closed]
-        return None
+            self._socket.setsockopt(option, value)
+        if keys is not None:
+            self._authenticate(keys)
+        if self._path is not None:
+            self._take(self._path)
+            for user in {os.geteuid(), 0}:  # whatever the path's mode says
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, user)
+        previous = os.umask(0o077)
+        try:
+            self._socket.bind(address.text.replace("tcp://localhost:", "tcp://127.0.0.1:"))
+            self._is_bound = True
+            if self._path is not None:
+                require_private(self._path)
+        except zmq.ZMQError as error:
+            used = error.errno == zmq.EADDRINUSE
+            reason = "another process listens there" if used else os.strerror(error.errno or 0)
+            raise ConfigError(f"cannot listen on {address.text}: {reason}; choose another address") from None
+        finally:
+            os.umask(previous)
 
-    def _sleep(self, timeout_s: float) -> Received | None:
-        connections, strangers = self._connections, self._strangers
-        with self._turn:
-            may_strangers, ready = strangers.may_be_served(self._clock.monotonic_ns()), True
-            channels = []
-            for peer in self._peers.values():
-                if peer.channel is not None:
-                    channels.append(peer.channel)
-                    is_empty = peer.channel.prepare_sleep()
-                    ready = ready and (is_empty or (peer.rank < Rank.COMPUTES and not may_strangers))
-            if connections.has_bytes_to_parse:
-                ready = False
-            if any(peer.is_waiting for peer in self._peers.values()):  # strangers whose turn has not come
-                timeout_s = min(timeout_s, max(strangers.serves_from_ns - self._clock.monotonic_ns(), 0) / 1e9)
-            if (again_ns := connections.looks_again_ns) is not None:
-                timeout_s = min(timeout_s, max(again_ns - self._clock.monotonic_ns(), 0) / 1e9)
-        connections.look(timeout_s if ready else 0.0)
-        with self._turn:
-            for channel in channels:
-                channel.awake()
-            return self._next()
+    def _take(self, path: Path) -> None:
+        make_private(path.parent)
+        self._lock = take(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"{path} is not a socket and will not be replaced; choose another address")
 
-    # -- beside a computation ------------------------------------------------------------------------------------
+    def _authenticate(self, keys: DeviceKeys) -> None:
+        """CURVE by libzmq; who may come in is asked of the list of keys, by ZAP."""
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=self._allowed)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
 
-    def _heartbeat(self) -> None:
-        """While a computation lasts, another thread accepts, reads, writes and answers PING, as libzmq's would."""
-        while not self._closed.wait(_HEARTBEAT_S):
-            while self._loop_is_late():
-                with contextlib.suppress(ValueError, OSError):  # closed meanwhile
-                    self._connections.wait(_HEARTBEAT_S / 10)  # only to wake up: what is true is asked under the lock
-                with self._turn:
-                    if self._loop_is_late():
-                        self._connections.look()
+    def close(self) -> None:
+        """Send what can be sent within half a second, then end every connection."""
+        if self._socket.closed:
+            return
+        for peer in self._peers.values():
+            _close_channel(peer)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=_FLUSH_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        if self._lock is not None:
+            if self._path is not None and self._is_bound:
+                self._path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
 
-    def _loop_is_late(self) -> bool:
-        late = self._clock.monotonic_ns() - self._looked_ns > _HEARTBEAT_S * 1e9
-        return late and not self._looks_soon and not self._closed.is_set()
+
+def _has_spoken(peer: _Peer) -> bool:
+    return peer.channel is not None and peer.channel.has_spoken
+
+
+def _close_channel(peer: _Peer) -> None:
+    if peer.channel is not None:
+        peer.channel.close()
+        peer.channel = None
+        peer.is_lent = False

@@ -31,7 +31,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.timing.spec import load_hardware
-from ndp_device.transport import checksum, fragments, zmtp
+from ndp_device.transport import checksum, fragments
 
 Run = Callable[[bytes], None]
 
@@ -99,32 +99,6 @@ def _run_decode(decode: Callable[[bytes, bytes], Any], data: bytes) -> None:
     for values in tensors.values():
         assert values.nbytes <= len(body)
         assert values.size == 0 or values.reshape(-1)[-1] is not None
-
-
-def _zmtp_seeds() -> list[bytes]:
-    frames = [b"".join(bytes(part) for part in zmtp.encoded(vector)) for vector in golden().values()]
-    ping = b"\x04\x07\x04PING\x00\x00"
-    return [zmtp.GREETING + zmtp.READY + frame for frame in (*frames, ping, b"".join(frames) + ping)]
-
-
-def _run_zmtp(data: bytes) -> None:
-    """In pieces whose sizes are taken from the input, as a network would cut it."""
-    reader, at, step = zmtp.Reader(), 0, 1 + data[-1] if data else 1
-    try:
-        while at < len(data):
-            room = reader.buffer()
-            count = min(step, len(room), len(data) - at)
-            room[:count] = data[at : at + count]
-            reader.filled(count)
-            at += count
-            more = True
-            while more:
-                message, more = reader.next()
-                assert message is None or len(message) <= zmtp.MAX_FRAMES
-            assert reader.held_bytes <= len(data)
-            assert len(reader.replies) <= len(data) + len(zmtp.READY)
-    except RemoteProtocolError:
-        return
 
 
 def _fragment_seeds() -> list[bytes]:
@@ -297,7 +271,6 @@ def targets() -> list[Target]:
     return [
         Target("codec-request", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_request)),
         Target("codec-reply", vectors, mutated_frames, functools.partial(_run_decode, codec.decode_reply)),
-        Target("zmtp", _zmtp_seeds, mutated_bytes, _run_zmtp),
         Target("fragments", _fragment_seeds, mutated_bytes, _run_fragments),
         Target("handler", _handler_seeds, _mutated_conversation, _run_handler),
         Target("client", _client_seeds, _mutated_answer, _run_client),

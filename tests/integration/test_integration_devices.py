@@ -418,15 +418,16 @@ def test_keys_that_are_missing_wrong_or_open_to_others_are_refused_in_one_senten
     behind_keys: tuple[str, Path], tmp_path: Path
 ):
     address, keys = behind_keys
-    assert "the device wants keys" in refusal(address)
+    assert "tcp needs keys" in refusal(address)
+    assert "the device wants keys" in refusal(address, keys=Path("insecure-loopback"))
     make_keys(tmp_path / "other", "me")
-    assert "its key is another one" in refusal(address, keys=tmp_path / "other" / "me.key")
+    assert "its key is another one" in refusal(address, keys=tmp_path / "other" / "me.key_secret")
     make_keys(keys, "stranger")
-    (keys / "allowed" / "stranger.pub").unlink()
-    assert "does not allow this host's key" in refusal(address, keys=keys / "stranger.key")
-    (keys / "stranger.key").chmod(0o644)
-    assert "0600" in refusal(address, keys=keys / "stranger.key")
-    assert str(tmp_path / "absent.key") in refusal(address, keys=tmp_path / "absent.key")
+    (keys / "allowed" / "stranger.key").unlink()
+    assert "does not allow this host's key" in refusal(address, keys=keys / "stranger.key_secret")
+    (keys / "stranger.key_secret").chmod(0o644)
+    assert "0600" in refusal(address, keys=keys / "stranger.key_secret")
+    assert str(tmp_path / "absent.key_secret") in refusal(address, keys=tmp_path / "absent.key_secret")
 
 
 @pytest.mark.parametrize(

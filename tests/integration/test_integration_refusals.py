@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -400,7 +401,9 @@ def test_a_second_device_on_the_same_address_is_refused(device: DeviceProcess):
 def test_a_tcp_address_in_use_is_refused():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
-        second = run_program(BIN / "ndp-device", "serve", "--address", f"tcp://127.0.0.1:{port}", MODEL)
+        second = run_program(
+            BIN / "ndp-device", "serve", "--insecure-loopback", "--address", f"tcp://127.0.0.1:{port}", MODEL
+        )
     assert second.returncode == 2
     assert "another process listens there; choose another address" in second.stderr
 
@@ -408,9 +411,9 @@ def test_a_tcp_address_in_use_is_refused():
 @contextmanager
 def foreign_device(major: int) -> Iterator[str]:
     """A real socket that answers every Hello with a Welcome of protocol `major`.0, sealed as that version would."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, tempfile.TemporaryDirectory() as folder:
         router.linger = 0
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+        router.bind(f"ipc://{folder}/device")
         stop = threading.Event()
 
         def answer() -> None:
@@ -439,7 +442,7 @@ def foreign_device(major: int) -> Iterator[str]:
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            yield f"tcp://127.0.0.1:{port}"
+            yield f"ipc://{folder}/device"
         finally:
             stop.set()
             thread.join()

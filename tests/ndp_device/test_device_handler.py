@@ -33,7 +33,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from ndp_device.transport import checksum
-from ndp_device.transport.connection import Received
+from ndp_device.transport.base import Received
 from ndp_device.widths import PLAN_BITS
 
 

@@ -29,8 +29,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.transport.address import Address
-from ndp_device.transport.zmq_client import ZmqTransport
-from ndp_device.transport.zmq_server import ZmqServer
+from ndp_device.transport.zmq_both import connect, listen
 from ndp_device.widths import PLAN_BITS
 
 pytestmark = pytest.mark.slow  # together: each test starts programs
@@ -119,7 +118,6 @@ def test_a_serving_device_has_no_torch_and_no_vllm_in_it(address: str, model_dir
         assert last_line(run("verify", address).stdout)["ok"] is True
         assert last_line(run("describe", address, *PATIENT).stdout)["foreign_modules"] == []
         mapped = Path(f"/proc/{process.pid}/maps").read_text()
-        assert "libzmq" not in mapped  # transport/zmtp.py says why
         assert "libtorch" not in mapped
         assert "/vllm/" not in mapped
 
@@ -139,7 +137,9 @@ def test_a_replica_directory_is_verified_without_a_device(replicas_dir: Path, tm
 
 def test_a_second_device_on_one_path_is_refused_with_the_pid_of_the_first(address: str, model_dir: Path) -> None:
     with serving(address, str(model_dir)) as (process, ready):
-        assert f"pid {process.pid} already listens" in refused("serve", str(model_dir), "--address", address)
+        assert f"pid {process.pid} already listens" in refused(
+            "serve", str(model_dir), "--insecure-loopback", "--address", address
+        )
         assert last_line(run("ping", address, *PATIENT).stdout)["incarnation"] == ready["incarnation"]
 
 
@@ -157,15 +157,17 @@ def test_a_port_in_use_is_named(model_dir: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         address = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        assert f"cannot listen on {address}" in refused("serve", str(model_dir), "--address", address)
+        assert f"cannot listen on {address}" in refused(
+            "serve", str(model_dir), "--insecure-loopback", "--address", address
+        )
 
 
 def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
-    with serving("tcp://127.0.0.1:0", str(model_dir)) as (process, ready):
+    with serving("tcp://127.0.0.1:0", str(model_dir), "--insecure-loopback") as (process, ready):
         listening = [c.laddr for c in psutil.Process(process.pid).net_connections("inet") if c.status == "LISTEN"]
         assert [f"tcp://{host}:{port}" for host, port in listening] == [ready["address"]]
         assert listening[0].ip == "127.0.0.1"
-        assert last_line(run("ping", ready["address"], *PATIENT).stdout)["pong"] is True
+        assert last_line(run("ping", ready["address"], "--key", "insecure-loopback", *PATIENT).stdout)["pong"] is True
 
 
 @pytest.mark.parametrize(
@@ -174,10 +176,10 @@ def test_a_tcp_device_listens_on_loopback_only(model_dir: Path) -> None:
         ("ipc://@abstract", "abstract"),
         ("ipc://relative/path", "absolute"),
         ("ipc://" + "/x" * 60, "107 bytes, got 120"),
-        ("tcp://192.168.0.1:5555", "loopback"),
-        ("tcp://*:5555", "loopback"),
-        ("tcp://127.0.0.1:99999", "port"),
-        ("tcp://127.0.0.1", "loopback"),
+        ("tcp://192.168.0.1:5555", "needs keys"),
+        ("tcp://*:5555", "name the one address"),
+        ("tcp://127.0.0.1:99999", "port must be"),
+        ("tcp://127.0.0.1", "name the one address"),
         ("udp://127.0.0.1:1", "ipc:///path or tcp"),
         ("nonsense", "ipc:///path or tcp"),
     ],
@@ -190,20 +192,20 @@ def test_an_impossible_address_is_refused(address: str, words: str) -> None:
 def test_the_longest_path_the_system_allows_works() -> None:
     with tempfile.TemporaryDirectory(prefix="ndp-", dir="/tmp") as short:  # pytest's own may be too long
         room = 107 - len(f"{short}/")
-        server = ZmqServer(f"ipc://{short}/{'x' * room}")
+        server = listen(f"ipc://{short}/{'x' * room}", None)
         server.close()
         with pytest.raises(ConfigError, match="107 bytes, got 108"):
-            ZmqServer(f"ipc://{short}/{'x' * (room + 1)}")
+            listen(f"ipc://{short}/{'x' * (room + 1)}", None)
 
 
 def test_the_socket_lies_in_a_directory_of_its_owner_alone(tmp_path: Path) -> None:
     open_to_all = tmp_path / "open"
     open_to_all.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="must belong to you alone"):
-        ZmqServer(f"ipc://{open_to_all}/device")
+        listen(f"ipc://{open_to_all}/device", None)
     previous = os.umask(0)
     try:
-        server = ZmqServer(f"ipc://{tmp_path}/made/device")
+        server = listen(f"ipc://{tmp_path}/made/device", None)
     finally:
         os.umask(previous)
     assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
@@ -246,7 +248,7 @@ device.stdout.readline(); print(device.pid, flush=True); time.sleep(60)
 
 
 def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
-    with serving("tcp://127.0.0.1:0", str(model_dir)) as (process, ready):
+    with serving("tcp://127.0.0.1:0", str(model_dir), "--insecure-loopback") as (process, ready):
         host, port = ready["address"].removeprefix("tcp://").rsplit(":", 1)
         resident = psutil.Process(process.pid).memory_info().rss
         greeting = bytes([0xFF, *[0] * 8, 0x7F, 3, 0]) + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -255,7 +257,7 @@ def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(attack)
         silent = [socket.create_connection((host, int(port))) for _ in range(50)]
-        assert last_line(run("verify", ready["address"]).stdout)["ok"] is True
+        assert last_line(run("verify", ready["address"], "--key", "insecure-loopback").stdout)["ok"] is True
         for connection in silent:  # HANDSHAKE_IVL throws them out
             connection.settimeout(60)
             while connection.recv(64):
@@ -267,7 +269,7 @@ def test_garbage_on_the_port_hurts_nobody(model_dir: Path) -> None:
 def test_a_message_of_one_or_three_frames_is_refused_and_the_next_one_served(address: str, model_dir: Path) -> None:
     with serving(address, str(model_dir)):
         for frames in ([b"one"], [b"one", b"two", b"three"], [b"", b""]):
-            transport = ZmqTransport(address)
+            transport = connect(address, None)
             assert eventually(lambda: transport._to_socket(frames))  # noqa: B023
             reply = None
             while reply is None:
@@ -289,7 +291,7 @@ def test_shutdown_over_ipc_ends_the_device(address: str, model_dir: Path) -> Non
 def test_a_request_that_waited_behind_others_too_long_is_dropped(address: str, model_dir: Path) -> None:
     """Each reply is held back for 200 ms, so the last of four requests lies in the queue for 400 or more of its 300."""
     with serving(address, str(model_dir), "--failpoint", "delay=1:200"):
-        transport = ZmqTransport(address)
+        transport = connect(address, None)
         requests: list[tuple[msg.Message, codec.Tensors]] = [
             (msg.Hello(1, versions=(msg.VERSION, msg.VERSION), client="test"), {}),
             (msg.InstallPlan(2, epoch=1, expected_epoch=0), {"replicas": np.full((LAYERS, EXPERTS), 16, np.uint8)}),

@@ -19,10 +19,8 @@ from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.server import Server
 from ndp_device.timing.spec import load_hardware
-from ndp_device.transport.connections import MAX_HELD_BYTES, MAX_PEERS
-from ndp_device.transport.zmq_server import ZmqServer
-from simulation.material import ADDRESS, Keys, store
-from simulation.network import Network, Process, SimClock, SimSystem
+from simulation.material import store
+from simulation.network import Network, Process, SimClock, SimServer
 from simulation.world import MS, US, World
 
 
@@ -48,8 +46,8 @@ class SlowKernel:
 class Device:
     """A device's lives, one after the other. Whatever arrives wakes it; a request keeps it busy for a while."""
 
-    def __init__(self, world: World, network: Network, keys: Keys | None) -> None:
-        self._world, self._network, self._keys = world, network, keys
+    def __init__(self, world: World, network: Network) -> None:
+        self._world, self._network = world, network
         self.kernel_ns = world.rng.choice((5 * US, 200 * US, 2 * MS))
         self.hang_ns = 0
         self.num_computed = 0
@@ -57,7 +55,7 @@ class Device:
         self.is_stopped = False
         self.failpoints: Failpoints | None = None
         self.process = Process(world)
-        self.transport: ZmqServer | None = None
+        self.transport: SimServer | None = None
         self.handler: Handler | None = None
         self._server: Server | None = None
         self._busy_until_ns = 0
@@ -77,8 +75,8 @@ class Device:
         self.process = Process(world)
         self.process.awaken = self.wake
         self.is_stopped, self._busy_until_ns, self._turn_at_ns = False, 0, None
-        system, kernel = SimSystem(self._network, self.process), SlowKernel(load_kernel("auto"), self)
-        self.transport = ZmqServer(ADDRESS, self._keys and self._keys.device, system=system)
+        kernel = SlowKernel(load_kernel("auto"), self)
+        self.transport = SimServer(self._network, self.process)
         self.model = model
         self.handler = Handler(store(model), kernel, load_hardware("h100-ndp512"))
         self.handler.incarnation = f"{world.rng.getrandbits(128):032x}"
@@ -88,8 +86,7 @@ class Device:
 
     def kill(self) -> None:
         if self.transport is not None:
-            self.transport._connections._listener.close()
-            self.process.die()
+            self.transport.close()
         self.transport = self.handler = self._server = None
 
     def stop(self) -> None:
@@ -116,7 +113,7 @@ class Device:
         if transport is None or server is None or self.is_stopped:
             return
         life.spent_ns = 0
-        received = transport.receive(0)
+        received = server.next_request(0)
         if received is not None:
             life.spent_ns += 3 * US
             self._world.note(received.client)
@@ -124,23 +121,19 @@ class Device:
         spent, life.spent_ns = life.spent_ns, 0
         self._busy_until_ns = self._world.now_ns + spent
         self.check_books()
-        # a look may have taken a part of what there was to read only
-        if received is not None or transport._connections._poll.poll(0.0):
-            self.wake()
-        else:
-            self.wake(1 * MS if transport.num_waiting else 20 * MS)
+        self.wake(0 if received is not None or transport.has_arrived else 20 * MS)
 
     def check_books(self) -> None:
-        transport, handler = self.transport, self.handler
+        transport, handler, server = self.transport, self.handler, self._server
         assert transport is not None
         assert handler is not None
-        connections = transport._connections
-        peers = connections.peers
-        assert transport.num_waiting == sum(len(peer.connection.waiting) for peer in peers.values())
-        assert sorted(connections._by_fd) == sorted(peer.connection.fileno() for peer in peers.values())
-        assert len(peers) <= MAX_PEERS
-        assert sum(peer.connection.held_bytes for peer in peers.values()) <= MAX_HELD_BYTES
-        assert set(handler._clients) - set(peers) <= set(connections.gone)
+        assert server is not None
+        turns = server._turns
+        accounts = list(turns._accounts.values())
+        assert turns.num_waiting == sum(len(account.waiting) for account in accounts)
+        assert turns._bytes == sum(len(f) for a in accounts for received in a.waiting for f in received.frames)
+        assert set(turns._waiting) <= set(transport.links)
+        assert set(handler._clients) <= set(transport.links)
 
 
 def _lies(device: Device, reply: codec.Frames) -> Sequence[codec.Frames]:

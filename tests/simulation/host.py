@@ -9,17 +9,15 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from small_checkpoint import EXPERTS, LAYERS
 
 from ndp_device.errors import DeviceError, DeviceUnavailable
-from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.widths import FULL_PRECISION_BITS
-from simulation.material import ADDRESS, Call, Keys, calls, store
-from simulation.network import Network, Process, SimClock, SimSystem
+from simulation.material import ADDRESS, Call, calls, store
+from simulation.network import Network, Process, SimClock, connecting
 from simulation.world import MS, US, Program, S, World
 from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient, ExecuteHandle
 
@@ -32,9 +30,6 @@ class Fate(Protocol):
     has_faults: bool
     is_quiet: bool
     """No fault will come any more."""
-
-    @property
-    def keys(self) -> Keys | None: ...
 
     def host_dies(self) -> bool:
         """Whether it is this host's turn, now."""
@@ -98,11 +93,7 @@ class Host:
             store(0).model_digest,
             deadline_ms=self.deadline_ns / MS,
             control_deadline_ms=500,
-            transport=partial(
-                ZmqTransport,
-                system=SimSystem(self.network, self.process),
-                keys=self.fate.keys and self.fate.keys.host,
-            ),
+            transport=connecting(self.network, self.process),
             clock=SimClock(self.process),
             jitter=random.Random(self.rng.random()),
         )

@@ -1,7 +1,7 @@
 """One history: a device that dies, stops, hangs and lies, hosts that decode with it, strangers, a network that fails.
 
-All of it is the program itself: DeviceClient over ZmqTransport, ZmqServer under Server and Handler, the codec between
-them. Simulated are time, sockets, and how long a computation takes. What must hold, whatever happens:
+All of it is the program itself: DeviceClient, Server, its turns and Handler, the codec between them. Simulated are
+time, the transport, and how long a computation takes. What must hold, whatever happens:
 
     1  a result that is used is the right one to the bit, with the simulated time of its own request
     2  a call ends within its deadline; what does not wait (poll, begin_execute) takes no time
@@ -14,11 +14,8 @@ them. Simulated are time, sockets, and how long a computation takes. What must h
     9  afterwards nothing is left: no connection, no session, no held byte
     10 a device that is up has the plan that its host has now, whenever that was activated
 
-    11 where the device wants keys, nothing is ever answered to who has none or others
-
 Here is the course of a history: which faults come when, how they end, what is left. Device, host and stranger have
-files of their own. One seed in four has keys. Left out: shared memory, and the device's second thread, which looks
-after sockets while it computes.
+files of their own. Left out: shared memory, keys, and what libzmq does.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from dataclasses import dataclass, field
 from ndp_device.failpoints import Failpoint, Failpoints
 from simulation.device import Device
 from simulation.host import Host
-from simulation.material import Keys, keys
 from simulation.network import Network
 from simulation.stranger import STRANGERS, Stranger
 from simulation.world import MS, US, Program, S, World
@@ -54,10 +50,6 @@ class History:
     only: tuple[str, ...] = ()
     counted: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def keys(self) -> Keys | None:
-        return keys() if self.seed % 4 == 1 else None
-
     def note(self, what: str) -> None:
         self.counted[what] = self.counted.get(what, 0) + 1
 
@@ -72,22 +64,19 @@ class History:
         world = self.world = World(self.seed)
         rng = world.rng
         network = self.network = Network(world)
-        self.device = Device(world, network, self.keys)
+        self.device = Device(world, network)
         self._hosts_to_kill = 0
         self.is_quiet = False
         self.has_faults = rng.random() < 0.8
         kinds = rng.sample(STRANGERS, rng.choice((0, 0, 1, 3))) if self.has_faults else list(STRANGERS)
         if not self.has_faults:
-            network.latency_ns, network.jitter_ns, network.most_at_once = 50 * US, 20 * US, 1 << 20
-            network.capacity = 208 << 10
+            network.latency_ns, network.jitter_ns = 50 * US, 20 * US
             self.device.kernel_ns = 200 * US
         if rng.random() < 0.9:
             self.device.start()
         else:
             world.after(rng.randrange(200 * MS), self._start)
-        self.strangers = [
-            Stranger(world, network, kind, self.keys) for kind in kinds for _ in range(rng.choice((1, 3)))
-        ]
+        self.strangers = [Stranger(world, network, kind) for kind in kinds for _ in range(rng.choice((1, 3)))]
         deadline_ns = rng.choice((20 * MS, 100 * MS, 250 * MS)) if self.has_faults else 250 * MS
         hosts = [
             Host(world, network, self, random.Random(rng.random()), self.calls, deadline_ns)
@@ -128,9 +117,10 @@ class History:
             case "hang":
                 device.hang_ns = rng.choice((50 * MS, 3 * S))
             case "reset":
-                ends = [end for end in network.ends.values() if hasattr(end, "reset")]
-                if ends:
-                    rng.choice(ends).reset()
+                if network.links:
+                    link = rng.choice(list(network.links))
+                    link.end()
+                    link.lose()
             case "partition":
                 network.held_until_ns = max(network.held_until_ns, world.now_ns + duration)
             case "lie":
@@ -183,9 +173,9 @@ class History:
         assert transport is not None
         assert handler is not None
         device.check_books()
-        assert not transport._peers, "connections are left"
+        assert not transport.links, "connections are left"
         assert not handler._clients, "sessions are left"
-        assert len(self.network.ends) == 1, "sockets are left"
+        assert not self.network.links, "ends of connections are left"
         self.note("served")
         self.counted["served"] = sum(host.served for host in hosts)
         self.counted["unserved"] = sum(host.unserved for host in hosts)

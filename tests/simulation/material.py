@@ -1,12 +1,12 @@
-"""What the hosts of a history ask a device, what it must answer to the bit, and the keys of both.
+"""What the hosts of a history ask a device, and what it must answer to the bit.
 
-Made once for all histories: a checkpoint, calls with the answers of the kernel itself, keys. Knows no time.
+Made once for all histories: a checkpoint, calls with the answers of the kernel itself. Knows no time.
 """
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,31 +16,10 @@ from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.kernels import load_kernel
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.transport.keys import DeviceKeys, HostKeys, make_keys
 from ndp_device.widths import FULL_PRECISION_BITS
 
-ADDRESS = "tcp://127.0.0.1:7777"
+ADDRESS = "simulated"
 _folders: list[tempfile.TemporaryDirectory[str]] = []
-
-
-@dataclass(frozen=True)
-class Keys:
-    device: DeviceKeys
-    host: HostKeys
-    stranger: HostKeys
-    """Knows the device, which does not know it."""
-
-
-@cache
-def keys() -> Keys:
-    folder = tempfile.TemporaryDirectory(prefix="ndp-simulation-")
-    _folders.append(folder)
-    ours, others = Path(folder.name) / "ours", Path(folder.name) / "others"
-    for directory in (ours, others):
-        make_keys(directory, "host")
-    host = HostKeys.read(ours / "host.key")
-    stranger = replace(HostKeys.read(others / "host.key"), device=host.device)
-    return Keys(DeviceKeys.read(ours), host, stranger)
 
 
 @dataclass(frozen=True)

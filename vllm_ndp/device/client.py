@@ -27,10 +27,8 @@ from ndp_device.experts.part import WHOLE, Part
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
-from ndp_device.transport.base import ClientTransport
-from ndp_device.transport.keys import HostKeys
-from ndp_device.transport.system import Clock
-from ndp_device.transport.zmq_client import ZmqTransport
+from ndp_device.transport import connect
+from ndp_device.transport.base import ClientTransport, Clock
 from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
 from vllm_ndp.device.connection import Connection, Stage
 from vllm_ndp.device.process import DeviceProcess
@@ -58,23 +56,21 @@ class DeviceClient:
         control_deadline_ms: float = 60_000.0,
         name: str = "vllm-ndp",
         shared_memory: bool = True,
-        transport: Callable[[str], ClientTransport] = ZmqTransport,
+        transport: Callable[[str, Path | None], ClientTransport] = connect,
         keys: Path | None = None,
         part: Part = WHOLE,
         accept: Callable[[msg.Welcome], object] = lambda welcome: None,
         clock: Clock = time,
         jitter: random.Random | None = None,
     ) -> None:
-        """keys: the file of this host, for a device that wants one. part: of every expert, that is computed there.
+        """keys: the file of this host, for a tcp address. part: of every expert, that is computed there.
         accept: raises ConfigError for a device that serves something else than its host plans with; asked at every
         connection, because a device may come back as another one."""
         self.address, self.expected_digest, self.name, self.part = address, expected_digest, name, part
         self.counters = Counters()
         self.welcome: msg.Welcome | None = None
         self._deadline_s, self._control_s = deadline_ms / 1e3, control_deadline_ms / 1e3
-        if keys is not None:
-            transport = partial(ZmqTransport, keys=HostKeys.read(keys))
-        self._make_transport, self._accept_welcome, self._clock = transport, accept, clock
+        self._make_transport, self._accept_welcome, self._clock = partial(transport, address, keys), accept, clock
         self._connection: Connection | None = None
         self._pid = os.getpid()
         self._shares_memory = shared_memory
@@ -86,7 +82,7 @@ class DeviceClient:
         self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
         self._greet_at_s = 0.0
         self._jitter = jitter or random.Random(self._pid)
-        self._reason: Exception = DeviceUnavailable(f"the device at {address} was not asked yet")
+        self._reason: Exception = DeviceUnavailable("nobody listens there")
 
     @property
     def state(self) -> Literal["up", "down"]:
@@ -144,9 +140,9 @@ class DeviceClient:
             if self._clock.monotonic() < self._retry_at_s:
                 return False
             try:
-                self._connection = Connection(self._make_transport(self.address), self.counters, self._clock)
+                self._connection = Connection(self._make_transport(), self.counters, self._clock)
                 self._greet_at_s = 0.0
-            except DeviceUnavailable as error:  # this process has no descriptor left
+            except (DeviceUnavailable, ConfigError) as error:  # no descriptor is left, a file of keys is gone
                 self._fail(error)
                 return False
         if self._connection.stage is Stage.CONNECTING:  # asked by every layer while the device is away
@@ -173,7 +169,7 @@ class DeviceClient:
     def begin_install_plan(self, epoch: int, replicas: NDArray[np.uint8]) -> None:
         """The first half of install_plan, which sends and does not wait. A device that is down shows in the second."""
         if epoch <= self._active_epoch:
-            raise LocalProtocolError(f"a new plan needs an epoch above {self._active_epoch}, got {epoch}")
+            raise LocalProtocolError(f"a new plan must have an epoch above {self._active_epoch}, got {epoch}")
         plan = self._installed = AnnouncedPlan(epoch, replicas.copy())
         self._installing = self._begin(self._install_message(plan, self._active_epoch), plan) if self.poll() else None
 

@@ -15,8 +15,7 @@ import numpy as np
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport.base import ClientTransport
-from ndp_device.transport.system import Clock
+from ndp_device.transport.base import ClientTransport, Clock
 from vllm_ndp.device.calls import (
     AnnouncedPlan,
     ControlCall,

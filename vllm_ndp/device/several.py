@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable
 from ndp_device.timing.work import Timing
-from ndp_device.transport.system import Clock
+from ndp_device.transport.base import Clock
 from vllm_ndp.device.calls import ExecuteHandle, ExecuteResult
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.presence import Presence

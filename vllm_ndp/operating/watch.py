@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from prometheus_client.parser import text_string_to_metric_families
 
 from ndp_device.errors import ConfigError, DeviceUnavailable, NdpError
+from ndp_device.transport import is_address
 
 PLACES = ("hot", "spilled", "warm", "cold", "fallback", "prefill", "prefill_device", "prefill_fallback")
 STATUS = "/v1/ndp/status"
@@ -202,7 +203,7 @@ def watched(target: str, *, api_key: str | None = None, key: Path | None = None)
         if key is not None:
             raise ConfigError("--key is for devices behind tcp://: a server takes --api-key")
         return Server(target, api_key)
-    if target.startswith(("ipc://", "tcp://")):
+    if is_address(target):
         return Device(target, key)
     raise ConfigError(
         f"what to watch must be http://HOST:PORT of vllm serve, or ipc:// or tcp:// of a device, got {target!r}"

@@ -191,6 +191,9 @@ public:
 
     bool readable() const { return in_->written.load(std::memory_order_acquire) != taken_; }
 
+    // What this side alone writes is what it wrote.
+    bool is_intact() const { return out_->written.load() == sent_ && in_->released.load() == returned_; }
+
     // True: the writer will ring from now on. False: something has arrived meanwhile.
     bool prepare_sleep() {
         in_->sleeping.store(doorbell_in_ >= 0 ? kPipeDoorbell : kSocketDoorbell);
@@ -321,6 +324,7 @@ NB_MODULE(_shm, module) {
         .def("take", &Channel::take)
         .def("release", &Channel::release)
         .def("readable", &Channel::readable)
+        .def("is_intact", &Channel::is_intact)
         .def("prepare_sleep", &Channel::prepare_sleep)
         .def("awake", &Channel::awake)
         .def_prop_ro("slot_stride", &Channel::slot_stride);

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from raw_zmtp import greeted, message
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS
 
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
-from ndp_device.transport import checksum, zmtp
+from ndp_device.transport import checksum
 from vllm_ndp.device.client import DeviceClient
 
 PROGRAM = [sys.executable, "-P", "-m", "ndp_device"]
@@ -46,10 +47,7 @@ class Device:
 
     def raw(self) -> socket.socket:
         """A connection that has greeted as a ZeroMQ socket does and may send messages."""
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(self.path))
-        connection.sendall(zmtp.GREETING + zmtp.HOST_READY)
-        return connection
+        return greeted(self.address)
 
     @contextmanager
     def host(self, *, shared_memory: bool = True) -> Iterator[DeviceClient]:
@@ -67,10 +65,6 @@ def execute(client: DeviceClient) -> None:
     rows, experts, bits = np.zeros(1, np.int32), np.ones(1, np.int32), np.full(1, 16, np.uint8)
     x = np.ones((1, HIDDEN), np.float32)
     client.finish_execute(client.begin_execute(0, 0, 0, x, rows, experts, bits, np.ones(1, np.float32)))
-
-
-def message(*frames: bytes) -> bytes:
-    return b"".join(bytes(part) for part in zmtp.encoded(frames))
 
 
 def request(asked: msg.Message, tensors: codec.Tensors | None = None) -> bytes:

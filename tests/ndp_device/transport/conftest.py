@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from attacked_device import Device
-
-from ndp_device.transport.zmq_server import ZmqServer
+from server_by_hand import HandServer, serving
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def device(model_dir: Path, tmp_path: Path) -> Iterator[Device]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ZmqServer]:
-    server = ZmqServer(f"ipc://{tmp_path}/private/device")
+def server(tmp_path: Path) -> Iterator[HandServer]:
+    server = serving(tmp_path)
     yield server
     server.close()

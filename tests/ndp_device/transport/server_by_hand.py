@@ -1,78 +1,69 @@
-"""A ZmqServer without a program around it: hosts whose requests wait in it; and two clocks that tests own."""
+"""A ZmqServer without a program around it, whose requests a test takes one by one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from pathlib import Path
 
-from ndp_device.protocol import codec
-from ndp_device.protocol import messages as msg
-from ndp_device.transport.system import System
+from ndp_device.protocol.codec import Frames
+from ndp_device.transport import zmq_both
+from ndp_device.transport.address import Address
+from ndp_device.transport.base import Received
+from ndp_device.transport.keys import DeviceKeys
 from ndp_device.transport.zmq_client import ZmqTransport
 from ndp_device.transport.zmq_server import ZmqServer
 
 PATIENCE_S = 60.0
+LOOPBACK = Path("insecure-loopback")
 
 
-def connected(server: ZmqServer, number: int) -> ZmqTransport:
-    """A host whose request `number` waits in the server."""
-    transport = ZmqTransport(server.address)
+class HandServer(ZmqServer):
+    def __init__(self, address: Address, keys: DeviceKeys | None = None) -> None:
+        super().__init__(address, keys)
+        self._arrived: deque[Received] = deque()
+
+    def one(self, timeout_ms: int = 0) -> Received | None:
+        """The next request, or None after timeout_ms."""
+        if not self._arrived:
+            self._arrived.extend(self.receive(timeout_ms))
+        return self._arrived.popleft() if self._arrived else None
+
+    def until_one(self, seconds: float = PATIENCE_S) -> Received:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (received := self.one(50)) is not None:
+                return received
+        raise AssertionError("nothing arrived")
+
+    def until(self, number: int) -> None:
+        """Until so many peers are known."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self._peers) != number:
+            assert time.monotonic() < deadline
+            self._arrived.extend(self.receive(10))
+
+
+def serving(directory: Path) -> HandServer:
+    return HandServer(Address.parse(f"ipc://{directory}/private/device"))
+
+
+def host_of(address: str, keys: Path | None = None) -> ZmqTransport:
+    return zmq_both.connect(address, LOOPBACK if keys is None and address.startswith("tcp") else keys)
+
+
+def ask(server: HandServer, host: ZmqTransport, frames: Frames) -> Received:
+    """What the device receives of this message."""
     deadline = time.monotonic() + PATIENCE_S
-    while not transport.send(codec.encode(msg.Ping(number))):
-        server._connections.look(0.001)
+    while not host.send(frames):
         assert time.monotonic() < deadline
-    return transport
+        server._arrived.extend(server.receive(1))
+    return server.until_one()
 
 
-def served_ids(server: ZmqServer, count: int, cost_ns: int, computed: Callable[[int], bool]) -> list[int]:
-    """The ids of the next `count` requests, each of which is said to have taken cost_ns."""
-    ids = []
-    deadline = time.monotonic() + PATIENCE_S
-    while len(ids) < count and time.monotonic() < deadline:
-        if received := server.receive(50):
-            ids.append(codec.peek_id(received.frames[0]))
-            server.served(received.client, cost_ns, computed=computed(ids[-1]), greeted=True)
-    return ids
-
-
-class Ticking(System):
-    """Every look at the clock takes a millisecond."""
-
-    def __init__(self) -> None:
-        self.clock = self  # type: ignore[assignment]
-        self.now_ns = 10**12
-
-    def monotonic_ns(self) -> int:
-        self.now_ns += 1_000_000
-        return self.now_ns
-
-    def thread_time_ns(self) -> int:
-        return self.monotonic_ns()
-
-    def monotonic(self) -> float:
-        return self.monotonic_ns() / 1e9
-
-    def sleep(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
-
-    def run_beside(self, work: Callable[[], None]) -> None:
-        pass
-
-
-class Hands:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now_ns = 10**12
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def thread_time_ns(self) -> int:
-        return self.now_ns
-
-    def monotonic(self) -> float:
-        return self.now_ns / 1e9
-
-    def sleep(self, seconds: float) -> None:
-        self.now_ns += int(seconds * 1e9)
+def answer(host: ZmqTransport, seconds: float = PATIENCE_S) -> Frames:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (frames := host.receive(0.05)) is not None:
+            return frames
+    raise AssertionError("no answer")

@@ -20,14 +20,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from server_by_hand import HandServer, host_of, serving
 from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
-from ndp_device.protocol.messages import SlotOffer
+from ndp_device.protocol import codec
+from ndp_device.protocol.messages import VERSION, Ping, SlotOffer
 from ndp_device.transport import checksum, shm
 from ndp_device.transport.shm import NUM_RING_SLOTS, Put, ShmChannel
 from ndp_device.transport.zmq_client import ZmqTransport
-from ndp_device.transport.zmq_server import ZmqServer
 from vllm_ndp.device.client import DeviceClient
 
 pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
@@ -320,30 +321,30 @@ def test_only_the_very_segment_is_attached(pair: tuple[ShmChannel, ShmChannel], 
 
 
 @pytest.fixture
-def sockets(tmp_path: Path) -> Iterator[tuple[ZmqServer, ZmqTransport]]:
-    server = ZmqServer(f"ipc://{tmp_path}/private/device")
-    transport = ZmqTransport(server.address)
+def sockets(tmp_path: Path) -> Iterator[tuple[HandServer, ZmqTransport]]:
+    server = serving(tmp_path)
+    transport = host_of(server.address)
     yield server, transport
     transport.close()
     server.close()
 
 
-FRAMES = (b"header" + bytes(4), b"body")
+FRAMES = (codec.encode(Ping(1))[0], b"body")
 
 
-def attach(server: ZmqServer, transport: ZmqTransport) -> bytes:
+def attach(server: HandServer, transport: ZmqTransport) -> bytes:
     while not transport.send(FRAMES):
-        server.receive(1)
+        server.one(1)
     received = None
     while received is None:
-        received = server.receive(100)
+        received = server.one(100)
     offer = server.offer_memory(received.client)
     assert offer is not None
     assert transport.attach(offer)
     return received.client
 
 
-def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: tuple[HandServer, ZmqTransport]) -> None:
     server, transport = sockets
     client = attach(server, transport)
     memory = transport._channel
@@ -353,22 +354,22 @@ def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: t
     while transport.receive(1.0) is None:
         pass
     assert transport.send(FRAMES)
-    received = server.receive(1000)
+    received = server.one(1000)
     assert received is not None
-    assert received.channel is server._peers[client].channel
+    assert server._peers[client].is_lent
     server.send(client, FRAMES)
     assert memory.take() is not None
 
 
-def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tuple[HandServer, ZmqTransport]) -> None:
     server, transport = sockets
     client = attach(server, transport)
     large = (FRAMES[0], random.Random(1).randbytes(shm.BODY_ROOM + 1))
+    transport._version = server._peers[client].version = VERSION  # as after Hello
     for frames in (FRAMES, large, FRAMES):
         assert transport.send(frames)
-        received = server.receive(5000)
-        assert received is not None
-        assert (received.channel is None) == (frames is large)
+        received = server.until_one()
+        assert server._peers[client].is_lent == (frames is not large)
         assert received.damage is None
         assert bytes(received.frames[1]) == frames[1]
         received.release()
@@ -379,11 +380,11 @@ def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tup
         assert bytes(answer[1]) == frames[1]
 
 
-def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[HandServer, ZmqTransport]) -> None:
     server, transport = sockets
     client = attach(server, transport)
     transport.send(FRAMES)
-    assert server.receive(1000) is not None
+    assert server.one(1000) is not None
     header, body = server.with_checksum(client, FRAMES)
     server.send_as_is(client, (header, bytes(body)[:-1] + b"Y"))
     with pytest.raises(RemoteProtocolError, match="checksum"):
@@ -392,7 +393,7 @@ def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[ZmqServer, ZmqTranspo
 
 @pytest.mark.parametrize("spin_us", ["0", "20"])
 def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
-    sockets: tuple[ZmqServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
+    sockets: tuple[HandServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A damaged ring costs the connection: the host is told by its doorbell, not by its deadline."""
     server, transport = sockets
@@ -402,7 +403,7 @@ def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
     memory = transport._channel
     assert memory is not None
     memory._mapping[mmap.PAGESIZE : mmap.PAGESIZE + 8] = (10**6).to_bytes(8, "little")
-    assert server.receive(100) is None
+    assert server.one(100) is None
     assert client not in server._peers
     begin = time.monotonic()
     with pytest.raises(DeviceUnavailable, match=r"given up|was lost"):
@@ -410,28 +411,101 @@ def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
     assert time.monotonic() - begin < 5
 
 
-def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+def test_a_request_whose_doorbell_was_written_over_is_answered_long_before_its_deadline(
+    sockets: tuple[HandServer, ZmqTransport],
+) -> None:
+    """The device sleeps, and the flag that asks to be rung for is gone: the host rings once more, by the socket."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = server._spinner.spin_ns = 0
+    memory = server._peers[client].channel
+    assert memory is not None
+    stop = threading.Event()
+
+    def serve() -> None:
+        for received in iter(lambda: server.one(60_000), None):
+            received.release()
+            server.send(received.client, FRAMES)
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    time.sleep(0.2)  # it sleeps
+    flags = slice(mmap.PAGESIZE + 128, mmap.PAGESIZE + 132)
+    assert any(memory._mapping[flags])
+    memory._mapping[flags] = bytes(4)
+    stop.set()
+    assert transport.send(FRAMES)
+    assert host_answer(transport, 20.0) is not None
+    thread.join()
+
+
+@pytest.mark.parametrize("offset", [mmap.PAGESIZE, 2 * mmap.PAGESIZE + 64], ids=["what it wrote", "what it returned"])
+def test_a_host_whose_own_counters_were_written_over_gives_the_memory_up_at_once(
+    sockets: tuple[HandServer, ZmqTransport], offset: int
+) -> None:
+    server, transport = sockets
+    attach(server, transport)
+    transport._spinner.spin_ns = 0
+    assert transport.send(FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[offset : offset + 8] = (77).to_bytes(8, "little")
+    with pytest.raises(RemoteProtocolError, match="wrote over"):
+        host_answer(transport, 20.0)
+
+
+def test_a_device_whose_own_counters_were_written_over_ends_the_connection_when_it_is_rung_for(
+    sockets: tuple[HandServer, ZmqTransport],
+) -> None:
+    """Its answer is lost: nobody but the device can know that. The host rings after 50 ms, and is sent away."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = 0
+    assert transport.send(FRAMES)
+    server.until_one().release()
+    server.send(client, FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[2 * mmap.PAGESIZE : 2 * mmap.PAGESIZE + 8] = bytes(8)
+    ended = threading.Thread(target=lambda: server.until(0))
+    ended.start()
+    with pytest.raises(DeviceUnavailable, match=r"given up|was lost"):
+        host_answer(transport, 20.0)
+    ended.join()
+
+
+def host_answer(transport: ZmqTransport, seconds: float) -> object:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (frames := transport.receive(end - time.monotonic())) is not None:
+            return frames
+    return None
+
+
+def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[HandServer, ZmqTransport]) -> None:
     server, transport = sockets
     client = attach(server, transport)
     channel = server._peers[client].channel
     assert channel is not None
-    server.receive(100)
-    assert not channel.is_closed  # it is there, only silent
+    server.one(100)
+    assert not channel._closed  # it is there, only silent
     transport.close()
     for _ in range(50):
-        server.receive(20)
-    assert channel.is_closed
+        server.one(20)
+    assert channel._closed
     transport.close = lambda: None  # type: ignore[method-assign]
 
 
-def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[ZmqServer, ZmqTransport]) -> None:
+def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[HandServer, ZmqTransport]) -> None:
     server, transport = sockets
     attach(server, transport)
     stop = threading.Event()
 
     def echo() -> None:
         while not stop.is_set():
-            received = server.receive(10)
+            received = server.one(10)
             if received is not None:
                 assert received.damage is None
                 frames = tuple(bytes(frame) for frame in received.frames)

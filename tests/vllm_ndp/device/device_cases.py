@@ -74,7 +74,7 @@ class FaultyDevice:
         self.num_connections = 0
         self.fault: Any = lambda reply: (reply,)
 
-    def connect(self, address: str) -> FaultyTransport:
+    def connect(self, address: str, keys: Path | None) -> FaultyTransport:
         self.num_connections += 1
         return FaultyTransport(self, b"%d" % self.num_connections)
 

@@ -350,7 +350,7 @@ def test_a_closed_client_stays_closed(client: DeviceClient) -> None:
 
 def test_the_same_client_works_without_any_socket() -> None:
     handler = make_handler()
-    client = DeviceClient("in-process", transport=lambda address: InProcessTransport(handler.reply))
+    client = DeviceClient("in-process", transport=lambda address, keys: InProcessTransport(handler.reply))
     assert client.connect().incarnation == handler.incarnation
     client.install_plan(1, full_plan())
     client.activate_plan(1)

@@ -6,7 +6,6 @@ The lies are made by hand where one is known to have hurt, and by hypothesis eve
 from __future__ import annotations
 
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,6 @@ from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.protocol.codec import Frames
-from ndp_device.transport import checksum, zmtp
 from vllm_ndp.device.client import DeviceClient
 
 CALLS = make_calls(4)
@@ -225,12 +223,26 @@ def test_a_shape_that_no_array_can_have_is_a_broken_message(shape: list[int]) ->
         codec.decode_reply(msgspec.msgpack.encode(fields), b"")
 
 
+DEVICE_THAT_DIES = """
+import os, sys, time, zmq
+from ndp_device.protocol import codec, messages as msg
+from ndp_device.transport import checksum
+router = zmq.Context().socket(zmq.ROUTER)
+router.bind(sys.argv[1])
+print("listens", flush=True)
+name = router.recv_multipart()[0]
+header, body = codec.encode(msg.Pong(1, incarnation="i", queue_depth=0, num_executed=0))
+for _ in range(100):
+    router.send_multipart([name, checksum.write(header, body), body])
+time.sleep(0.3)
+os._exit(1)
+"""
 HOST = """
 import sys, time
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.protocol import codec, messages as msg
-from ndp_device.transport.zmq_client import ZmqTransport
-transport = ZmqTransport(sys.argv[1])
+from ndp_device.transport import connect
+transport = connect(sys.argv[1])
 while not transport.send(codec.encode(msg.Ping(1))):
     time.sleep(0.001)
 time.sleep(0.5)
@@ -244,26 +256,16 @@ except DeviceUnavailable:
 
 
 def test_a_device_that_dies_behind_its_answers_does_not_end_the_host(tmp_path: Path) -> None:
-    """libzmq did: it aborts if it lets go of a connection between two frames of a message (fq.cpp, IMMEDIATE)."""
-    path = tmp_path / "device"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-    host = subprocess.Popen([sys.executable, "-c", HOST, f"ipc://{path}"], stdout=subprocess.PIPE, text=True)
-    connection, _ = listener.accept()
-    connection.sendall(zmtp.GREETING + zmtp.READY)
-    reader = zmtp.Reader()
-    while True:
-        reader.filled(connection.recv_into(reader.buffer()))
-        if reader.next()[0] is not None:
-            break
-    header, body = codec.encode(msg.Pong(1, incarnation="i", queue_depth=0, num_executed=0))
-    frames = list(zmtp.encoded((checksum.write(header, body), b"")))
-    connection.sendall(b"".join(bytes(part) for part in frames) * 100)
-    connection.close()
-    listener.close()
+    """With IMMEDIATE or HEARTBEAT_IVL libzmq 4.3.5 ended it: more had arrived than a queue holds."""
+    address = f"ipc://{tmp_path}/device"
+    device = subprocess.Popen([sys.executable, "-c", DEVICE_THAT_DIES, address], stdout=subprocess.PIPE, text=True)
+    assert device.stdout is not None
+    device.stdout.readline()
+    host = subprocess.Popen([sys.executable, "-c", HOST, address], stdout=subprocess.PIPE, text=True)
     output, _ = host.communicate(timeout=60)
-    assert (host.returncode, output.strip()) == (0, "100")
+    assert host.returncode == 0
+    assert int(output) >= 80
+    device.communicate()
 
 
 class Repeating(FaultyTransport):
@@ -282,7 +284,7 @@ class Repeating(FaultyTransport):
 
 def test_a_device_that_repeats_old_answers_for_ever_does_not_keep_its_host() -> None:
     """While a connection is on its way up, `poll` looks at what has arrived: at a bounded part of it."""
-    client = DeviceClient("in-process", transport=lambda address: Repeating(DEVICE, b"repeating"))
+    client = DeviceClient("in-process", transport=lambda address, keys: Repeating(DEVICE, b"repeating"))
     client._last_id = 5
     assert client.poll() is False
     assert client.counters.ignored == Repeating.looks - 1 < 1000

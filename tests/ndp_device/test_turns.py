@@ -1,0 +1,124 @@
+"""Whose request is next: hosts that compute are charged alike, newcomers together like one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ndp_device import turns
+from ndp_device.transport.base import Received
+from ndp_device.turns import Turns
+
+
+def request(client: bytes, size: int = 0) -> Received:
+    return Received(client, (b"header", bytes(size)), None, 0)
+
+
+def charged(waiting: Turns, cost_ns: dict[bytes, int], count: int, computed: set[bytes]) -> Counter[bytes]:
+    """What each was charged after so many requests; who was served asks again at once."""
+    spent = Counter[bytes]()
+    for _ in range(count):
+        received = waiting.next()
+        assert received is not None
+        client = received.client
+        waiting.served(client, cost_ns[client], 0, computed=client in computed)
+        spent[client] += cost_ns[client]
+        waiting.add(request(client))
+    return spent
+
+
+@pytest.mark.parametrize("cost_ns", [{b"a": 3, b"b": 3}, {b"a": 40_000, b"b": 1_000}, {b"a": 7, b"b": 5, b"c": 11}])
+def test_hosts_that_compute_are_charged_alike_but_for_one_request(cost_ns: dict[bytes, int]) -> None:
+    """Start-time fair queueing: at any time two hosts that always ask differ by their largest requests at most."""
+    waiting = Turns()
+    for client in cost_ns:
+        waiting.add(request(client))
+    charged(waiting, cost_ns, 3 * len(cost_ns), set(cost_ns))
+    spent = charged(waiting, cost_ns, 400, set(cost_ns))
+    assert max(spent.values()) - min(spent.values()) <= sum(cost_ns.values())
+
+
+def test_a_flood_of_one_host_lets_the_request_of_another_pass_at_once() -> None:
+    waiting = Turns()
+    for client in (b"flood", b"honest"):
+        waiting.add(request(client))
+        waiting.next()
+        waiting.served(client, 10, 0, computed=True)
+    for _ in range(50):
+        waiting.add(request(b"flood"))
+    waiting.next()
+    waiting.served(b"flood", 10, 0, computed=True)
+    waiting.add(request(b"honest"))
+    received = waiting.next()
+    assert received is not None
+    assert received.client == b"honest"
+
+
+def test_newcomers_together_cost_a_host_what_one_of_them_would() -> None:
+    waiting, cost_ns = Turns(), {b"%d" % number: 10 for number in range(50)} | {b"host": 10}
+    for client in cost_ns:
+        waiting.add(request(client))
+    charged(waiting, cost_ns, 60, {b"host"})
+    spent = charged(waiting, cost_ns, 1000, {b"host"})
+    assert spent[b"host"] == pytest.approx(sum(spent.values()) / 2, rel=0.05)
+
+
+def test_a_host_that_paused_has_no_credit_and_no_debt() -> None:
+    waiting = Turns()
+    cost_ns = {b"a": 10, b"b": 10}
+    for client in cost_ns:
+        waiting.add(request(client))
+    charged(waiting, cost_ns, 10, set(cost_ns))
+    waiting.forget(b"none")
+    while (received := waiting.next()) is not None:
+        waiting.served(received.client, 10, 0, computed=True)
+    for _ in range(40):
+        waiting.add(request(b"a"))
+        waiting.next()
+        waiting.served(b"a", 10, 0, computed=True)
+    for client in cost_ns:
+        waiting.add(request(client))
+    spent = charged(waiting, cost_ns, 100, set(cost_ns))
+    assert abs(spent[b"a"] - spent[b"b"]) <= 20
+
+
+def test_a_client_may_have_only_so_many_waiting_and_all_of_them_only_so_many_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting = Turns()
+    assert all(waiting.add(request(b"a")) for _ in range(turns.MAX_WAITING))
+    assert not waiting.add(request(b"a"))
+    assert waiting.add(request(b"b"))
+    monkeypatch.setattr(turns, "MAX_WAITING_BYTES", 1000)
+    assert not waiting.is_full
+    waiting.add(request(b"b", 1000))
+    assert waiting.is_full
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_what_a_client_that_is_gone_had_asked_is_not_served(computed: bool) -> None:
+    waiting = Turns()
+    for client in (b"gone", b"here"):
+        waiting.add(request(client))
+    for _ in range(2):
+        received = waiting.next()
+        assert received is not None
+        waiting.served(received.client, 1, 0, computed=computed)
+    for client in (b"gone", b"here", b"gone"):
+        waiting.add(request(client, 100))
+    waiting.forget(b"gone")
+    assert waiting.num_waiting == 1
+    received = waiting.next()
+    assert received is not None
+    assert received.client == b"here"
+    assert waiting.next() is None
+    assert (waiting.num_waiting, waiting._bytes) == (0, 0)
+
+
+def test_a_host_is_told_of_others_that_computed_lately_and_not_of_itself() -> None:
+    waiting = Turns()
+    waiting.served(b"a", 1, 5 * turns.GOES_ON_NS, computed=True)
+    assert not waiting.others_compute(b"a", 5 * turns.GOES_ON_NS)
+    assert waiting.others_compute(b"b", 5 * turns.GOES_ON_NS)
+    assert not waiting.others_compute(b"b", 7 * turns.GOES_ON_NS)
