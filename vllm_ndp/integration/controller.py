@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,13 +33,14 @@ from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepCosts, StepReport
+from vllm_ndp.integration.report import StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
 from vllm_ndp.integration.streamed_experts import StreamedExperts
+from vllm_ndp.integration.totals import Totals
 from vllm_ndp.layer.split import Splitter
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
@@ -106,12 +106,7 @@ class NdpController:
         self._step_start_s = 0.0
         self._ended_ps = 0
         self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
-        self.num_steps = 0
-        self.num_preempted = 0
-        self.pairs = dict.fromkeys(PAIR_KINDS, 0)
-        self.rows = dict.fromkeys(PHASES, 0)
-        self.device_sums: Counter[str] = Counter()
-        self.device_bounds: Counter[str] = Counter()
+        self.totals = Totals()
         self.finished = FinishedRequests()
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
         self._plan_s: float | None = None
@@ -236,11 +231,11 @@ class NdpController:
             yield
             return
         self._step_start_s = time.perf_counter()
-        self.num_steps += 1
-        self.num_preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self.totals.steps += 1
+        self.totals.preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.device.revive()
         if self.recorder is not None:
-            self.recorder.note_requests(self.num_steps, spans)
+            self.recorder.note_requests(self.totals.steps, spans)
         planned = self.planner.replan()
         self._plan_s = time.perf_counter() - self._step_start_s if planned else None
         self._last_planned = list(planned.values()) or self._last_planned
@@ -248,7 +243,7 @@ class NdpController:
         if self.ranks.size > 1:
             plans = self.planner.checksum
             self.device.steer(self.ranks.agree(devices_up=self.device.up, plans=plans))
-        self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self.splitter)
+        self.running.step = Step(self.totals.steps, spans, self.sizes, self.clock, self.splitter)
         try:
             yield
             self._left = self._close_report()  # unless the connector already did: model runner V2 asks when it samples
@@ -291,14 +286,7 @@ class NdpController:
             assert isinstance(self.device, DeviceLink)  # the leader's
             took_s, devices_up = time.perf_counter() - self._step_start_s, self.device.take_presence()
             self.recorder.note_step(step, epoch, time_of_step, took_s, devices_up)
-        for counts in report.pairs.values():
-            for kind, count in counts.items():
-                self.pairs[kind] += count
-        for rows in report.rows.values():
-            for phase, count in zip(PHASES, rows, strict=True):
-                self.rows[phase] += count
-        self.device_sums.update(report.device)
-        self.device_bounds.update(report.device_bounds)
+        self.totals.add(report)
         return report if self.ranks.leads else None
 
     def _costs(self) -> StepCosts:
@@ -315,7 +303,7 @@ class NdpController:
         if not planned:
             return {}
         if self.recorder is not None:
-            self._record_plan(self.num_steps)
+            self._record_plan(self.totals.steps)
         placement = self.planner.replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
         return {
@@ -379,7 +367,7 @@ class NdpController:
         self.device.join()
         self._device_rules = devices.rules
         if self.recorder is not None:
-            self.recorder.note_joined(self.num_steps + 1, devices.rules.num_devices - 1)
+            self.recorder.note_joined(self.totals.steps + 1, devices.rules.num_devices - 1)
         held = devices.copies
         if self.ranks.leads:
             copies = f"{held.num_copies} copies" if held.num_copies > 1 else "1 copy"
@@ -406,20 +394,20 @@ class NdpController:
 
     def totals_dict(self) -> dict[str, Any]:
         return {
-            "steps": self.num_steps,
+            "steps": self.totals.steps,
             "prefills": self.planner.prefills,
             "migrated_experts": self.planner.migrated_experts,
             "kept_experts": self.planner.kept_experts,
             "exchanges": self.planner.exchanges,
-            "preempted": self.num_preempted,
+            "preempted": self.totals.preempted,
             "row_checks": self.locator.row_checks,
             "sidecar_mismatches": self.locator.mismatches,
-            **{f"{phase}_rows": count for phase, count in self.rows.items()},
-            **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
+            **{f"{phase}_rows": count for phase, count in self.totals.rows.items()},
+            **{f"{kind}_pairs": count for kind, count in self.totals.pairs.items()},
             "device_state": self.device.state,
             "simulated_ps": None if self._unsimulated else self.clock.now_ps,
-            "simulated_device": dict(self.device_sums),
-            "simulated_device_bound": dict(self.device_bounds),
+            "simulated_device": dict(self.totals.device),
+            "simulated_device_bound": dict(self.totals.device_bounds),
         }
 
     def live(self) -> dict[str, Any] | None:

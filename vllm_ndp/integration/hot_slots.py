@@ -70,7 +70,7 @@ class SlotKernel(Protocol):
         """Write one expert into slot `slot`, in the kernel's own layout."""
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """x [T, H], weights f32 [T, k], slots i32 [T, k] -> [T, H]."""
+        """x [T, H], weights f32 [T, k], slots i32 [T, k], below 0 = elsewhere -> [T, H]; 0 where no pair is here."""
 
 
 class CpuSlotKernel:
@@ -107,8 +107,41 @@ class CpuSlotKernel:
             to.b2[slot].copy_(down)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """No slot may be -1: pairs that run elsewhere are left out before (csrc/split.cpp)."""
-        return self.fused(x, held, weights.contiguous(), slots.contiguous())
+        """For slots that were split where they lie, as for a GPU: a pair may run elsewhere."""
+        # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
+        here = slots >= 0
+        if bool(here.all()):
+            return self.fused(x, held, weights.contiguous(), slots.contiguous())
+        if not bool(here.any()):
+            return torch.zeros_like(x)
+        if slots.numel() <= ALIAS_PAIRS:
+            return self._aliased(x, held, weights, slots, here)
+        return self._gathered(x, held, weights, slots, here)
+
+    def _aliased(
+        self,
+        x: torch.Tensor,
+        held: SlotWeights,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        here: torch.Tensor,
+    ) -> torch.Tensor:
+        own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
+        alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
+        out = self.fused(x, held, weights * here, torch.where(here, slots, alias))
+        # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
+        return out.masked_fill_(own < 0, 0)
+
+    def _gathered(
+        self,
+        x: torch.Tensor,
+        held: SlotWeights,
+        weights: torch.Tensor,
+        slots: torch.Tensor,
+        here: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, cols = here.nonzero(as_tuple=True)
+        return self.listed(x, held, rows, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1))
 
     def listed(
         self, x: torch.Tensor, held: SlotWeights, rows: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor
@@ -310,10 +343,12 @@ class HotSlots:
         """The weighted sum over the pairs of each row [T, H], exactly 0 for a row without one; a fresh tensor."""
         if pairs is None:
             return torch.zeros_like(x)
-        if pairs.rows is not None and isinstance(self.kernel, CpuSlotKernel):
-            return self.kernel.listed(x, self.held, pairs.rows, pairs.topk_weights, pairs.slots)
         kernel, held = self.running()
-        out = kernel.run(x, held, pairs.topk_weights, pairs.slots)
+        if not isinstance(kernel, CpuSlotKernel):
+            return kernel.run(x, held, pairs.topk_weights, pairs.slots)
+        if pairs.rows is not None:
+            return kernel.listed(x, held, pairs.rows, pairs.topk_weights, pairs.slots)
+        out = kernel.fused(x, held, pairs.topk_weights, pairs.slots)
         if pairs.idle_rows:
             out[pairs.idle_rows] = 0
         return out

@@ -293,17 +293,12 @@ class StepClock:
         """
         if self._layer_start_ps is None:
             raise RuntimeError("end_layer: begin_layer must come first")
-        layer = LayerTime(
-            start_ps=self._layer_start_ps,
-            attention_ps=self._attention_ps,
-            shared_ps=self._shared_ps,
-            hot_ps=self._hot_ps(hot, hot_bytes),
-            stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0,
-            device_ps=device_ps,
-            overhead_ps=self.model.hardware.gpu.layer_overhead_ps,
-            host_ps=host_ps,
-        )
-        self.now_ps = layer.start_ps + layer.total_ps
+        start_ps, attention_ps, shared_ps = self._layer_start_ps, self._attention_ps, self._shared_ps
+        hot_ps = self._hot_ps(hot, hot_bytes)
+        stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
+        overhead_ps = self.model.hardware.gpu.layer_overhead_ps
+        layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
+        self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
         self._layer_start_ps = None
         return layer
