@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,7 @@ class NdpController:
         self._ended_ps = 0
         self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
         self.totals = Totals()
+        self._opened = ExitStack()  # what is closed with the worker, the last first
         self.finished = FinishedRequests()
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
         self._plan_s: float | None = None
@@ -139,6 +140,7 @@ class NdpController:
         make = self._make
         replicas, planned = make.agree_on_replicas()
         self.device = make.open_device(replicas, planned)
+        self._opened.callback(self.device.close)
         offload_bits = self.device.offload_bits
         make.open_pool(replicas)
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
@@ -156,6 +158,8 @@ class NdpController:
             limits.refuse_shared_experts_in_pieces(shared)
         self._host = make.make_host()
         self._messenger = make.make_messenger(offload_bits)
+        if self._messenger is not None:
+            self._opened.callback(self._messenger.close)
         held = self.hot.layers[0].held
         self.splitter = Splitter(
             self.hot.tiers,
@@ -330,11 +334,7 @@ class NdpController:
             self.recorder.close()
             self.recorder = None
         self.hot.close()
-        if self._messenger is not None:
-            self._messenger.close()
-            self._messenger = None
-        if hasattr(self, "device"):
-            self.device.close()
+        self._opened.close()
         self._layers.clear()
         if _current is self:
             _current = None
