@@ -46,19 +46,19 @@ class Cuts:
     def __init__(self, llm: Any) -> None:
         self.rows: list[list[float]] = []
         self._now: list[float] = []
-        from vllm_ndp.integration import device_link, few_rows, hot_slots, moe_layer
+        from vllm_ndp.integration import device_link, hot_slots, moe_layer, step
 
         for module in llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.modules():
             if type(module).__name__ == "MoERunner":
                 module.register_forward_pre_hook(self._begin)
                 module.register_forward_hook(self._end)
         controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-        self._before(moe_layer.MoELayer, "_run_few")
-        self._after(few_rows.FewRows, "split")
-        self._after(type(controller.device), "submit_few")
-        self._after(hot_slots.HotSlots, "run_aliased")
+        self._before(moe_layer.MoELayer, "_run")
+        self._after(step.Step, "split")
+        self._after(type(controller.device), "start")
+        self._after(hot_slots.HotSlots, "run")
         self._after(device_link.DeviceCall, "result")
-        self._after(moe_layer.MoELayer, "_run_few")
+        self._after(moe_layer.MoELayer, "_run")
 
     def _begin(self, *_: Any) -> None:
         self._now = [time.perf_counter()]
@@ -121,8 +121,6 @@ def run(model: Path, num_experts: int, num_tokens: int, num_rounds: int) -> dict
         enable_prefix_caching=False,
     )
     controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-    if controller.status()["decode_layers"] == "Python":
-        raise SystemExit("decode layers take the Python path: vllm_ndp.integration._decode_layers is of other sources")
     client, floor, cuts = controller.device.client, Floor(controller, 1), Cuts(llm)
     begin, last = client.begin_execute, list[tuple[Any, ...]]()
 

@@ -41,13 +41,10 @@ OPTIONS = ("model", "batch", "tokens", "dtype", "fallback", "pool")
 
 
 class NoCall:
-    """What stands where a call would: its layer and widths, for the arithmetic here."""
+    """What stands where a call would: nothing comes."""
 
-    def __init__(self, layer: int, bits: Any) -> None:
-        self.layer, self.bits = layer, bits
-
-    def result(self) -> None:
-        return None
+    def add(self, out: Any) -> bool:
+        return False
 
     def abandon(self) -> None:
         pass
@@ -61,12 +58,8 @@ class NoDevice:
     def __init__(self, device: Any) -> None:
         self.compute_locally = device.compute_locally
 
-    def submit(self, step: Any, layer: int, x: Any, split: Any) -> NoCall | None:
-        pairs = split.device
-        return NoCall(layer, step.bits_of(layer, pairs)) if len(pairs.rows) else None
-
-    def submit_few(self, number: int, layer: int, x: Any, few: Any, count: int) -> NoCall:
-        return NoCall(layer, few.pair_bits[:count])
+    def start(self, step: Any, layer: int, x: Any, pairs: Any) -> NoCall:
+        return NoCall()
 
 
 def run_arm(given: argparse.Namespace) -> None:
@@ -128,12 +121,12 @@ def run_arm(given: argparse.Namespace) -> None:
             order = order or rng.sample(sorted(devices), 2)
             kind = order.pop()
             for layer in layers:
-                layer._device = devices[kind]
+                layer._device = layer._link = devices[kind]
             watch.clear()
             llm.llm_engine.step()
             taken[kind].append(sum(watch.layers) / len(layers) * 1e6)
         for layer in layers:
-            layer._device = real
+            layer._device = layer._link = real
         count = min(map(len, taken.values()))
         return {kind: times[:count] for kind, times in taken.items()}
 

@@ -75,9 +75,9 @@ def routing(run: Run) -> dict[str, Any]:
             split(expert_map, ids, weights, x, into, slots)
             both.append((into, microseconds(partial(split, expert_map, ids, weights, x, into, slots))))
         (mine, kernel_us), (theirs, operators_us) = both
-        pairs, sent = theirs.head[:2].tolist()
-        for name, count in (("slots", rows), ("sent_rows", sent), ("pair_rows", pairs), ("pair_experts", pairs),
-                            ("pair_weights", pairs), ("x", sent)):  # fmt: skip
+        sent = int(theirs.head[1])
+        counts = {"slots": rows, "ids": rows, "weights": rows, "sent_rows": sent, "x": sent}
+        for name, count in counts.items():
             if not torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]):
                 raise RuntimeError(f"{name} of {rows} rows differs between the kernel and the operators")
         rows_found.append({"rows": rows, "experts": experts, "kernel_us": kernel_us, "operators_us": operators_us})

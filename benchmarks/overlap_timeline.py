@@ -90,7 +90,7 @@ def run_engine(arguments: argparse.Namespace, address: str) -> Spans:
     spans: Spans = []
     for owner, method, name in (
         (MoELayer, "forward", "layer"),
-        (DeviceLink, "submit", "send"),
+        (DeviceLink, "start", "send"),
         (CpuSlotKernel, "fused", "hot experts"),
         (DeviceCall, "result", "wait"),
     ):

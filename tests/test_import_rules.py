@@ -38,6 +38,8 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("vllm_ndp/simulation/", ("os", "time", "socket", "random", "datetime"), ()),
+    ("vllm_ndp/layer/", ("vllm_ndp.integration", "vllm_ndp.traces", "vllm_ndp.config", "vllm_ndp.device"), ()),
+    ("vllm_ndp/simulation/", ("vllm_ndp.layer",), ()),
     ("vllm_ndp/lab/", ("vllm_ndp.integration", "vllm_ndp.device"), ()),
     ("vllm_ndp/lab/", ("vllm_ndp.cli",), ("vllm_ndp/lab/cli/",)),
     # who serves need not know the lab

@@ -32,7 +32,7 @@ done <MANIFEST
 root=$(cd "$here/../.." && pwd)
 [ -f "$root/vllm_ndp/integration/plugin.py" ] || root=
 if [ -d "$site/.ndp-source" ]; then
-    loads='import ndp_device._commands, ndp_device.transport._shm, ndp_device.kernels._native, ndp_device.replicas._mapping, vllm_ndp.integration._decode_layers'
+    loads='import ndp_device._commands, ndp_device.transport._shm, ndp_device.kernels._native, ndp_device.replicas._mapping, vllm_ndp.layer._split'
     if ! (cd / && PYTHONPATH=$site python3 -c "$loads" 2>/dev/null); then
         echo "ndp: the wheel's modules do not load here: building them"
         (cd / && python3 -m pip install -q --no-build-isolation --no-deps --no-index --no-compile --upgrade \

@@ -29,10 +29,13 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.moe_layer import MoELayer
-from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
+from vllm_ndp.integration.rows import Gather
+from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
+from vllm_ndp.layer.split import Pairs, Splitter
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 HIDDEN, INTERMEDIATE, ENTRIES = 32, 16, 64
@@ -96,6 +99,9 @@ class Client:
     def __post_init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._lent = np.empty(0, np.float32)
+
+    def refuses(self) -> bool:
+        return False
 
     def begin_execute(self, layer: int, step: int, submit_ps: int, x: Any, rows: Any, experts: Any, bits: Any, gates: Any) -> Any:  # fmt: skip  # noqa: E501
         self.messages.append(
@@ -167,7 +173,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         for _ in range(num_layers)
     ]
     x = gpu.tensor(draw(num_rows, HIDDEN))
-    link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers)
+    link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
         lane = LazyLane(gpu.waits.append)
@@ -179,41 +185,42 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     sidecar = RoutingSidecar(num_layers, top_k, GPU)
     sidecar.allocate(ENTRIES, 1)
     spans = spans_of(setup)
-    step = Step(1, {span.request.request_id: span for span in spans}, ModelSizes(num_layers, num_experts, top_k), clock)
     entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
     kernel = CudaSlotKernel("silu", num_experts, fused, lambda *key: nullcontext())
     slots = {index: slots_of(gpu, kernel, setup, index, every[index]) for index in range(num_layers)}
+    tiers = Tiers(num_layers, num_experts)
+    for index, of_layer in slots.items():
+        tiers.where[index] = of_layer.where
+    splitter = Splitter(tiers, top_k, weighs_input=setup.weighs_input, aliases=False)
+    sizes = ModelSizes(num_layers, num_experts, top_k)
+    step = Step(1, {span.request.request_id: span for span in spans}, sizes, clock, splitter)
     hot = SimpleNamespace(
         layers=slots,
         wait=lambda layer: None,
-        owners=lambda layer: None,
         stream_whole=lambda layer, rows, pairs: whole(gpu, every[layer], rows, pairs),
     )
     running = RunningStep()
     running.step = step
-    layers = [
-        MoELayer(
-            index,
-            hot,  # type: ignore[arg-type]
-            link,
-            None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
-            sidecar,
-            SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
-            running,
-            None,
-            None,
-            weighs_input=setup.weighs_input,
-            messenger=messenger,
-        )
-        for index in range(num_layers)
-    ]
+    parts = LayerParts(
+        hot,  # type: ignore[arg-type]
+        link,
+        None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
+        sidecar,
+        SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
+        running,
+        HotViews(splitter, GPU),
+        None,  # type: ignore[arg-type]
+        None,
+        messenger,
+        setup.weighs_input,
+    )
+    layers = [MoELayer(index, parts) for index in range(num_layers)]
     for span, bits in zip(spans, setup.bits, strict=True):
         span.request.plan = SimpleNamespace(bits=SimpleNamespace(bits=bits))  # type: ignore[assignment]
     gpu.waits.clear()
     gpu.launches = 0
     by_layer = []
     for index, layer in enumerate(layers):
-        layer._planner = SimpleNamespace(slots_to_keep=lambda *args: {})  # type: ignore[assignment]
         ids, weights = (
             gpu.tensor(torch.from_numpy(setup.ids[index])),
             gpu.tensor(torch.from_numpy(setup.weights[index])),
@@ -234,12 +241,13 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     )  # fmt: skip
 
 
-def device_link(client: Client, num_layers: int) -> Any:
+def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     """A real link around a client that computes here."""
     link: Any = DeviceLink.__new__(DeviceLink)
     link.client = link._executes = client
+    link.members, link.devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
     link._layers, link._installing = range(num_layers), None
-    link._agreed_up, link._local, link.offload_bits = None, None, 0
+    link._agreed, link._local, link.offload_bits = None, None, 0
     link._round_trips_s = deque()
     return link
 

@@ -72,13 +72,11 @@ def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[S
 def test_layers_are_asynchronous_where_it_pays_or_where_it_was_asked_for(
     asked: dict[str, Any], on_gpu: bool, runs: bool
 ) -> None:
-    assert limits.runs_aside(NdpSettings(**asked), 0, on_gpu=on_gpu, whole_experts=False) is runs
+    assert limits.runs_aside(NdpSettings(**asked), 0, on_gpu=on_gpu) is runs
 
 
 def test_asynchronous_layers_beside_what_decides_on_the_host_are_refused() -> None:
     settings = NdpSettings(layers="asynchronous")
     with pytest.raises(ConfigError, match=r"'execution': 'paper'"):
-        limits.runs_aside(settings, 3, on_gpu=True, whole_experts=False)
-    with pytest.raises(ConfigError, match="--enable-expert-parallel"):
-        limits.runs_aside(settings, 0, on_gpu=True, whole_experts=True)
-    assert not limits.runs_aside(NdpSettings(), 3, on_gpu=True, whole_experts=False)
+        limits.runs_aside(settings, 3, on_gpu=True)
+    assert not limits.runs_aside(NdpSettings(), 3, on_gpu=True)

@@ -28,6 +28,7 @@ from vllm_ndp.integration.cuda.low_bit_slots import (
 )
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotPairs, SlotWeights
+from vllm_ndp.planning.plan import Placement
 
 HIDDEN, INTERMEDIATE, SLOTS = 64, 32, 3
 
@@ -93,7 +94,7 @@ def test_slots_of_a_layer_run_at_their_width_and_stream_in_full_precision(bits: 
     assert (slots.expert_in.tolist(), slots.expert_map.tolist()[5]) == ([-1, 5, -1], 1)
     assert slots.num_bytes == slots.codes.num_bytes > held.num_bytes == 0
     x, ids = torch.zeros(2, HIDDEN), torch.tensor([[5, 2], [7, 5]])
-    slots.run(x, SlotPairs(slots.expert_map[ids], torch.ones(2, 2), [2]))
+    slots.run(x, SlotPairs(slots.expert_map[ids], torch.ones(2, 2)))
     slots.run_anything(x, torch.ones(2, 2), ids)
     slots.kernel.run(x, held.empty_like(1), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
     assert [w13.dtype for w13, _ in seen] == [slots.codes.w13.dtype] * 2 + [torch.float32]
@@ -125,7 +126,7 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
     wanted = np.zeros((pool.shape.num_layers, 8), dtype=bool)
     for experts in ([0, 3, 5], [3, 6, 7]):
         wanted[:] = [expert in experts for expert in range(8)]
-        hot.place(wanted)
+        hot.place(Placement(wanted))
         hot.wait_for_all()
     hot.close()
     slots = hot.layers[2]

@@ -1,4 +1,4 @@
-"""Which pairs leave: torch operators against a loop, and Triton's kernels, interpreted and compiled, against those."""
+"""Which rows leave: torch operators against a loop, and Triton's kernels, interpreted and compiled, against those."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm_ndp.integration.cuda import packet, routing
 from vllm_ndp.integration.cuda.packet import Fields, HostFields
+from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, WARM
 
 HIDDEN = 24
 
@@ -32,7 +33,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     num_rows = draw(st.integers(1, 40))
     num_slots = draw(st.integers(0, num_experts))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    expert_map = np.full(num_experts, -1, np.int32)
+    expert_map = random.choice(np.array([DEVICE, DEVICE, WARM, ELSEWHERE], np.int32), num_experts)
     expert_map[random.permutation(num_experts)[:num_slots]] = random.permutation(num_slots)
     ids = np.argsort(random.random((num_rows, num_experts)))[:, :top_k].astype(draw(st.sampled_from(["i4", "i8"])))
     weights = random.random((num_rows, top_k), dtype=np.float32)
@@ -52,19 +53,18 @@ def test_the_packet_holds_what_a_loop_finds(
     routing.split(expert_map, ids, weights, x, into, elsewhere)
     found = HostFields(into)
     sent: list[int] = []
-    pairs: list[tuple[int, int, float]] = []
-    for row, (chosen, gates) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
-        for column, (expert, gate) in enumerate(zip(chosen, gates, strict=True)):
+    num_pairs = 0
+    for row, chosen in enumerate(ids.tolist()):
+        for column, expert in enumerate(chosen):
             slot = int(expert_map[expert])
-            assert found.slots[row, column] == (slot if slot >= 0 else elsewhere)
-            if slot < 0:
-                if row not in sent:
-                    sent.append(row)
-                pairs.append((sent.index(row), expert, gate))
-    assert found.head[:2].tolist() == [len(pairs), len(sent)]
-    assert found.sent_rows[: len(sent)].tolist() == sent
-    columns = found.pair_rows, found.pair_experts, found.pair_weights
-    assert [tuple(c[i].item() for c in columns) for i in range(len(pairs))] == pairs
+            assert into.slots[row, column] == (slot if slot >= 0 else elsewhere)
+            if slot == DEVICE:
+                num_pairs += 1
+                sent += [row] * (row not in sent)
+    assert found.head[:2].tolist() == [num_pairs, len(sent)]
+    assert into.sent_rows[: len(sent)].tolist() == sent
+    assert np.array_equal(found.ids, ids.numpy())
+    assert np.array_equal(found.weights, weights.numpy())
     assert torch.equal(into.x[: len(sent)], x[sent])
 
 
@@ -102,7 +102,7 @@ random = np.random.default_rng(0)
 for case in range(60):
     experts = int(random.choice([2, 8, 64]))
     k, rows, slots = int(random.integers(1, min(experts, 8) + 1)), int(random.integers(1, 20)), int(random.integers(0, experts + 1))
-    expert_map = torch.full((experts,), -1, dtype=torch.int32)
+    expert_map = torch.from_numpy(random.choice(np.array([-1, -1, -2, -3], np.int32), experts))
     expert_map[torch.from_numpy(random.permutation(experts)[:slots])] = torch.arange(slots, dtype=torch.int32)
     ids = torch.from_numpy(np.argsort(random.random((rows, experts)))[:, :k].astype(np.int32))
     gates, x = torch.from_numpy(random.random((rows, k), dtype=np.float32)), torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32))
@@ -111,7 +111,7 @@ for case in range(60):
     routing.split(expert_map, ids, gates, x, theirs, slots)
     pairs, sent = theirs.head[:2].tolist()
     assert mine.head[:2].tolist() == [pairs, sent]
-    for name, count in (("slots", rows), ("sent_rows", sent), ("pair_rows", pairs), ("pair_experts", pairs), ("pair_weights", pairs), ("x", sent)):
+    for name, count in (("slots", rows), ("ids", rows), ("weights", rows), ("sent_rows", sent), ("x", sent)):
         assert torch.equal(getattr(mine, name)[:count], getattr(theirs, name)[:count]), (case, name)
     if sent:
         out, partial = torch.from_numpy(random.standard_normal((rows, HIDDEN), dtype=np.float32)), torch.ones(sent, HIDDEN)
@@ -127,10 +127,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_ndp.integration.cuda import kernels
 
-pointers = {"ids": "*i32", "weights": "*fp32", "sent_rows": "*i64", "rows": "*i64", "pair_weights": "*fp32", "partial": "*fp32", "x": "*bf16", "out": "*bf16"}
+pointers = {"ids": "*i32", "weights": "*fp32", "weights_out": "*fp32", "sent_rows": "*i64", "rows": "*i64", "partial": "*fp32", "x": "*bf16", "out": "*bf16"}
 for kernel, constants in (
-    (kernels.split_pairs, {"K": 2, "ROWS": 256, "COLUMNS": 2}),
-    (kernels.split_pairs, {"K": 8, "ROWS": 256, "COLUMNS": 8}),
+    (kernels.split_rows, {"LEAVES": -1, "K": 2, "ROWS": 256, "COLUMNS": 2}),
+    (kernels.split_rows, {"LEAVES": -1, "K": 8, "ROWS": 256, "COLUMNS": 8}),
     (kernels.gather_rows, {"WIDTH": 1024}),
     (kernels.add_partial, {"WIDTH": 1024}),
 ):
@@ -154,7 +154,7 @@ def test_triton_s_kernels_give_the_same_in_its_interpreter() -> None:
 def test_triton_s_kernels_compile_for_a_hopper_gpu() -> None:
     pytest.importorskip("triton")
     lines = program(COMPILED)
-    assert [line.split()[0] for line in lines] == ["split_pairs", "split_pairs", "gather_rows", "add_partial"]
+    assert [line.split()[0] for line in lines] == ["split_rows", "split_rows", "gather_rows", "add_partial"]
     assert all(int(line.split()[1]) > 1000 for line in lines)
 
 

@@ -18,9 +18,9 @@ from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
-from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.ranks import WHOLE, Share
 from vllm_ndp.integration.streaming import StagingStreamer
+from vllm_ndp.layer.split import Pairs
 
 HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 16, 12, 6, 3
 WEIGHT_BYTES = 3 * HIDDEN * INTERMEDIATE * 4
@@ -82,7 +82,7 @@ class Setup:
         rows = [row for row, experts in enumerate(self.rows) for _ in experts]
         experts = [number for experts in self.rows for number in experts]
         weights = np.random.default_rng(self.seed).random(len(rows), dtype=np.float32)
-        return Pairs(np.array(rows, np.int64), np.array(experts, np.int64), weights)
+        return Pairs.of(np.array(rows, np.int64), np.array(experts, np.int64), weights)
 
 
 @st.composite

@@ -96,3 +96,22 @@ def test_the_slowest_rank_counts_and_replay_finds_it_again(identity: dict[str, A
     assert identity["trace"].provenance.live.whole_experts
     assert replay_live(identity["trace"], LossTable.nominal(4, 8)).identical
     assert replay_live(balanced["trace"], LossTable.from_measured(load_loss_table(REPLICAS)[1])).identical
+
+
+BESIDE = {
+    "warm experts, which the leader's CPU computes": {"warm_experts": 2},
+    "layers that do not wait": {"layers": "asynchronous", "execution": "paper"},
+}
+
+
+@pytest.mark.parametrize("beside", list(BESIDE))
+def test_ranks_with_whole_experts_work_together_with(
+    beside: str, tmp_path: Path, stock_tokens: list[list[int]]
+) -> None:
+    said = record(tmp_path / "trace", {"hot_experts": 3, "cold_precision": "full"} | BESIDE[beside])
+    assert [token_ids(outputs) for outputs in said["passes"]] == [stock_tokens, stock_tokens]
+    leader, other = ({k: v for k, v in totals.items() if k.endswith("_pairs")} for totals in said["totals"])
+    assert leader == other
+    assert leader["cold_pairs"] > 0
+    assert (leader["warm_pairs"] > 0) == ("warm" in beside)
+    assert replay_live(said["trace"], LossTable.nominal(4, 8)).identical

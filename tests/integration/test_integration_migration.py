@@ -46,7 +46,7 @@ def assert_slots_hold_what_they_name() -> None:
             slots.kernel.load(anew, 0, ours.pool.expert(layer, expert))
             assert anew.w13.equal(slots.held.w13[slot : slot + 1])
             assert anew.w2.equal(slots.held.w2[slot : slot + 1])
-            assert slots.expert_map_list[expert] == slot == int(slots.expert_map[expert])
+            assert slots.where[expert] == slot == int(slots.expert_map[expert])
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32}], ids=["one-chunk", "chunks"])

@@ -48,43 +48,35 @@ def route(num_rows, generator):  # type: ignore[no-untyped-def]
     return (weights / weights.sum(1, keepdim=True)).float(), ids.to(torch.int32)
 
 
-def hot_pairs(slots, weights, ids):  # type: ignore[no-untyped-def]
+def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-def]
     """The pairs of these rows that lie in the slots, as a layer gives them."""
-    from vllm_ndp.integration.pairs import split_arrays
+    import numpy as np
 
-    return split_arrays(slots.expert_map, ids, weights, (ids[:, 0] >= 0).numpy()).hot
+    from vllm_ndp.integration.slot_pairs import HotViews
+    from vllm_ndp.layer.split import Splitter
+    from vllm_ndp.layer.tiers import Tiers
+
+    tiers = Tiers(1, EXPERTS)
+    tiers.where[0] = slots.where
+    splitter = Splitter(tiers, TOP_K, aliases=aliases)
+    plan = np.zeros((1, EXPERTS), np.uint8)
+    splitter.begin_step(np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_), [plan])
+    split = splitter.split(0, ids.data_ptr(), weights.data_ptr(), with_device=False)
+    return HotViews(splitter, ids.device).of(split, slots, ids, weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("hot", [[5, 1, 6, 2], [], list(range(EXPERTS))])
+@pytest.mark.parametrize("hot", [[5, 1, 6, 2], [3], list(range(EXPERTS))])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
-def test_hot_pairs_of_the_native_layer_give_the_bits_of_the_python_layer(parts, hot, num_rows, dtype):  # type: ignore[no-untyped-def]
+def test_hot_pairs_give_the_same_whether_they_are_listed_or_laid_out_by_row(parts, hot, num_rows, dtype):  # type: ignore[no-untyped-def]
     """16 rows of 2 pairs are aliased, 17 are listed; some rows of 64 have no hot pair."""
-    from dataclasses import replace
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    from ndp_device.timing.shapes import public_shape
-    from ndp_device.timing.spec import load_hardware
-    from vllm_ndp.integration.few_rows import FewRows
-    from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
-
     generator = torch.Generator().manual_seed(num_rows)
     slots = parts(dtype)[1](hot)
     weights, ids = route(num_rows, generator)
     x = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
-    on_host = np.zeros((1, num_rows, TOP_K), np.int16), np.zeros((1, num_rows, TOP_K), np.float32)
-    mixtral = public_shape("mixtral-8x7b")
-    shape = replace(mixtral, num_layers=1, decoder=mixtral.decoder[:1])
-    clock = StepClock(GpuModel(load_hardware("h100-ndp512"), shape))
-    few = FewRows({0: slots}, SimpleNamespace(top_k=TOP_K, on_host=on_host), clock, None)  # type: ignore[arg-type]
-    clock.begin_step(num_rows, 100, 100)
-    spans = [SimpleNamespace(request=SimpleNamespace(plan=None))]
-    rows = SimpleNamespace(num_rows=num_rows, all_decode=True, spans=spans, owners=[0] * num_rows)
-    assert few.take(rows, torch.arange(num_rows))  # type: ignore[arg-type]
-    few.split(0, weights, ids, offload=False)
-    assert torch.equal(few.run_hot(slots, x), slots.run(x, hot_pairs(slots, weights, ids)))
+    laid_out = slots.run(x, hot_pairs(slots, weights, ids))
+    listed = slots.run(x, hot_pairs(slots, weights, ids, aliases=False))
+    torch.testing.assert_close(laid_out, listed, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-2)
 
 
 def by_hand(x, weights, ids, experts, hot):  # type: ignore[no-untyped-def]
@@ -173,9 +165,9 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     from ndp_device.errors import ConfigError
     from vllm_ndp.integration.experts_pool import ExpertsPool
     from vllm_ndp.integration.hot_slots import CpuSlotKernel, HotSlots, SlotWeights
-    from vllm_ndp.integration.pairs import Pairs
     from vllm_ndp.integration.ranks import WHOLE
     from vllm_ndp.integration.streaming import PackedStreamer, StagingStreamer
+    from vllm_ndp.layer.split import NO_PAIRS, Pairs
 
     pool = ExpertsPool(MODEL)
     hidden, intermediate = pool.shape.hidden_size, pool.shape.intermediate_size
@@ -188,12 +180,10 @@ def test_a_packed_copy_of_the_pool_streams_and_fills_the_same_bits(dtype, tmp_pa
     again = PackedStreamer(tmp_path / "packed", pool, kernel, held)  # from the files alone
     x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows, experts = np.array([0, 0, 1, 4, 4, 8]), np.array([1, 7, 7, 0, 3, 1])
-    pairs = Pairs(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
+    pairs = Pairs.of(rows, experts, np.array([0.5, 0.25, 1.0, 0.1, 0.9, 0.7], dtype=np.float32))
     for layer in range(pool.shape.num_layers):
         slots = HotSlots(kernel, SlotWeights(w13.clone(), w2.clone()), pool.shape.num_experts)
-        nothing = staged.run(
-            layer, x, pairs.where(experts > 7), slots, {}, [WHOLE]
-        )  # a rank whose part of them is none
+        nothing = staged.run(layer, x, NO_PAIRS, slots, {}, [WHOLE])  # a rank whose part of them is none
         assert nothing.shape == x.shape
         assert not nothing.any()
         want = staged.run(layer, x, pairs, slots, {}, [WHOLE])

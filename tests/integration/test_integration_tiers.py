@@ -162,7 +162,6 @@ def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
     ("settings", "wanted"),
     [
         ({"plan": "joint"}, "'plan' 'joint' beside tensor or expert parallelism.* drop"),
-        ({"warm_experts": 2}, "'warm_experts' beside tensor or expert parallelism.* drop"),
         ({"slot_bits": 4}, "'slot_bits' 4 beside tensor or expert parallelism.* drop"),
     ],
 )

@@ -21,7 +21,7 @@ from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.gpu_timing import StepClock
@@ -42,8 +42,8 @@ class Noted:
         self.installed: list[int] = []
         self.streamer = SimpleNamespace(keeps=False)
 
-    def place(self, hot: NDArray[np.bool_], widths: NDArray[np.uint8]) -> None:
-        self.placed.append(hot)
+    def place(self, placement: Placement) -> None:
+        self.placed.append(placement.hot)
 
     def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None:
         assert not widths[hot].any()

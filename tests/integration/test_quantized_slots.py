@@ -44,7 +44,7 @@ def test_slots_give_what_the_device_gives_for_the_same_replicas(kernel, bits: in
     x = generator.standard_normal((7, HIDDEN)).astype(np.float32)
     weights = generator.dirichlet([1.0, 1.0], 7).astype(np.float32)
     named = slots.expert_map[torch.from_numpy(ids)]
-    out = slots.run(torch.from_numpy(x), SlotPairs(named, torch.from_numpy(weights), [1]))
+    out = slots.run(torch.from_numpy(x), SlotPairs(named, torch.from_numpy(weights)))
     rows, columns = np.nonzero(np.isin(ids, [6, 2, 5]))
     experts = [store.get(LAYER, expert, bits) for expert in (2, 5, 6)]
     places = np.searchsorted([2, 5, 6], ids[rows, columns]).astype(np.int32)

@@ -29,17 +29,18 @@ from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.engine_kernel import load_engine_kernel
 from vllm_ndp.integration.experts_pool import ExpertsPool
+from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.price_probe import Asked, PriceProbe, Shared
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
-from vllm_ndp.integration.warm_experts import WarmExperts
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices
+from vllm_ndp.simulation.gpu_timing import GpuModel
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
 from vllm_ndp.simulation.prices import MeasuredPrices
 
@@ -71,6 +72,12 @@ class Assembly:
             num_quantized = shape.num_experts
         cores, bits = compat.engine_cores(), settings.slot_bits
         return HotExperts(self.pool, cores, owners, ranks.rank, num_quantized=num_quantized, slot_bits=bits)
+
+    @property
+    def gpu_model(self) -> GpuModel:
+        ranks = self.ranks
+        stage, whole = ranks.stage, ranks.holds_whole_experts
+        return GpuModel(self.hardware, self.shape, ranks.size, stage.index, stage.count, whole_experts=whole)
 
     @cached_property
     def digest(self) -> str:
@@ -127,6 +134,7 @@ class Assembly:
             shape,
             self.layers,
             local,
+            self.hot.layers[0].held.w13.dtype,
             offload_bits=offload_bits,
             deadline_ms=settings.deadline_ms,
             wants_prompts=wants_prompts,
@@ -220,8 +228,9 @@ class Assembly:
         slots = self.hot.layers
         return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self._kernel, self.layers, slots)
 
-    def make_warm(self, costs: Costs) -> WarmExperts | None:
-        """None where the host's CPU computes no experts. Raises ConfigError where it would keep copies of them."""
+    def make_host(self) -> HostCpuExperts | None:
+        """None where this rank's CPU computes no experts: of several ranks the leader's computes them, whole. Raises
+        ConfigError where it would keep copies of them."""
         settings = self.settings
         if not settings.has_warm_experts:
             return None
@@ -230,12 +239,14 @@ class Assembly:
                 "ndp setting 'warm_experts' needs experts that the CPU can compute where they lie, but in this "
                 "checkpoint they do not lie row by row, so that it would keep copies of them: use 'warm_experts': 0"
             )
-        return WarmExperts(self.model_dir, self._kernel, self.layers, costs)
+        if not self.ranks.leads:
+            return None
+        return HostCpuExperts(self.model_dir, self._kernel, self.layers)
 
     def make_messenger(self, offload_bits: int) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
-        weights, whole = self.hot.layers[0].held.w13, self.ranks.holds_whole_experts
-        if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda, whole_experts=whole):
+        weights = self.hot.layers[0].held.w13
+        if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda):
             return None
         device, shape = weights.device, self.pool.shape
         return Messenger(

@@ -115,9 +115,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (parallel.pipeline_parallel_size > 1 and "prior" in settings.policy_options,
          "a prior of the whole model beside pipeline parallelism, where each stage plans for its own layers: drop "
          "'prior' from 'policy_options'"),
-        (bool(settings.warm_experts) and parallel.tensor_parallel_size > 1,
-         "'warm_experts' beside tensor or expert parallelism, whose ranks would compute them more than once: drop "
-         "--tensor-parallel-size, or 'warm_experts'"),
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
          f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),

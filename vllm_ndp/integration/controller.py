@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,21 +28,25 @@ from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.few_rows import FewRows
+from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.moe_layer import LAYERS, MoELayer
+from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
 from vllm_ndp.integration.planner import Planner
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepCosts, StepReport
+from vllm_ndp.integration.report import StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
+from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
-from vllm_ndp.integration.warm_experts import WarmExperts
+from vllm_ndp.integration.streamed_experts import StreamedExperts
+from vllm_ndp.integration.totals import Totals
+from vllm_ndp.layer.split import Splitter
 from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.simulation.balance import Balancer
+from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, DevicesBalancer
-from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
+from vllm_ndp.simulation.gpu_timing import StepClock
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.simulation.prices import MeasuredPrices
@@ -76,9 +79,9 @@ class NdpController:
         self._make = make = Assembly(settings, model_dir, vllm_config)
         self.ranks, self.pool, self.layers, self.hot = make.ranks, make.pool, make.layers, make.hot
         self.hardware, self.shape = make.hardware, make.shape
-        shape, stage = self.pool.shape, self.ranks.stage
+        shape = self.pool.shape
         self.sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)
-        self.clock = StepClock(GpuModel(self.hardware, self.shape, self.ranks.size, stage.index, stage.count))
+        self.clock = StepClock(make.gpu_model)
         self.requests = RequestTracker()
         self.running = RunningStep()
         self.sidecar: RoutingSidecar
@@ -86,15 +89,14 @@ class NdpController:
         self.device: Device
         self.planner: Planner
         self.recorder: RunRecorder | None = None
-        self._few: FewRows | None = None
-        self._balancer: Balancer | None = None
+        self.splitter: Splitter
         self._device_rules: DeviceRules | None = None  # where there are several
         self._operators: dict[int, str] = {}  # layer -> name
         self._layers: list[MoELayer] = []  # as long as the engine lives
         self._activation_bytes = torch.empty((), dtype=vllm_config.model_config.dtype).element_size()
         self._scheduler_config = vllm_config.scheduler_config
         self._messenger: Messenger | None = None
-        self._warm: WarmExperts | None = None
+        self._host: HostCpuExperts | None = None
         self._graph_rows = limits.rows_in_graphs(vllm_config)
         self._has_report = vllm_config.kv_transfer_config is not None and settings.report
         self._unsimulated = compat.unsimulated(vllm_config)
@@ -104,13 +106,8 @@ class NdpController:
         self._step_start_s = 0.0
         self._ended_ps = 0
         self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
-        self.num_steps = 0
-        self.num_preempted = 0
-        self.pairs = dict.fromkeys(PAIR_KINDS, 0)
-        self.rows = dict.fromkeys(PHASES, 0)
-        self.fallbacks: Counter[str] = Counter()
-        self.device_sums: Counter[str] = Counter()
-        self.device_bounds: Counter[str] = Counter()
+        self.totals = Totals()
+        self._opened = ExitStack()  # what is closed with the worker, the last first
         self.finished = FinishedRequests()
         self._last_planned: list[TrackedRequest] = []  # under the plan in force; they may have ended
         self._plan_s: float | None = None
@@ -143,6 +140,7 @@ class NdpController:
         make = self._make
         replicas, planned = make.agree_on_replicas()
         self.device = make.open_device(replicas, planned)
+        self._opened.callback(self.device.close)
         offload_bits = self.device.offload_bits
         make.open_pool(replicas)
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
@@ -156,39 +154,51 @@ class NdpController:
         self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
         self._device_rules = make.share_among_devices(self.device, costs)
-        self._balancer = Balancer(costs, offload_bits, settings.device_hosts, prices) if offload_bits else None
-        prefill_split = PrefillSplit(costs, prices) if self.device.computes_prompts else None
         if self._graph_rows:
             limits.refuse_shared_experts_in_pieces(shared)
-        self._warm = make.make_warm(costs)
+        self._host = make.make_host()
         self._messenger = make.make_messenger(offload_bits)
+        if self._messenger is not None:
+            self._opened.callback(self._messenger.close)
         held = self.hot.layers[0].held
+        self.splitter = Splitter(
+            self.hot.tiers,
+            shape.top_k,
+            balancers=self._balancers(costs, prices),
+            prompts=PrefillSplit(costs, prices) if self.device.computes_prompts else None,
+            host=costs if settings.has_warm_experts else None,
+            bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
+            weighs_input=self._weighs_input,
+            aliases=self.hot.layers[0].aliases,
+        )
+        parts = LayerParts(
+            self.hot,
+            self.device,
+            self.planner,
+            self.sidecar,
+            self.locator,
+            self.running,
+            HotViews(self.splitter, held.w13.device),
+            StreamedExperts(self.hot, self.planner),
+            self._host,
+            self._messenger,
+            self._weighs_input,
+        )
         for index, name in self._operators.items():
-            layer = MoELayer(
-                index,
-                self.hot,
-                self.device,
-                self.planner,
-                self.sidecar,
-                self.locator,
-                self.running,
-                self._balancer_of(index),
-                prefill_split,
-                weighs_input=self._weighs_input,
-                shared=shared.get(name.partition(":")[2]),
-                messenger=self._messenger,
-                fixed=FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None,
-                warm=self._warm,
-                bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
-            )
+            fixed = FixedOutput(self._graph_rows, held.w13) if self._graph_rows else None
+            layer = MoELayer(index, parts, shared=shared.get(name.partition(":")[2]), fixed=fixed)
             self._layers.append(layer)
             LAYERS[name] = layer
 
-    def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer | None:
-        """None where hot experts never leave the GPU."""
-        if self._balancer is None or self.device.devices is None:
-            return self._balancer
-        return self.device.devices.balancer(self._balancer, layer, self.device.counted_on)
+    def _balancers(self, costs: Costs, prices: MeasuredPrices | None) -> list[Balancer | DevicesBalancer] | None:
+        """The rule of each layer; None where hot experts never leave the GPU."""
+        device, num_layers = self.device, self.sizes.num_layers
+        if not device.offload_bits:
+            return None
+        rule = Balancer(costs, device.offload_bits, self.settings.device_hosts, prices)
+        if device.devices is None:
+            return [rule] * num_layers
+        return [device.devices.balancer(rule, layer, device.counted_on) for layer in range(num_layers)]
 
     def allocate(self, kv_cache_config: Any) -> None:
         """The KV cache's size is known: put the routing sidecar beside it and say what is effective."""
@@ -196,13 +206,8 @@ class NdpController:
         self.sidecar.allocate(kv_cache_config.num_blocks, group.block_size)
         self.requests.kv_group = group.index
         self.locator.group = group
-        splits_here = self._balancer is not None and self._device_rules is not None  # by the busiest of several devices
-        fits = self._messenger is None and FewRows.fits(self.hot.layers, self.sizes.top_k)
-        fits = fits and not self._sides_share_cores  # native layers know no other rule
-        if fits and not (self.ranks.holds_whole_experts or splits_here or self._warm is not None):
-            self._few = FewRows(
-                self.hot.layers, self.sidecar, self.clock, self._balancer, weighs_input=self._weighs_input
-            )
+        if self.sidecar.on_host is not None and self._messenger is None:
+            self.splitter.note_into(*self.sidecar.on_host)
         if self.settings.record is not None and self.ranks.leads:
             scheduling = Scheduling(
                 max_num_batched_tokens=self._scheduler_config.max_num_batched_tokens,
@@ -230,11 +235,11 @@ class NdpController:
             yield
             return
         self._step_start_s = time.perf_counter()
-        self.num_steps += 1
-        self.num_preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        self.totals.steps += 1
+        self.totals.preempted += len(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         self.device.revive()
         if self.recorder is not None:
-            self.recorder.note_requests(self.num_steps, spans)
+            self.recorder.note_requests(self.totals.steps, spans)
         planned = self.planner.replan()
         self._plan_s = time.perf_counter() - self._step_start_s if planned else None
         self._last_planned = list(planned.values()) or self._last_planned
@@ -242,7 +247,7 @@ class NdpController:
         if self.ranks.size > 1:
             plans = self.planner.checksum
             self.device.steer(self.ranks.agree(devices_up=self.device.up, plans=plans))
-        self.running.step = Step(self.num_steps, spans, self.sizes, self.clock, self._few)
+        self.running.step = Step(self.totals.steps, spans, self.sizes, self.clock, self.splitter)
         try:
             yield
             self._left = self._close_report()  # unless the connector already did: model runner V2 asks when it samples
@@ -285,14 +290,7 @@ class NdpController:
             assert isinstance(self.device, DeviceLink)  # the leader's
             took_s, devices_up = time.perf_counter() - self._step_start_s, self.device.take_presence()
             self.recorder.note_step(step, epoch, time_of_step, took_s, devices_up)
-        for counts in report.pairs.values():
-            for kind, count in counts.items():
-                self.pairs[kind] += count
-        for rows in report.rows.values():
-            for phase, count in zip(PHASES, rows, strict=True):
-                self.rows[phase] += count
-        self.device_sums.update(report.device)
-        self.device_bounds.update(report.device_bounds)
+        self.totals.add(report)
         return report if self.ranks.leads else None
 
     def _costs(self) -> StepCosts:
@@ -302,16 +300,14 @@ class NdpController:
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
         round_trips, is_up = self.device.take_round_trips(), any(self.device.up)
-        fallbacks = self.device.take_fallbacks()
-        self.fallbacks.update(fallbacks)
-        return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up, fallbacks)
+        return StepCosts(self._plan_s, round_trips, migrated, kept, prefills, is_up, self.device.take_fallbacks())
 
     def _describe(self, planned: dict[str, TrackedRequest]) -> dict[str, dict[str, Any]]:
         """New plans for the report and the recording, by request."""
         if not planned:
             return {}
         if self.recorder is not None:
-            self._record_plan(self.num_steps)
+            self._record_plan(self.totals.steps)
         placement = self.planner.replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
         return {
@@ -338,11 +334,7 @@ class NdpController:
             self.recorder.close()
             self.recorder = None
         self.hot.close()
-        if self._messenger is not None:
-            self._messenger.close()
-            self._messenger = None
-        if hasattr(self, "device"):
-            self.device.close()
+        self._opened.close()
         self._layers.clear()
         if _current is self:
             _current = None
@@ -375,7 +367,7 @@ class NdpController:
         self.device.join()
         self._device_rules = devices.rules
         if self.recorder is not None:
-            self.recorder.note_joined(self.num_steps + 1, devices.rules.num_devices - 1)
+            self.recorder.note_joined(self.totals.steps + 1, devices.rules.num_devices - 1)
         held = devices.copies
         if self.ranks.leads:
             copies = f"{held.num_copies} copies" if held.num_copies > 1 else "1 copy"
@@ -391,43 +383,32 @@ class NdpController:
             self.device,
             self.sidecar,
             self.ranks,
-            warm=self._warm,
+            host=self._host,
             decode_layers=self._describe_layers(),
             has_report=self._has_report,
             unsimulated=self._unsimulated,
         )
 
-    @property
-    def _sides_share_cores(self) -> bool:
-        """Whether engine and device hold each other up, by measured prices."""
-        return self._prices is not None and self._prices.beside < 1
-
     def _describe_layers(self) -> str:
-        if self._messenger is not None:
-            return f"asynchronous up to {self._messenger.most_rows} rows"
-        if self._warm is not None or self.settings.has_quantized_slots:
-            return "Python, as with warm experts or quantized slots"
-        if self._sides_share_cores:
-            return "Python, as the measured prices say that engine and device share cores"
-        return "Python" if self._few is None else f"native up to {self._few.most_pairs} pairs"
+        return "native" if self._messenger is None else f"asynchronous up to {self._messenger.most_rows} rows"
 
     def totals_dict(self) -> dict[str, Any]:
         return {
-            "steps": self.num_steps,
+            "steps": self.totals.steps,
             "prefills": self.planner.prefills,
             "migrated_experts": self.planner.migrated_experts,
             "kept_experts": self.planner.kept_experts,
             "exchanges": self.planner.exchanges,
-            "preempted": self.num_preempted,
+            "preempted": self.totals.preempted,
             "row_checks": self.locator.row_checks,
             "sidecar_mismatches": self.locator.mismatches,
-            **{f"{phase}_rows": count for phase, count in self.rows.items()},
-            **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
-            "fallback_causes": dict(self.fallbacks),
+            **{f"{phase}_rows": count for phase, count in self.totals.rows.items()},
+            **{f"{kind}_pairs": count for kind, count in self.totals.pairs.items()},
+            "fallback_causes": dict(self.totals.fallbacks),
             "device_state": self.device.state,
             "simulated_ps": None if self._unsimulated else self.clock.now_ps,
-            "simulated_device": dict(self.device_sums),
-            "simulated_device_bound": dict(self.device_bounds),
+            "simulated_device": dict(self.totals.device),
+            "simulated_device_bound": dict(self.totals.device_bounds),
         }
 
     def live(self) -> dict[str, Any] | None:

@@ -18,54 +18,58 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.model_shape import ModelShape
+from ndp_device.timing.work import Timing
 from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
 from vllm_ndp.device.calls import ExecuteResult, Executes
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.several import DeviceSet
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.device_members import DeviceMembers
-from vllm_ndp.integration.few_rows import FewRows
 from vllm_ndp.integration.host_replicas import LocalReplicas
-from vllm_ndp.integration.pairs import Pairs, Split, add_sums
+from vllm_ndp.integration.rows import Gather, add_sums
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.simulation.devices import Devices, slowest
 
 _LEAST_MACS_PER_S = 2.5e9
 """Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/timing.md)."""
-_NO_ROWS = np.empty(0, np.int64)
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
 
 @dataclass
 class DeviceCall:
-    """One layer's call under way: the rows it covers, and the widths its pairs were asked at."""
+    """One layer's call under way."""
 
-    layer: int  # of the model
-    bits: NDArray[np.uint8]  # [P], of each pair
-    rows: NDArray[np.int64]  # rows of the step whose activations were sent
+    pairs: Pairs
     _client: Executes
     _handle: Any  # None: the device was away, and nothing was sent
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
     _fallbacks: Counter[str]  # where its pairs go by cause, if they are not answered
+    timing: Timing | None = None
+    """Of the answer, once there is one."""
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
         if self._handle is None:
-            self._fallbacks["down"] += len(self.bits)
+            self._fallbacks["down"] += len(self.pairs.experts)
             return None
         try:
             answer = self._client.finish_execute(self._handle)
         except DeviceUnavailable as error:
-            self._fallbacks[error.cause] += len(self.bits)
+            self._fallbacks[error.cause] += len(self.pairs.experts)
             return None
         self._round_trips_s.append(time.perf_counter() - self._sent_s)
+        self.timing = answer.timing
         return answer
 
-    def add(self, out: torch.Tensor, answer: ExecuteResult) -> None:
-        """Add the partial sums to the rows that were sent."""
-        add_sums(out, answer.y, self.rows)
+    def add(self, out: torch.Tensor) -> bool:
+        """Add the partial sums to the rows that were sent. False: there was no answer."""
+        if (answer := self.result()) is None:
+            return False
+        add_sums(out, answer.y, self.pairs.sent_rows)
+        return True
 
     def abandon(self) -> None:
         """The step is lost: take the answer all the same, so that it does not count as under way any longer."""
@@ -84,6 +88,7 @@ class DeviceLink:
         shape: ModelShape,
         layers: range,
         local: LocalReplicas | None,
+        dtype: torch.dtype,
         *,
         offload_bits: int,
         deadline_ms: float,
@@ -91,13 +96,14 @@ class DeviceLink:
     ) -> None:
         """shape: of the whole model; layers: those of its MoE layers that this worker runs, which it counts from 0.
 
-        local: computes what a call did not bring, None where that is done in full precision. offload_bits: of hot
-        experts that run on the device, 0 where none ever does. wants_prompts: whether it is to compute for prompts, if
-        it holds the checkpoint.
+        local: computes what a call did not bring, None where that is done in full precision. dtype: of activations.
+        offload_bits: of hot experts that run on the device, 0 where none ever does. wants_prompts: whether it is to
+        compute for prompts, if it holds the checkpoint.
         """
         self.members, self.served = members, members.served
         self._shape, self._layers, self._local, self._deadline_ms = shape, layers, local, deadline_ms
         self.offload_bits = offload_bits
+        self._gather = Gather(shape.hidden_size, dtype)
         self.computes_prompts = wants_prompts and FULL_PRECISION_BITS in self.served.expert_bytes
         self.devices: Devices | None = None
         self._installing: int | None = None  # epoch whose plan is on its way
@@ -232,78 +238,46 @@ class DeviceLink:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def submit(self, step: Step, layer: int, x: torch.Tensor, split: Split) -> DeviceCall | None:
-        """Send the rows that have a pair for the device; waits for nothing but a new plan, and never fails."""
-        pairs = split.device
-        if not len(pairs.rows):
-            return None
-        bits = step.bits_of(layer, pairs)
-        if split.offloaded:
-            bits[bits == 0] = self.offload_bits
-        sent, local = pairs.sent_rows
-        if len(sent) < x.shape[0]:
-            x = x.index_select(0, torch.from_numpy(sent).to(x.device))
-        host, experts = _as_numpy(x), pairs.experts.astype(np.int32)
-        asked = layer, host, sent, local, experts, bits, pairs.topk_weights
-        return self.send(step.number, step.clock.now_ps, *asked, more_s=self._prompts_s(step, pairs))
+    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
+        """Send the rows of x [T, H] that the pairs need; waits for nothing but a new plan, and never fails."""
+        self.wait_installed()
+        if self.devices is None and self.members.clients[0].refuses():
+            return DeviceCall(pairs, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
+        rows = self._gather.rows(x, pairs.sent_rows)
+        return self.send(step, layer, step.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
 
     def send(
         self,
-        number: int,
-        submit_ps: int,
+        step: Step,
         layer: int,
-        x: NDArray[Any],
-        sent: NDArray[np.int64],
-        pair_rows: NDArray[np.int32],
-        experts: NDArray[np.int32],
-        bits: NDArray[np.uint8],
-        topk_weights: NDArray[np.float32],
+        submit_ps: int,
+        rows: NDArray[Any],
+        pairs: Pairs,
         *,
         more_s: float = 0.0,
     ) -> DeviceCall:
-        """The same for rows that are gathered already: x [N, H] of the rows `sent` [N]; pair_rows [P] index them.
+        """The same for rows [S, H] that are gathered already.
 
-        number and submit_ps: of the step, and the simulated time at which it hands the layer over. more_s: beyond the
-        deadline of the settings, for prompts.
+        submit_ps: the simulated time at which the step hands the layer over. more_s: beyond the deadline of the
+        settings, for prompts.
         """
         self.wait_installed()
-        layer = self._layers[layer]
         sent_s = time.perf_counter()
-        asked = layer, number, submit_ps, x, pair_rows, experts, bits, topk_weights
+        _, local, experts, bits, weights = pairs
+        asked = self._layers[layer], step.number, submit_ps, rows, local, experts, bits, weights
         if more_s:  # prompts are split beside one device only
             deadline_s = time.monotonic() + self._deadline_ms / 1e3 + more_s
             handle = self.members.clients[0].begin_execute(*asked, deadline_s=deadline_s)
         else:
             handle = self._executes.begin_execute(*asked)
-        return DeviceCall(layer, bits, sent, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
+        return DeviceCall(pairs, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """By how much the deadline, which is meant for decode rows, is longer for these."""
         if step.rows.all_decode:
             return 0.0
-        prompts = len(pairs.rows) - int(step.rows.decode[pairs.rows].sum())
+        prompts = int((~step.rows.decode[pairs.rows]).sum())
         return prompts * self._shape.weights_per_expert / _LEAST_MACS_PER_S
-
-    def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall:
-        """The same for the `count` pairs that a native split found. number: of the step."""
-        self.wait_installed()
-        bits = few.pair_bits[:count]
-        layer = self._layers[layer]
-        if self.devices is None and self.members.clients[0].refuses():
-            return DeviceCall(layer, bits, _NO_ROWS, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
-        sent_s = time.perf_counter()
-        handle = self._executes.begin_execute(
-            layer,
-            number,
-            few.native.submit_ps,
-            few.gather(x),
-            few.pair_rows[:count],
-            few.pair_experts[:count],
-            bits,
-            few.pair_weights[:count],
-        )
-        rows = few.sent_rows[: few.native.num_sent]
-        return DeviceCall(layer, bits, rows, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def take_round_trips(self) -> list[float]:
         """How long each answered message took since the last time, in seconds on the wall: until the host has it."""
@@ -317,7 +291,7 @@ class DeviceLink:
         self._fallbacks.clear()
         return taken
 
-    def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
+    def compute_locally(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
         """The pairs of a call that got no answer, with the same replicas and kernel: [T, H].
 
         None: the settings ask for full precision instead, or the replicas cannot be read here either.
@@ -325,9 +299,9 @@ class DeviceLink:
         if self._local is None:
             return None
         activations = x.detach().float().cpu().numpy()
-        rows = pairs.rows.astype(np.int32)
+        asked = pairs.rows.astype(np.int32), pairs.experts.astype(np.int64), pairs.bits, pairs.topk_weights
         try:
-            partial = self._local.execute(call.layer, activations, rows, pairs.experts, call.bits, pairs.topk_weights)
+            partial = self._local.execute(self._layers[layer], activations, *asked)
         except ReplicaError as error:
             say(f"{error}; computing in full precision instead")
             return None
@@ -335,11 +309,3 @@ class DeviceLink:
 
     def close(self) -> None:
         self.members.close()
-
-
-def _as_numpy(x: torch.Tensor) -> NDArray[Any]:
-    """float32 and float16 as they are; bfloat16, which numpy lacks, as uint16."""
-    host = x.detach().cpu().contiguous()
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(np.uint16)
-    return host.numpy()

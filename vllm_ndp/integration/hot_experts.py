@@ -20,10 +20,12 @@ from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights, make_slot_kernel
 from vllm_ndp.integration.migration import Migrator
-from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
 from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.layer.split import Pairs
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.owners import Owners
+from vllm_ndp.planning.plan import Placement
 
 
 class HotExperts:
@@ -42,6 +44,8 @@ class HotExperts:
         self.pool = pool
         self._num_quantized, self._slot_bits = num_quantized, slot_bits
         self._owners, self.rank = owners, rank
+        shape = pool.shape
+        self.tiers = Tiers(shape.num_layers, shape.num_experts, owners=owners, rank=rank if owners else None)
         self.layers: dict[int, HotSlots] = {}
         self.streamer: Streamer
         self._migrator = Migrator(cores)
@@ -50,14 +54,15 @@ class HotExperts:
         """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
         kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
         held, num_experts = SlotWeights.of_layer(layer), self.pool.shape.num_experts
+        tiers = self.tiers.where[index], self.tiers.without_slot[index]
         if not self._num_quantized:
-            self.layers[index] = HotSlots(kernel, held, num_experts)
+            self.layers[index] = HotSlots(kernel, held, num_experts, *tiers)
         elif isinstance(kernel, CudaSlotKernel):
             hidden, intermediate = held.w2.shape[1:]
             form = form_of_vllm(self._slot_bits, hidden, intermediate, held.w13.dtype)
-            self.layers[index] = LowBitSlots(kernel, held, num_experts, self._num_quantized, form)
+            self.layers[index] = LowBitSlots(kernel, held, num_experts, self._num_quantized, form, *tiers)
         else:
-            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized)
+            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized, *tiers)
 
     def open_pool(self, kind: str, packed_dir: Path, replicas: ReplicaFill | None = None) -> None:
         """All layers are attached: choose where experts come from. kind: the setting `pool`. replicas: of quantized
@@ -86,18 +91,17 @@ class HotExperts:
             return f"triton, {slots.low.form.name}"
         return getattr(slots.kernel, "isa", "triton")
 
-    def place(self, hot: NDArray[np.bool_], widths: NDArray[np.uint8] | None = None) -> None:
-        """Begin to copy experts that became hot [L, E] into the slots of those that no longer are.
-
-        widths [L, E]: bits of each hot expert, where slots are for the device's kernel; all 0: the setting's.
-        """
+    def place(self, placement: Placement) -> None:
+        """A plan takes effect: begin to copy experts that became hot into the slots of those that no longer are."""
         self._migrator.wait_for_all()
-        for layer, row in enumerate(hot):
-            slots, fill = self.layers[layer], self._fill
+        self.tiers.activate(placement.hot, placement.warm, placement.widths)
+        for layer, own in enumerate(self.tiers.own):
+            slots, fill, widths = self.layers[layer], self._fill, placement.widths[layer]
+            slots.retier(own)
             if isinstance(slots, QuantizedSlots):
-                moves = slots.exchange_at(row, None if widths is None or not widths.any() else widths[layer])
+                moves = slots.exchange_at(own, widths if placement.widths.any() else None)
             else:
-                moves = slots.exchange(self._own(layer, row))
+                moves = slots.exchange(own)
             self._migrator.begin(
                 layer, [partial(slots.migrate, slot, expert, partial(fill, layer, expert)) for slot, expert in moves]
             )
@@ -105,10 +109,6 @@ class HotExperts:
     def _own(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of the experts [E] that are hot from now on this rank holds."""
         return hot if self._owners is None else self._owners.place(layer, hot) == self.rank
-
-    def owners(self, layer: int) -> NDArray[np.int64] | None:
-        """[E], the rank of each hot expert, -1 where it is cold; None where this rank has its part of every hot one."""
-        return None if self._owners is None else self._owners.of(layer)
 
     def wait(self, layer: int) -> None:
         """Return when the slots of a layer hold what they are to hold. Raises what went wrong on the way."""
@@ -129,7 +129,7 @@ class HotExperts:
         """
         if self._owners is not None:
             mine = self._owners.streaming(layer)[pairs.experts] == self.rank
-            pairs = Pairs(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
+            pairs = Pairs.of(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
         return self.streamer.run(layer, x, pairs, self.layers[layer], keep, [self.pool.share])
 
     def stream_whole(self, layer: int, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:

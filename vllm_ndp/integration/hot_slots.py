@@ -1,14 +1,13 @@
 """K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts.
 
-A hot slot holds one expert; `expert_map[e]` says which slot holds expert e, or -1. A cold pair costs next to nothing:
-of few rows on a CPU only hot pairs are given, else its id is aliased to a slot the row reads anyway, with weight 0; on
-CUDA the kernel skips experts that the expert map marks -1. Knows kernels and layouts. Does not know requests, plans or
-the device.
+A hot slot holds one expert; `where[e]` says which slot holds expert e, or where it is else. A pair that runs elsewhere
+costs next to nothing: on a CPU only hot pairs are given, on CUDA the kernel skips experts without a slot. Knows kernels
+and layouts. Does not know requests, plans or the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from vllm_ndp.integration import huge_pages
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
+from vllm_ndp.layer.tiers import DEVICE
 
 ALIAS_PAIRS = 32
 """Up to this many pairs, aliasing beats gathering (docs/log/kernels.md); it is also bit-equal to the stock kernel."""
@@ -29,12 +29,12 @@ _INT32_ELEMENTS = 2**31
 
 
 class SlotPairs(NamedTuple):
-    """The pairs of one layer that run in hot slots."""
+    """The pairs of one layer that run in hot slots: a table of T rows, or one pair after the other."""
 
-    slots: torch.Tensor  # i32 [T, k] or [T, C], contiguous; -1 = the pair runs elsewhere
+    slots: torch.Tensor  # i32 [T, C], or [P, 1] with `rows`; contiguous; -1 (on a GPU any below 0) = runs elsewhere
     topk_weights: torch.Tensor  # f32, likewise
-    counts: list[int]  # pairs of each slot that is in use
-    idle_rows: list[int] | None = None
+    rows: torch.Tensor | None = None  # i64 [P], where pairs are listed
+    idle_rows: Sequence[int] = ()
     """Rows without a hot pair, where no slot is -1: a row with fewer than C hot pairs has some more with weight 0."""
 
 
@@ -70,7 +70,7 @@ class SlotKernel(Protocol):
         """Write one expert into slot `slot`, in the kernel's own layout."""
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """x [T, H], weights f32 [T, k], slots i32 [T, k] with -1 = elsewhere -> [T, H]; 0 where no pair is here."""
+        """x [T, H], weights f32 [T, k], slots i32 [T, k], below 0 = elsewhere -> [T, H]; 0 where no pair is here."""
 
 
 class CpuSlotKernel:
@@ -107,6 +107,7 @@ class CpuSlotKernel:
             to.b2[slot].copy_(down)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """For slots that were split where they lie, as for a GPU: a pair may run elsewhere."""
         # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
         here = slots >= 0
         if bool(here.all()):
@@ -264,13 +265,26 @@ def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 class HotSlots:
     """The slots of one layer and which expert each one holds."""
 
-    def __init__(self, kernel: CpuSlotKernel | CudaSlotKernel, held: SlotWeights, num_experts: int) -> None:
+    def __init__(
+        self,
+        kernel: CpuSlotKernel | CudaSlotKernel,
+        held: SlotWeights,
+        num_experts: int,
+        where: NDArray[np.int32] | None = None,
+        without_slot: NDArray[np.int32] | None = None,
+    ) -> None:
+        """where and without_slot [E]: this layer's rows of a worker's tiers (layer/tiers.py), None: rows of its own."""
         kernel.check_slots(held.w13.shape[0])
         self.kernel = kernel
         self.held = held
         self.expert_in: NDArray[np.int64] = np.full(held.w13.shape[0], -1)  # [slots], -1: empty
-        self.expert_map = torch.full((num_experts,), -1, dtype=torch.int32, device=held.w13.device)
-        self.expert_map_list = [-1] * num_experts  # the same on the host, for few rows
+        cold = np.full(num_experts, DEVICE, np.int32)
+        self.where = cold if where is None else where
+        self._without_slot = cold.copy() if without_slot is None else without_slot
+        self.expert_map = torch.from_numpy(self.where)
+        """The same where the slots are."""
+        if held.w13.device.type != "cpu":
+            self.expert_map = torch.full((num_experts,), DEVICE, dtype=torch.int32, device=held.w13.device)
 
     @property
     def num_bytes(self) -> int:
@@ -281,9 +295,17 @@ class HotSlots:
         return self.kernel, self.held
 
     @property
-    def takes_few_rows(self) -> bool:
-        """Whether pairs of a few rows may be given as lists made on the host."""
+    def aliases(self) -> bool:
+        """Whether few pairs are best laid out by row, each with as many slots as any row has."""
         return isinstance(self.kernel, CpuSlotKernel)
+
+    def retier(self, own: NDArray[np.bool_]) -> None:
+        """A plan takes effect, and its tiers name no slot yet: those that hold one of its experts [E] are named."""
+        held = np.flatnonzero(self.expert_in >= 0)
+        held = held[own[self.expert_in[held]]]
+        self.where[self.expert_in[held]] = held
+        if self.expert_map.device.type != "cpu":
+            self.expert_map.copy_(torch.from_numpy(self.where))
 
     def migrate(self, slot: int, expert: int, fill: Callable[[SlotWeights, int], None]) -> None:
         """Replace what `slot` holds by calling fill(held, slot).
@@ -298,8 +320,10 @@ class HotSlots:
         self._name(expert, slot)
 
     def _name(self, expert: int, slot: int) -> None:
-        self.expert_map[expert] = slot
-        self.expert_map_list[expert] = slot
+        """slot: -1 where it has none any longer."""
+        self.where[expert] = slot if slot >= 0 else self._without_slot[expert]
+        if self.expert_map.device.type != "cpu":
+            self.expert_map[expert] = int(self.where[expert])
 
     def exchange(self, wanted: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """(slot, expert) for the wanted experts [E] that are in no slot: into empty ones and those of the unwanted."""
@@ -315,30 +339,19 @@ class HotSlots:
         free = free[np.argsort(self.expert_in[free], kind="stable")]
         return dict(zip(np.flatnonzero(coming).tolist(), free.tolist(), strict=False))
 
-    def run(self, x: torch.Tensor, pairs: SlotPairs) -> torch.Tensor:
+    def run(self, x: torch.Tensor, pairs: SlotPairs | None) -> torch.Tensor:
         """The weighted sum over the pairs of each row [T, H], exactly 0 for a row without one; a fresh tensor."""
-        if not pairs.counts:
+        if pairs is None:
             return torch.zeros_like(x)
-        if pairs.idle_rows is None:
-            kernel, held = self.running()
+        kernel, held = self.running()
+        if not isinstance(kernel, CpuSlotKernel):
             return kernel.run(x, held, pairs.topk_weights, pairs.slots)
-        assert isinstance(self.kernel, CpuSlotKernel)
-        out = self.kernel.fused(x, self.held, pairs.topk_weights, pairs.slots)
+        if pairs.rows is not None:
+            return kernel.listed(x, held, pairs.rows, pairs.topk_weights, pairs.slots)
+        out = kernel.fused(x, held, pairs.topk_weights, pairs.slots)
         if pairs.idle_rows:
             out[pairs.idle_rows] = 0
         return out
-
-    def run_aliased(self, x: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The same where no slot is -1: topk_weights f32 and slots i32 [T, k], contiguous."""
-        assert isinstance(self.kernel, CpuSlotKernel)
-        return self.kernel.fused(x, self.held, topk_weights, slots)
-
-    def run_listed(
-        self, x: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """The same for pairs one after the other: rows i64 [P], topk_weights f32 and slots i32 [P, 1], contiguous."""
-        assert isinstance(self.kernel, CpuSlotKernel)
-        return self.kernel.listed(x, self.held, rows, topk_weights, slots)
 
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """Run every pair in some slot: for the profile run, in which vLLM measures peak memory with random rows."""

@@ -9,13 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
-from vllm_ndp.integration.few_rows import FewRows
-from vllm_ndp.integration.pairs import Pairs, Split
-from vllm_ndp.integration.step import Step
+from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.simulation.devices import Devices
 
 
@@ -59,18 +55,6 @@ class LeadersDevice:
     def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None: ...
 
     def wait_installed(self) -> None: ...
-
-    def submit(self, step: Step, layer: int, x: torch.Tensor, split: Split) -> DeviceCall | None:
-        return None
-
-    def send(self, *message: object) -> DeviceCall | None:
-        return None
-
-    def submit_few(self, number: int, layer: int, x: torch.Tensor, few: FewRows, count: int) -> DeviceCall | None:
-        return None
-
-    def compute_locally(self, call: DeviceCall, x: torch.Tensor, pairs: Pairs) -> torch.Tensor | None:
-        return None
 
     def take_round_trips(self) -> list[float]:
         return []

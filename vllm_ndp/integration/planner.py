@@ -10,14 +10,13 @@ import zlib
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import union_of_widths
 from vllm_ndp.planning.replanner import PlanChange, Replanner
@@ -51,7 +50,7 @@ class Planner:
     def start(self) -> None:
         """Fill the slots with the first placement; whatever cannot be read is said at start-up."""
         hot = self.replanner.placement.hot
-        self._hot.place(hot, self.replanner.placement.widths)
+        self._place()
         self._hot.wait_for_all()
         if self._device.computes_prompts:  # the first prompt runs before there is a plan
             self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
@@ -113,7 +112,7 @@ class Planner:
             self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
 
     def _place(self) -> None:
-        self._hot.place(self.replanner.placement.hot, self.replanner.placement.widths)
+        self._hot.place(self.replanner.placement)
 
     def _migrate(self, num_experts: int, num_bytes: int | None = None) -> None:
         self._place()
@@ -134,23 +133,13 @@ class Planner:
         if self._ended:
             self.replanner.keep(self._scores(), step.streamed)
 
-    def widths(self, layer: int) -> NDArray[np.uint8]:
-        """[E], bits of the hot experts of a layer where each has its own, 0 elsewhere."""
-        widths: NDArray[np.uint8] = self.replanner.placement.widths[layer]
-        return widths
-
-    def warm(self, layer: int) -> NDArray[np.bool_]:
-        """[E], the experts of a layer that the host's CPU computes under the plan in force."""
-        warm: NDArray[np.bool_] = self.replanner.placement.warm[layer]
-        return warm
-
     def slots_to_keep(self, step: Step, layer: int, pairs: Pairs) -> dict[int, int]:
         """Of the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
-        ending = step.ending if len(pairs.rows) else []
+        ending = step.ending
         if not (ending and self.replanner.rules.keeps_streamed and self._hot.streamer.keeps):
             return {}
         stats = [self.stats(request, layer) for request in ending]
-        resident = self.replanner.predict_resident(layer, self._scores(), stats, pairs.distinct_experts.tolist())
+        resident = self.replanner.predict_resident(layer, self._scores(), stats, np.unique(pairs.experts).tolist())
         return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
 
     def _scores(self) -> list[ImportanceScore]:

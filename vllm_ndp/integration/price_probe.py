@@ -28,7 +28,7 @@ from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.pairs import Pairs
+from vllm_ndp.layer.split import Pairs
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 ROWS = (1, 4, 16, 64)
@@ -128,7 +128,7 @@ class PriceProbe:
         weights = np.ones(rows, np.float32)
 
         def run() -> None:
-            self._hot.stream(0, x, Pairs(owner, np.full(rows, self._next(), np.int64), weights), {})
+            self._hot.stream(0, x, Pairs.of(owner, np.full(rows, self._next()), weights), {})
 
         return _least_ps(run)
 

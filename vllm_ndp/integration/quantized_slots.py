@@ -27,9 +27,14 @@ class QuantizedSlots(HotSlots):
     """Of one layer. `held` has no slots of its own: it says dtype and place of tensors."""
 
     def __init__(
-        self, kernel: CpuSlotKernel | CudaSlotKernel, held: SlotWeights, num_experts: int, num_slots: int
+        self,
+        kernel: CpuSlotKernel | CudaSlotKernel,
+        held: SlotWeights,
+        num_experts: int,
+        num_slots: int,
+        *tiers: NDArray[np.int32],
     ) -> None:
-        super().__init__(kernel, held, num_experts)
+        super().__init__(kernel, held, num_experts, *tiers)
         self.expert_in = np.full(num_slots, -1)
         self._experts: list[Any] = [None] * num_slots  # prepared
         self._bits = np.zeros(num_experts, np.uint8)  # of each expert that is here or on its way
@@ -41,7 +46,7 @@ class QuantizedSlots(HotSlots):
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
     @property
-    def takes_few_rows(self) -> bool:
+    def aliases(self) -> bool:
         return False
 
     def bits_of(self, expert: int) -> int:
@@ -61,19 +66,17 @@ class QuantizedSlots(HotSlots):
         self._bits = np.where(wanted, at, 0).astype(np.uint8)
         return self.exchange(wanted)
 
-    def experts_in(self, slots: torch.Tensor) -> NDArray[np.int64]:
-        """Which distinct experts these slots hold; -1 is none."""
-        used = np.unique(slots.numpy())
-        return self.expert_in[used[used >= 0]]
-
     def put(self, slot: int, kernel: Kernel, prepared: Any) -> None:
         self._low = kernel
         self._experts[slot] = prepared
 
-    def run(self, x: torch.Tensor, pairs: SlotPairs) -> torch.Tensor:
-        if not pairs.counts:
+    def run(self, x: torch.Tensor, pairs: SlotPairs | None) -> torch.Tensor:
+        if pairs is None:
             return torch.zeros_like(x)
-        return self._run(x, pairs.topk_weights.numpy(), pairs.slots.numpy())
+        slots, weights = pairs.slots.numpy(), pairs.topk_weights.numpy()
+        if pairs.rows is not None:
+            return self._sums(x, pairs.rows.numpy(), slots[:, 0], weights[:, 0])
+        return self._run(x, weights, slots)
 
     def run_anything(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         if any(expert is None for expert in self._experts):  # vLLM profiles before the first placement
@@ -83,15 +86,21 @@ class QuantizedSlots(HotSlots):
 
     def _run(self, x: torch.Tensor, weights: NDArray[np.float32], slots: NDArray[Any]) -> torch.Tensor:
         """x [T, H]; weights [T, k]; slots [T, k], -1 = elsewhere."""
-        assert self._low is not None
         rows, columns = np.nonzero(slots >= 0)
-        used, places = np.unique(slots[rows, columns], return_inverse=True)
+        return self._sums(x, rows, slots[rows, columns], weights[rows, columns])
+
+    def _sums(
+        self, x: torch.Tensor, rows: NDArray[np.int64], slots: NDArray[Any], weights: NDArray[np.float32]
+    ) -> torch.Tensor:
+        """x [T, H]; rows, slots and weights of each pair [P]."""
+        assert self._low is not None
+        used, places = np.unique(slots, return_inverse=True)
         sums = self._low.execute(
             x.detach().float().numpy(),
             [self._experts[slot] for slot in used.tolist()],
             rows.astype(np.int32),
             places.astype(np.int32),
-            weights[rows, columns].astype(np.float32),
+            weights.astype(np.float32),
         )
         return torch.from_numpy(sums).to(x.dtype)
 

@@ -30,10 +30,8 @@ class RoutingSidecar:
         self._host = (self._ids.numpy(), self._weights.numpy()) if self._device.type == "cpu" else None
 
     @property
-    def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
-        """Its memory, ids and weights [L, entries, k]; for those who write natively."""
-        if self._host is None:
-            raise ValueError(f"the routing sidecar lies on {self._device}")
+    def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
+        """Its memory, ids and weights [L, entries, k], for those who write natively; None where it lies on a GPU."""
         return self._host
 
     @property

@@ -14,11 +14,11 @@ from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.warm_experts import WarmExperts
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
@@ -37,7 +37,7 @@ def status(
     sidecar: RoutingSidecar,
     ranks: Ranks,
     *,
-    warm: WarmExperts | None,
+    host: HostCpuExperts | None,
     decode_layers: str,
     has_report: bool,
     unsimulated: str,
@@ -58,7 +58,7 @@ def status(
         "plan": settings.plan,
         "joint_tiers": settings.joint_tiers,
         "warm_experts": settings.warm_experts,
-        "warm": "" if warm is None else warm.description,
+        "warm": "" if host is None else host.description,
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
         "hot_bytes": hot.num_bytes,

@@ -28,8 +28,8 @@ from ndp_device.replicas._mapping import Watch
 from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotKernel, SlotWeights
-from vllm_ndp.integration.pairs import Pairs
 from vllm_ndp.integration.ranks import Share
+from vllm_ndp.layer.split import Pairs
 
 
 class Streamer(Protocol):
@@ -95,13 +95,13 @@ class StagingStreamer:
         shares: Sequence[Share],
     ) -> torch.Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        if not len(pairs.rows):  # every expert that is streamed is another rank's
+        if not pairs:  # every expert that is streamed is another rank's
             return total
-        pairs = pairs.where(np.argsort(pairs.experts, kind="stable"))  # each expert is read once per call
-        all_rows, all_weights = self._upload([pairs.rows, pairs.topk_weights], x.device)
+        order = np.argsort(pairs.experts, kind="stable")  # each expert is read once per call
+        all_rows, all_weights = self._upload([pairs.rows[order], pairs.topk_weights[order]], x.device)
         begin = self._mark(x.device)
-        experts, starts = np.unique(pairs.experts, return_index=True)
-        for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(pairs.rows)], strict=True):
+        experts, starts = np.unique(pairs.experts[order], return_index=True)
+        for expert, start, end in zip(experts.tolist(), starts, [*starts[1:], len(order)], strict=True):
             rows = all_rows[start:end]
             weights = all_weights[start:end].unsqueeze(1).clone()  # Triton compiles anew for addresses that are uneven
             slot = keep.get(expert)
@@ -169,7 +169,7 @@ class PackedStreamer:
     ) -> torch.Tensor:
         rows = torch.from_numpy(pairs.rows)
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
-        experts = torch.from_numpy(pairs.experts).to(torch.int32).unsqueeze(1).contiguous()
+        experts = torch.from_numpy(pairs.experts).unsqueeze(1).contiguous()
         part = self._kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
         self._refuse_cut(layer)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())

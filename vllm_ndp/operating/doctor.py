@@ -169,7 +169,7 @@ def _native_modules(machine: Machine) -> Iterator[Check]:
         "ndp_device.transport._shm",
         "ndp_device.calibration._data_free",
         "ndp_device._commands",
-        "vllm_ndp.integration._decode_layers",
+        "vllm_ndp.layer._split",
         "vllm_ndp.lab.systems",  # takes more of _lanes than any other module, so that an older one is found
     ]
     missing = []

@@ -18,7 +18,7 @@ prices of experts, simulated or measured. Does not know clocks, requests or tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,26 +41,10 @@ class LayerLoad:
     rows: int = 0  # of the layer, which all go through its shared experts
     host_ps: int = 0  # what the host's CPU takes for warm experts, whatever becomes of hot ones
 
-    @classmethod
-    def of_lists(
-        cls, is_hot: Sequence[bool], ids: list[list[int]], gates: list[list[float]], bits: NDArray[np.uint8]
-    ) -> LayerLoad:
-        """For a few rows. is_hot [E]; ids and gates [T][k]; bits [T, E], each row's plan of this layer."""
-        hot: dict[int, tuple[int, float]] = {}
-        cold: dict[tuple[int, int], int] = {}
-        rows = pairs = 0
-        for row, (experts, weights) in enumerate(zip(ids, gates, strict=True)):
-            before = pairs
-            for expert, weight in zip(experts, weights, strict=True):
-                if is_hot[expert]:
-                    count, mass = hot.get(expert, (0, 0.0))
-                    hot[expert] = count + 1, mass + weight
-                else:
-                    key = expert, int(bits[row, expert])
-                    cold[key] = cold.get(key, 0) + 1
-                    pairs += 1
-            rows += pairs > before
-        return cls(hot, cold, (rows, pairs), len(ids))
+    @property
+    def lightest_first(self) -> list[int]:
+        """Hot experts, least gate weight first."""
+        return sorted(self.hot, key=lambda expert: (self.hot[expert][1], expert))
 
     @classmethod
     def of_arrays(
@@ -72,7 +56,7 @@ class LayerLoad:
         is_warm: NDArray[np.bool_] | None = None,
         host_ps: int = 0,
     ) -> LayerLoad:
-        """The same for many rows. is_hot [E]; ids and gates [T, k]; bits [T, E].
+        """is_hot [E]; ids and gates [T, k]; bits [T, E], each row's plan of this layer.
 
         is_warm [E]: experts of the host's CPU, None where there are none; host_ps: what it takes for them.
         """
@@ -106,26 +90,35 @@ class Balancer:
 
     def offloaded(self, load: LayerLoad) -> frozenset[int]:
         """The hot experts that run on the device in this layer; empty where nothing is gained."""
-        if not load.hot:
-            return frozenset()
-        known = self._known
-        device_ps = 0.0
+        return self.fewest(load, self._device_ps(load))
+
+    def fewest(self, load: LayerLoad, device_ps: Iterable[float]) -> frozenset[int]:
+        """The hot experts of least weight that make the layer shortest, the fewest of equally good ones.
+
+        device_ps: the device's time with the first 0, 1, 2, ... of `load.lightest_first` on it; it may end early.
+        """
+        order, beside = load.lightest_first, self.beside
+        gpu_ps = [self.shared_ps(load.rows)]
+        for expert in reversed(order):
+            gpu_ps.append(gpu_ps[-1] + self.gpu_ps(load.hot[expert][0]))
+        best, best_ps = 0, float("inf")
+        for count, ps in enumerate(device_ps if order else ()):
+            layer_ps = max(together_ps(gpu_ps[-1 - count], ps, beside), load.host_ps)
+            if layer_ps < best_ps:
+                best, best_ps = count, layer_ps
+        return frozenset(order[:best])
+
+    def _device_ps(self, load: LayerLoad) -> Iterator[float]:
+        device_ps = moved = 0.0
         for (_, bits), rows in load.cold.items():  # not sum(): Python 3.12 and later add floats in another way
             device_ps += self.device_ps(bits, rows)
         if load.cold:
             device_ps += self.message_ps(*load.message)
-        order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
-        gpu_ps = [known.shared_ps(load.rows)]
-        for expert in reversed(order):
-            gpu_ps.append(gpu_ps[-1] + known.hot_ps(load.hot[expert][0]))
-        best, best_ps, moved = 0, max(together_ps(gpu_ps[-1], device_ps, known.beside), load.host_ps), 0.0
+        yield device_ps
         opening = 0.0 if load.cold else self.message_ps(1, 1)
-        for count, expert in enumerate(order, start=1):
+        for expert in load.lightest_first:
             moved += self.device_ps(self.offload_bits, load.hot[expert][0])
-            layer_ps = max(together_ps(gpu_ps[-1 - count], device_ps + moved + opening, known.beside), load.host_ps)
-            if layer_ps < best_ps:
-                best, best_ps = count, layer_ps
-        return frozenset(order[:best])
+            yield device_ps + moved + opening
 
     def device_ps(self, bits: int, rows: int) -> float:
         """What an expert with so many rows adds to the device's command, and to those of the other hosts."""
@@ -142,6 +135,11 @@ class Balancer:
     def message_ps(self, rows: int, pairs: int) -> float:
         """What a message takes beside its experts; it waits for those of the other hosts."""
         return self.hosts * self._known.message_ps(rows, pairs)
+
+    @property
+    def beside(self) -> float:
+        """How much of the shorter side, GPU or device, is over while the longer one runs."""
+        return self._known.beside
 
     @cached_property
     def _known(self) -> Prices:

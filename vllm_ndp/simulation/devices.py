@@ -11,7 +11,7 @@ and prices. Does not know which devices are up until it is told, nor how they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -227,23 +227,17 @@ class DevicesBalancer:
 
     def offloaded(self, load: LayerLoad) -> frozenset[int]:
         """The hot experts that run on a device in this layer; empty where nothing is gained."""
-        order = sorted(load.hot, key=lambda expert: (load.hot[expert][1], expert))  # least gate weight first
-        if not order:
-            return frozenset()
-        rule, bits, alive = self.rule, self.rule.offload_bits, self.alive()
-        gpu_ps = [rule.shared_ps(load.rows)]
-        for expert in reversed(order):
-            gpu_ps.append(gpu_ps[-1] + rule.gpu_ps(load.hot[expert][0]))
+        return self.rule.fewest(load, self._busiest_ps(load, self.alive())) if load.hot else frozenset()
+
+    def _busiest_ps(self, load: LayerLoad, alive: Alive) -> Iterator[float]:
+        """The busiest device's time with the lightest 0, 1, 2, ... hot experts on devices."""
         groups = dict(load.cold)
-        best, best_ps = 0, max(gpu_ps[-1], self._device_ps(groups, load.rows, alive))
-        for count, expert in enumerate(order, start=1):
+        yield self._device_ps(groups, load.rows, alive)
+        for expert in load.lightest_first:
             if not self.devices.serves(self.layer, expert, alive):
-                break  # it must stay, and with it the heavier ones
-            groups[expert, bits] = load.hot[expert][0]
-            layer_ps = max(gpu_ps[-1 - count], self._device_ps(groups, load.rows, alive))
-            if layer_ps < best_ps:
-                best, best_ps = count, layer_ps
-        return frozenset(order[:best])
+                return  # it must stay, and with it the heavier ones
+            groups[expert, self.rule.offload_bits] = load.hot[expert][0]
+            yield self._device_ps(groups, load.rows, alive)
 
     def _device_ps(self, groups: Mapping[tuple[int, int], int], rows: int, alive: Alive) -> float:
         """The busiest device's. A message is taken to hold as many rows as it has pairs, or all."""

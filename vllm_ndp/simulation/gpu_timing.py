@@ -31,6 +31,9 @@ from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from vllm_ndp.simulation import collectives
 
+_MOST_KNOWN = 4096
+"""Loads whose time is remembered."""
+
 
 class Context(NamedTuple):
     """The rows of a step and what they look back at, over all its requests."""
@@ -85,6 +88,8 @@ class GpuModel:
     slot_bytes: int = 0
     """What a hot expert takes in GPU memory; 0: all of it, in full precision. What computes narrower ones on the way
     from memory to the arrays costs nothing, as everywhere in the lab."""
+    whole_experts: bool = False
+    """Each GPU holds some of the hot experts whole, and not a part of each."""
 
     @property
     def hot_expert_bytes(self) -> int:
@@ -145,21 +150,26 @@ class GpuModel:
         """The shared experts of one MoE layer, in GPU memory; they run beside the device, as hot experts do."""
         return self.weights_ps(self.shape.shared_weights, rows) if rows and self.shape.shared_weights else 0
 
-    def hot_experts_ps(
-        self, pairs_per_hot_expert: Sequence[int], owners: Sequence[int] = (), num_bytes: int | None = None
-    ) -> int:
+    def hot_experts_ps(self, pairs_per_hot_expert: Sequence[int]) -> int:
+        """Experts in GPU memory of which each GPU has a part, by the rows of each."""
+        return self.hot_ps([(sum(1 for pairs in pairs_per_hot_expert if pairs), sum(pairs_per_hot_expert))])
+
+    def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None) -> int:
         """Experts in GPU memory: each one with at least a row is read once.
 
-        owners: the GPU of each where GPUs hold whole experts, of which the busiest counts; else each has a part of all.
-        num_bytes: of those with a row, where each has a width of its own.
+        loads: (experts with a row, their rows) of each GPU where GPUs hold whole experts, of which the busiest counts;
+        else one, of all GPUs together. num_bytes: of those experts, where each has a width of its own.
         """
-        if owners:
-            one, pairs = replace(self, num_gpus=1), list(zip(pairs_per_hot_expert, owners, strict=True))
-            return max(one.hot_experts_ps([count for count, of in pairs if of == gpu]) for gpu in set(owners))
-        touched = sum(1 for pairs in pairs_per_hot_expert if pairs)
-        return self.roofline_ps(
-            touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
-            2 * self.shape.weights_per_expert * sum(pairs_per_hot_expert),
+        one = replace(self, num_gpus=1) if self.whole_experts else self
+        return max(
+            (
+                one.roofline_ps(
+                    touched * self.hot_expert_bytes if num_bytes is None else num_bytes,
+                    2 * self.shape.weights_per_expert * pairs,
+                )
+                for touched, pairs in loads
+            ),
+            default=0,
         )
 
     def prefill_stream_ps(self, num_cold_experts: int, pairs: int) -> int:
@@ -195,8 +205,7 @@ class GpuModel:
         return reduce_ps + compute + collectives.gather_ps(self.num_gpus, logits)
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """One layer of one step; total = attention + max(shared + hot, stream, device, host) + overhead."""
 
     start_ps: int
@@ -240,6 +249,8 @@ class StepClock:
     _shared_ps: int = 0
     _layer_start_ps: int | None = None
     _layers: list[LayerTime] = field(default_factory=list)
+    _known_of: GpuModel | None = None
+    _known: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def begin_step(
         self, rows: int, kv_tokens: int, attended: int | None = None, spans: Sequence[tuple[int, int]] | None = None
@@ -251,22 +262,6 @@ class StepClock:
         self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
         self._shared_ps = self.model.shared_ps(rows)
         self._layers = []
-
-    @property
-    def before_ps(self) -> tuple[int, ...]:
-        """[L], what runs before the experts of each layer of the running step."""
-        return self._before_ps
-
-    @property
-    def shared_ps(self) -> int:
-        """What the shared experts of each layer of the running step take."""
-        return self._shared_ps
-
-    def follow(self, now_ps: int) -> None:
-        """Layers of the running step were timed elsewhere, by the same rule, up to now_ps; StepTime lists none."""
-        if self._step_start_ps is None or self._layer_start_ps is not None or now_ps < self.now_ps:
-            raise RuntimeError("follow: only forward, between begin_step and end_step and not inside a layer")
-        self.now_ps = now_ps
 
     def begin_layer(self) -> int:
         """Attention passes; returns the simulated time at which the layer's work is handed to the device."""
@@ -283,36 +278,39 @@ class StepClock:
 
     def end_layer(
         self,
-        hot_pairs: Sequence[int] = (),
+        hot: Sequence[tuple[int, int]] = (),
         *,
-        hot_owners: Sequence[int] = (),
         hot_bytes: int | None = None,
         device_ps: int = 0,
         streamed_experts: int = 0,
         streamed_pairs: int = 0,
         host_ps: int = 0,
     ) -> LayerTime:
-        """hot_pairs: rows of each hot expert. hot_owners and hot_bytes: as for GpuModel.hot_experts_ps.
+        """hot and hot_bytes: as for GpuModel.hot_ps.
 
         device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
         PCIe, in prefill or because the device did not answer. host_ps: what the host's CPU takes for warm experts.
         """
         if self._layer_start_ps is None:
             raise RuntimeError("end_layer: begin_layer must come first")
-        layer = LayerTime(
-            start_ps=self._layer_start_ps,
-            attention_ps=self._attention_ps,
-            shared_ps=self._shared_ps,
-            hot_ps=self.model.hot_experts_ps(hot_pairs, hot_owners, hot_bytes),
-            stream_ps=self.model.prefill_stream_ps(streamed_experts, streamed_pairs),
-            device_ps=device_ps,
-            overhead_ps=self.model.hardware.gpu.layer_overhead_ps,
-            host_ps=host_ps,
-        )
-        self.now_ps = layer.start_ps + layer.total_ps
+        start_ps, attention_ps, shared_ps = self._layer_start_ps, self._attention_ps, self._shared_ps
+        hot_ps = self._hot_ps(hot, hot_bytes)
+        stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
+        overhead_ps = self.model.hardware.gpu.layer_overhead_ps
+        layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
+        self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
         self._layer_start_ps = None
         return layer
+
+    def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
+        """Of decode layers the same few loads come again and again."""
+        if self._known_of is not self.model or len(self._known) > _MOST_KNOWN:
+            self._known_of, self._known = self.model, {}
+        key = (*loads, num_bytes)
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = self.model.hot_ps(loads, num_bytes)
+        return found
 
     def end_step(self, head_rows: int) -> StepTime:
         if self._step_start_ps is None or self._layer_start_ps is not None:

@@ -62,12 +62,18 @@ class HostCpu:
         their rows there and back over the link."""
         if not len(experts):
             return 0
-        shape, total = costs.shape, costs.hop_ps(len(np.unique(rows)))
-        read = units.transfer_ps(shape.expert_bytes, self.memory_bytes_per_s)
-        for count in np.unique(experts, return_counts=True)[1].tolist():
-            flops = 2 * shape.weights_per_expert * count
-            total += max(read, units.ceil_div(flops * units.PS_PER_S, self.flops_per_s))
-        return total
+        counts = np.unique(experts, return_counts=True)[1].tolist()
+        return self.rows_ps(costs, len(np.unique(rows))) + sum(self.expert_ps(costs, count) for count in counts)
+
+    def rows_ps(self, costs: Costs, count: int) -> int:
+        """So many rows there and back over the link."""
+        return costs.hop_ps(count)
+
+    def expert_ps(self, costs: Costs, rows: int) -> int:
+        """A full-precision expert with so many rows."""
+        flops = 2 * costs.shape.weights_per_expert * rows
+        read = units.transfer_ps(costs.shape.expert_bytes, self.memory_bytes_per_s)
+        return max(read, units.ceil_div(flops * units.PS_PER_S, self.flops_per_s))
 
     def each_ps(self, costs: Costs, counts: NDArray[np.int64], weight_bytes: float) -> NDArray[np.float64]:
         """[...]: an expert from host memory for each of counts [...] rows; 0 rows cost nothing."""

@@ -58,16 +58,6 @@ def test_the_spilled_experts_are_the_lightest_ones_and_no_other_number_of_them_i
     assert moved_any or rows == 40  # there the cold experts keep the device busy longer than the GPU
 
 
-def test_lists_and_arrays_describe_the_same_layer():
-    rng = np.random.default_rng(5)
-    for rows in (1, 2, 3, 16):
-        for _ in range(20):
-            hot, ids, gates, plan = random_layer(rng, rows)
-            lists = LayerLoad.of_lists(hot.tolist(), ids.tolist(), gates.tolist(), plan)
-            arrays = LayerLoad.of_arrays(hot, ids, gates, plan)
-            assert lists == arrays
-
-
 @pytest.mark.parametrize(("requests", "bits"), [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)])
 def test_a_whole_trace_at_once_spills_what_the_rule_spills_layer_by_layer(requests, bits):
     rng = np.random.default_rng(requests + bits)

@@ -40,7 +40,7 @@ def test_a_step_of_two_gpus_reduces_twice_per_layer_and_once_more_and_gathers_it
         clock.begin_step(8, 100)
         for _ in range(MIXTRAL.num_layers):
             clock.begin_layer()
-            clock.end_layer([8])
+            clock.end_layer([(1, 8)])
         return clock.end_step(1).total_ps
 
     collectives = (2 * MIXTRAL.num_layers + 1) * all_reduce_ps(2, 8 * 4096 * 2) + gather_ps(2, 32000 * 2)

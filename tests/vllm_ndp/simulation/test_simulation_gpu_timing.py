@@ -44,7 +44,7 @@ def test_hbm_efficiency_and_layer_overhead_are_assumptions_to_set() -> None:
     clock = StepClock(GpuModel(slow, MIXTRAL))
     clock.begin_step(1, 0)
     clock.begin_layer()
-    assert clock.end_layer([1]).overhead_ps == 30_000_000
+    assert clock.end_layer([(1, 1)]).overhead_ps == 30_000_000
 
 
 def test_cached_tokens_are_read_and_attended() -> None:
@@ -85,7 +85,7 @@ def test_shared_experts_run_on_the_gpu_while_the_device_works() -> None:
         clock = StepClock(model)
         clock.begin_step(3, 9)
         clock.begin_layer()
-        layer = clock.end_layer([1, 2], device_ps=device_ps)
+        layer = clock.end_layer([(2, 3)], device_ps=device_ps)
         assert (layer.shared_ps, layer.hot_ps) == (shared, hot)
         assert layer.total_ps == attention + took
     assert model.shared_ps(0) == GpuModel(H100, SMALL).shared_ps(3) == 0
@@ -174,7 +174,7 @@ def test_a_layer_waits_for_the_slowest_of_gpu_link_and_device() -> None:
         clock = StepClock(model, now_ps=1000)
         clock.begin_step(2, 7)
         assert clock.begin_layer() == 1000 + attention
-        layer = clock.end_layer([1, 1], device_ps=device_ps, streamed_experts=1, streamed_pairs=2)
+        layer = clock.end_layer([(2, 2)], device_ps=device_ps, streamed_experts=1, streamed_pairs=2)
         assert hot < streamed
         assert layer.total_ps == attention + expected
         assert clock.now_ps == 1000 + layer.total_ps
@@ -194,7 +194,7 @@ def test_a_step_is_the_sum_of_its_layers_and_the_head(steps: list[tuple[int, int
             layers = []
             for _ in range(SMALL.num_layers):
                 clock.begin_layer()
-                layers.append(clock.end_layer([rows], device_ps=device_ps))
+                layers.append(clock.end_layer([(1, rows)], device_ps=device_ps))
             step = clock.end_step(rows)
             assert step.total_ps == sum(layer.total_ps for layer in layers) + clock.model.head_ps(rows)
             assert step.layers == tuple(layers)

@@ -56,9 +56,9 @@ def test_a_layer_takes_as_long_as_the_slowest_of_gpu_device_and_host():
     clock = StepClock(COSTS.gpu)
     clock.begin_step(1, 10)
     clock.begin_layer()
-    alone = clock.end_layer([1], device_ps=5, host_ps=3)
+    alone = clock.end_layer([(1, 1)], device_ps=5, host_ps=3)
     clock.begin_layer()
-    slow = clock.end_layer([1], device_ps=5, host_ps=10**12)
+    slow = clock.end_layer([(1, 1)], device_ps=5, host_ps=10**12)
     assert alone.total_ps == alone.attention_ps + alone.hot_ps + alone.overhead_ps
     assert slow.total_ps == slow.attention_ps + 10**12 + slow.overhead_ps
 

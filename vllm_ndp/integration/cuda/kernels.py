@@ -13,33 +13,31 @@ import triton
 import triton.language as tl
 
 from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.layer.tiers import DEVICE
 
 BLOCK = 1024
 """Columns that one program copies or adds."""
 
 
 @triton.jit
-def split_pairs(
-    expert_map, ids, weights, slots, head, sent_rows, pair_rows, pair_experts, pair_weights,
-    num_rows, elsewhere, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def split_rows(
+    expert_map, ids, weights, slots, head, sent_rows, ids_out, weights_out,
+    num_rows, elsewhere, LEAVES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for all pairs. ROWS and COLUMNS: T and k rounded up to powers of two."""
+    """One program for all pairs. LEAVES: the place whose pairs leave. ROWS and COLUMNS: T and k rounded up to powers
+    of two."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     here = (row[:, None] < num_rows) & (column[None, :] < K)
     at = row[:, None] * K + column[None, :]
     expert = tl.load(ids + at, mask=here, other=0)
-    slot = tl.load(expert_map + expert, mask=here, other=0)
-    is_cold = here & (slot < 0)
-    tl.store(slots + at, tl.where(slot >= 0, slot, elsewhere), mask=here)
-    cold = is_cold.to(tl.int32)
-    in_row = tl.sum(cold, axis=1)
-    place = (tl.cumsum(in_row, axis=0) - in_row)[:, None] + tl.cumsum(cold, axis=1) - cold
+    where = tl.load(expert_map + expert, mask=here, other=0)
+    tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
+    tl.store(ids_out + at, expert.to(tl.int32), mask=here)
+    tl.store(weights_out + at, tl.load(weights + at, mask=here, other=0.0), mask=here)
+    in_row = tl.sum((here & (where == LEAVES)).to(tl.int32), axis=1)
     leaves = (in_row > 0).to(tl.int32)
     rank = tl.cumsum(leaves, axis=0) - leaves
-    tl.store(pair_rows + place, tl.broadcast_to(rank[:, None], (ROWS, COLUMNS)), mask=is_cold)
-    tl.store(pair_experts + place, expert.to(tl.int32), mask=is_cold)
-    tl.store(pair_weights + place, tl.load(weights + at, mask=is_cold, other=0.0), mask=is_cold)
     tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
     tl.store(head, tl.sum(in_row, axis=0))
     tl.store(head + 1, tl.sum(leaves, axis=0))
@@ -78,10 +76,10 @@ def split(
 ) -> None:
     """As routing.split."""
     num_rows, top_k = topk_ids.shape
-    split_pairs[(1,)](
+    split_rows[(1,)](
         expert_map, topk_ids.contiguous(), topk_weights.contiguous(), into.slots, into.head, into.sent_rows,
-        into.pair_rows, into.pair_experts, into.pair_weights, num_rows, elsewhere,
-        K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
+        into.ids, into.weights, num_rows, elsewhere,
+        LEAVES=DEVICE, K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
     )  # fmt: skip
     hidden = x.shape[1]
     grid = (num_rows, triton.cdiv(hidden, BLOCK))

@@ -19,20 +19,21 @@ from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
-from vllm_ndp.integration.device_link import DeviceCall
-from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotPairs
+from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.pairs import NO_PAIRS, Pairs, Split
 from vllm_ndp.integration.step import Step
+from vllm_ndp.layer.split import Pairs, Split
 
-ComputeHere = Callable[[DeviceCall, torch.Tensor, torch.Tensor, Pairs], None]
-"""Adds to `out` what the pairs of a call without an answer give: (call, out, x, pairs)."""
+ComputeHere = Callable[[torch.Tensor, torch.Tensor, Pairs], None]
+"""Adds to `out` what the pairs of a call without an answer give: (out, x, pairs)."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the thread brings: the call, None where another rank sends; and its result, if it had one."""
+    """What the thread brings: the layer's split, and the call, None where another rank sends, with its result."""
 
+    split: Split
     call: DeviceCall | None
     result: ExecuteResult | None
 
@@ -87,12 +88,19 @@ class AsideLayer:
             messenger.abandon()
             raise
         taken = messenger.take()
-        pairs = _pairs(taken.packet)
-        device_ps: int | None = 0
-        if taken.answer is not None:
-            device_ps = self._add(step, taken.answer, lambda: messenger.sums(taken), out, x, pairs, packet.sent_rows)
-        counts = _counts(taken.packet.slots, self._num_slots)
-        step.end_layer(self.index, Split(SlotPairs(packet.slots, topk_weights, counts), pairs, NO_PAIRS), device_ps)
+        timing, answered = None, True
+        if taken.answer is None:  # nothing leaves
+            split = self._split(step, taken.packet.ids)
+        else:
+            split, call = taken.answer.split, taken.answer.call
+            if taken.answer.result is not None:
+                partial = messenger.sums(taken)
+                self._routing.add_rows(out, partial, packet.sent_rows[: len(partial)])
+                timing = taken.answer.result.timing
+            elif call is not None:
+                answered = False
+                self._compute_here(out, x, split.device)
+        step.end_layer(self.index, split, timing, answered=answered)
         return out
 
     def _run_everything(
@@ -108,11 +116,10 @@ class AsideLayer:
         out = self._run_hot(x, topk_weights, slots, are_named=isinstance(self._kernel, CudaSlotKernel))
 
         def end(found: NDArray[np.int32]) -> None:
-            hot = SlotPairs(slots, topk_weights, _counts(found, self._num_slots))
             step.begin_layer()
-            step.end_layer(self.index, Split(hot, NO_PAIRS, NO_PAIRS), 0)
+            step.end_layer(self.index, self._split(step, found), None)
 
-        step.end_later(slots, end)
+        step.end_later(topk_ids.to(torch.int32), end)
         return out
 
     def _run_hot(
@@ -126,58 +133,22 @@ class AsideLayer:
             return self._kernel.run_named(x, self._held, topk_weights, slots)
         return self._kernel.run(x, self._held, topk_weights, slots)
 
-    def _add(
-        self,
-        step: Step,
-        answer: Answer,
-        sums: Callable[[], torch.Tensor],
-        out: torch.Tensor,
-        x: torch.Tensor,
-        pairs: Pairs,
-        sent_rows: torch.Tensor,
-    ) -> int | None:
-        """Add what the device returned, or the same pairs computed here. Simulated ps; None: there was no answer."""
-        if answer.call is None:
-            return 0
-        if answer.result is None:
-            self._compute_here(answer.call, out, x, pairs)
-            return None
-        partial = sums()
-        self._routing.add_rows(out, partial, sent_rows[: len(partial)])
-        step.device.add(answer.result.timing)
-        return int(answer.result.timing.total_ps)
+    def _split(self, step: Step, ids: NDArray[np.int32], weights: NDArray[np.float32] | None = None) -> Split:
+        """The same as on the GPU, for the account. ids [T, k]; weights [T, k]: needed where something leaves."""
+        ids = np.ascontiguousarray(ids)
+        weights = np.ones(ids.shape, np.float32) if weights is None else np.ascontiguousarray(weights)
+        return step.split(self.index, torch.from_numpy(ids), torch.from_numpy(weights), with_device=False)
 
     # -- in the messenger's thread ---------------------------------------------------------------------------------
 
     def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
         """Send the rows of a packet and wait for the device, at most until the deadline."""
-        num_pairs, num_rows = int(packet.head[0]), int(packet.head[1])
-        call = self._device.send(
-            step.number,
-            submit_ps,
-            self.index,
-            packet.x[:num_rows],
-            packet.sent_rows[:num_rows],
-            packet.pair_rows[:num_pairs],
-            packet.pair_experts[:num_pairs],
-            step.bits_of(self.index, _pairs(packet)),
-            packet.pair_weights[:num_pairs],
-        )
-        return Answer(call, None if call is None else call.result())
-
-
-def _pairs(packet: HostFields) -> Pairs:
-    """Those that leave, by row of the step."""
-    count = int(packet.head[0])
-    rows = packet.sent_rows[packet.pair_rows[:count]]
-    return Pairs(rows, packet.pair_experts[:count].astype(np.int64), packet.pair_weights[:count].copy())
-
-
-def _counts(slots: NDArray[np.int32], num_slots: int) -> list[int]:
-    """Pairs of each slot that is in use. slots [T, k]; a slot that is none is not among the first num_slots."""
-    here = slots[(slots >= 0) & (slots < num_slots)]
-    counts = np.bincount(here, minlength=1)
-    return counts[counts > 0].tolist()
+        split = self._split(step, packet.ids, packet.weights)
+        if not isinstance(self._device, DeviceLink):
+            return Answer(split, None, None)
+        rows = packet.x[: len(split.device.sent_rows)]
+        call = self._device.send(step, self.index, submit_ps, rows, split.device)
+        return Answer(split, call, call.result())
 
 
 class FixedOutput:

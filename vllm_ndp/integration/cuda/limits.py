@@ -33,14 +33,13 @@ def settings_on_gpu(settings: NdpSettings) -> NdpSettings:
     return settings
 
 
-def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool, whole_experts: bool) -> bool:
+def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> bool:
     """Whether decode layers are asynchronous. offload_bits: 0 where hot experts stay on the GPU.
 
-    Raises ConfigError where that was asked for and cannot be. whole_experts: several ranks hold some each.
+    Raises ConfigError where that was asked for and cannot be.
     """
     reasons = [
         (bool(offload_bits), f"execution {settings.execution!r}, which decides on the host: use 'execution': 'paper'"),
-        (whole_experts, "expert parallelism: drop --enable-expert-parallel"),
         (settings.warm_experts > 0, "'warm_experts', which the host computes beside the GPU: set it to 0"),
     ]
     for present, reason in reasons:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration.cuda.lanes import Mark
@@ -154,8 +155,16 @@ class LowBitSlotKernel(CudaSlotKernel):
 class LowBitSlots(HotSlots):
     """Of one layer. `kernel` and `held`, which has no slots, stay those of full precision: experts stream with them."""
 
-    def __init__(self, plain: CudaSlotKernel, held: SlotWeights, num_experts: int, num_slots: int, form: Form) -> None:
-        super().__init__(plain, held, num_experts)
+    def __init__(
+        self,
+        plain: CudaSlotKernel,
+        held: SlotWeights,
+        num_experts: int,
+        num_slots: int,
+        form: Form,
+        *tiers: NDArray[np.int32],
+    ) -> None:
+        super().__init__(plain, held, num_experts, *tiers)
         self.low = LowBitSlotKernel(plain, form)
         hidden, intermediate = held.w2.shape[1:]
         self.codes = form.allocate(num_slots, hidden, intermediate, held.w13)

@@ -7,6 +7,7 @@ sizes and memory; does not know what is cold, nor streams.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,42 +21,46 @@ _ALIGNED = 16
 class Fields:
     """The parts of a packet for T rows of k pairs, as tensors over its memory."""
 
-    num_bytes: int
+    num_bytes: int  # that travel
     head: torch.Tensor  # i32 [4]: pairs that leave, rows that leave
-    slots: torch.Tensor  # i32 [T, k]: where each pair runs here
+    ids: torch.Tensor  # i32 [T, k]: what the router chose
+    weights: torch.Tensor  # f32 [T, k]
     sent_rows: torch.Tensor  # i64 [T]: the rows that leave; what follows after head[1] of them means nothing
-    pair_rows: torch.Tensor  # i32 [T * k]: index into sent_rows; what follows after head[0] pairs means nothing
-    pair_experts: torch.Tensor  # i32 [T * k]
-    pair_weights: torch.Tensor  # f32 [T * k]
     x: torch.Tensor  # [T, H]: the rows that leave
+    slots: torch.Tensor  # i32 [T, k]: where each pair runs here; stays
 
 
 def lay_out(memory: torch.Tensor, num_rows: int, top_k: int, hidden: int, dtype: torch.dtype) -> Fields:
-    """Cut a flat u8 buffer. x comes last, being the only part that is large."""
-    pairs, at = num_rows * top_k, 0
-    parts = []
-    for kind, shape in (
-        (torch.int32, (4,)),
-        (torch.int32, (num_rows, top_k)),
-        (torch.int64, (num_rows,)),
-        (torch.int32, (pairs,)),
-        (torch.int32, (pairs,)),
-        (torch.float32, (pairs,)),
-        (dtype, (num_rows, hidden)),
-    ):
-        count = kind.itemsize
-        for length in shape:
-            count *= length
+    """Cut a flat u8 buffer. x comes last of what travels, being the only part that is large."""
+    at, parts = 0, []
+    for kind, shape in _parts(num_rows, top_k, hidden, dtype):
+        count = kind.itemsize * math.prod(shape)
         parts.append(memory[at : at + count].view(kind).view(shape))
-        at += -(-count // _ALIGNED) * _ALIGNED
-    return Fields(min(at, memory.numel()), *parts)
+        at += _aligned(count)
+    travels = at - _aligned(4 * num_rows * top_k)
+    return Fields(travels, *parts)
 
 
 def packet_bytes(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype) -> int:
     """Size of the memory for so many rows, rounded up part by part."""
-    pairs = num_rows * top_k
-    sizes = (16, 4 * pairs, 8 * num_rows, 4 * pairs, 4 * pairs, 4 * pairs, num_rows * hidden * dtype.itemsize)
-    return sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+    parts = _parts(num_rows, top_k, hidden, dtype)
+    return sum(_aligned(kind.itemsize * math.prod(shape)) for kind, shape in parts)
+
+
+def _parts(num_rows: int, top_k: int, hidden: int, dtype: torch.dtype) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    pairs = num_rows, top_k
+    return [
+        (torch.int32, (4,)),
+        (torch.int32, pairs),
+        (torch.float32, pairs),
+        (torch.int64, (num_rows,)),
+        (dtype, (num_rows, hidden)),
+        (torch.int32, pairs),
+    ]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class HostFields:
@@ -63,11 +68,8 @@ class HostFields:
 
     def __init__(self, fields: Fields) -> None:
         self.head: NDArray[np.int32] = fields.head.numpy()
-        self.slots: NDArray[np.int32] = fields.slots.numpy()
-        self.sent_rows: NDArray[np.int64] = fields.sent_rows.numpy()
-        self.pair_rows: NDArray[np.int32] = fields.pair_rows.numpy()
-        self.pair_experts: NDArray[np.int32] = fields.pair_experts.numpy()
-        self.pair_weights: NDArray[np.float32] = fields.pair_weights.numpy()
+        self.ids: NDArray[np.int32] = fields.ids.numpy()
+        self.weights: NDArray[np.float32] = fields.weights.numpy()
         if fields.x.dtype == torch.bfloat16:  # as device_link sends it; numpy lacks it
             self.x: NDArray[np.generic] = fields.x.view(torch.int16).numpy().view(np.uint16)
         else:

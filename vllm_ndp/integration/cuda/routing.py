@@ -1,6 +1,7 @@
-"""Which pairs of a layer leave, decided where the router's choices lie: torch operators whose shapes no data decides.
+"""Which rows of a layer leave, decided where the router's choices lie: torch operators whose shapes no data decides.
 
-So no host waits for it, and a graph may hold it. What leaves is compacted in the order of rows, as the device wants it.
+So no host waits for it, and a graph may hold it. Rows that leave are compacted in order; which of their pairs leave the
+host finds from the router's choices, which travel with them (layer/split.py).
 kernels.py has the same in one Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
 """
 
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ndp.integration.cuda.packet import Fields
+from vllm_ndp.layer.tiers import DEVICE
 
 
 class Routing(NamedTuple):
@@ -37,32 +39,31 @@ def split(
     into: Fields,
     elsewhere: int,
 ) -> None:
-    """Fill a packet. expert_map i32 [E]: slot or -1; ids, weights [T, k]; x [T, H]; elsewhere: a slot that is none."""
+    """Fill a packet. expert_map i32 [E]: slot or a place of tiers.py; ids, weights [T, k]; x [T, H].
+
+    elsewhere: a slot that is none.
+    """
     num_rows, top_k = topk_ids.shape
-    ids = topk_ids.reshape(-1)
-    slots = expert_map.index_select(0, ids.long()).view(num_rows, top_k)
-    cold = slots < 0
-    into.slots.copy_(slots.masked_fill(cold, elsewhere))
-    rows, num_sent, place = compacted(cold.any(dim=1))
-    pairs, num_pairs, _ = compacted(cold.view(-1))
-    into.head[0:1].copy_(num_pairs)
+    where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
+    into.slots.copy_(where.masked_fill(where < 0, elsewhere))
+    into.ids.copy_(topk_ids)
+    into.weights.copy_(topk_weights)
+    leaves = where == DEVICE
+    rows, num_sent = compacted(leaves.any(dim=1))
+    into.head[0:1].copy_(leaves.sum())
     into.head[1:2].copy_(num_sent)
     into.sent_rows.copy_(rows)
-    into.pair_rows.copy_(place.index_select(0, pairs // top_k))
-    into.pair_experts.copy_(ids.index_select(0, pairs))
-    into.pair_weights.copy_(topk_weights.reshape(-1).index_select(0, pairs))
     into.x.copy_(x.index_select(0, rows))
 
 
-def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of N flags: the places of those that are set, then zeros [N]; how many [1]; the rank of each among them [N]."""
+def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of N flags: the places of those that are set, then zeros [N]; how many [1]."""
     total = chosen.cumsum(0)
-    rank = total - 1
     count = len(chosen)
-    target = torch.where(chosen, rank, count)  # one place past the end takes what is not chosen
+    target = torch.where(chosen, total - 1, count)  # one place past the end takes what is not chosen
     places = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
     places.scatter_(0, target, torch.arange(count, device=chosen.device))
-    return places[:count], total[-1:], rank
+    return places[:count], total[-1:]
 
 
 def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:

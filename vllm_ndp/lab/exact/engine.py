@@ -1,8 +1,8 @@
-"""One host run step by step with the very code the plugin runs: its planner, its balancer, StepClock for the GPU side.
+"""One host run step by step with the very code the plugin runs: planner, tiers, split, account, and the step clock.
 
-Plans come from the plugin's own planner (planning/replanner.py). Rows in the order they are given, one message per
-layer with the rows that have a pair there, experts in order of first appearance, as integration/ does it. Slow
-and exact, where systems/ are fast and averaged.
+Plans come from planning/replanner.py; layer/split.py says of each layer what runs where, layer/account.py what that
+takes. Only who computes is another: a slot is named, and what a device would say of its message is asked of somebody.
+Slow and exact, where systems/ are fast and averaged.
 
 What the host asks of its device it yields (Command, Migration), and somebody answers: clients.py, which may have one
 host or many. Knows routing by (request, position). Does not know which rows a step has, nor recorded times.
@@ -23,17 +23,18 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.layer import account
+from vllm_ndp.layer.split import Split, Splitter
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
-from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
-from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.simulation.prices import MeasuredPrices
@@ -97,13 +98,11 @@ class Engine:
         self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
         costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus, slot_bits=setup.slot_bits)
-        self.clock = StepClock(replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages))
+        self.clock = StepClock(
+            replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
+        )
         self.costs = costs
         prices = None if setup.prices is None else MeasuredPrices.of_recorded(setup.prices)
-        self.balancer = None
-        if setup.spill_bits:
-            self.balancer = Balancer(self.costs, setup.spill_bits, setup.device_hosts, prices)
-        self.prefill_split = PrefillSplit(self.costs, prices) if setup.splits_prefill else None
         self.devices: Devices | None = None
         if setup.num_devices > 1 or setup.may_join:
             device_rules = DeviceRules(
@@ -116,17 +115,37 @@ class Engine:
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
         rules = on_hardware(rules, costs, setup.joint_tiers, prices)
-        self._bytes_of_width = costs.bytes_of_width if setup.joint_tiers else None
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
-        self._cpu = HostCpu.of(self.costs)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
-        self._owners = Owners(setup.num_gpus, *self.hot.shape) if setup.whole_experts else None
-        self._own(self.hot)
+        num_gpus = setup.num_gpus if setup.whole_experts else 0
+        self._owners = Owners(num_gpus, *self.hot.shape) if num_gpus else None
+        self._tiers = Tiers(*self.hot.shape, owners=self._owners)
+        balancer = Balancer(costs, setup.spill_bits, setup.device_hosts, prices) if setup.spill_bits else None
+        self._splitter = self._make_splitter(balancer, PrefillSplit(costs, prices) if setup.splits_prefill else None)
+        self._decode_splitter = self._make_splitter(None, None)  # of decode rows alone
+        self._activate()
         self._streamed = np.zeros_like(self.hot)  # by the prefill rows of the running step
         self._ended: list[int] = []
         self._arrives_ps = 0  # when what is copied beside decode is there
         self._timings: list[Timing | None] = []
+        self._no_plan = np.zeros(self.hot.shape, np.uint8)
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
+
+    def _make_splitter(self, balancer: Balancer | None, prompts: PrefillSplit | None) -> Splitter:
+        layers, devices = range(self.hot.shape[0]), self.devices
+        rules: list[Balancer | DevicesBalancer] | None = None
+        if balancer is not None and devices is not None:
+            rules = [devices.balancer(balancer, layer, lambda: self._alive) for layer in layers]
+        elif balancer is not None:
+            rules = [balancer for _ in layers]
+        return Splitter(
+            self._tiers,
+            self.trace.provenance.top_k,
+            balancers=rules,
+            prompts=prompts,
+            host=self.costs,
+            bytes_of_width=self.costs.bytes_of_width if self.setup.joint_tiers else None,
+        )
 
     @property
     def epoch(self) -> int:
@@ -153,7 +172,7 @@ class Engine:
         epoch, self._timings = self.epoch, []
         waited_ps = 0 if self._ended else self._follow()
         (moved, num_bytes), before = self._replan() if self._ended else (0, None), self.clock.now_ps
-        self._own(self.hot)
+        self._activate()
         if moved:
             arrived = yield Migration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
             self.clock.wait_until(arrived)
@@ -167,11 +186,11 @@ class Engine:
         """A request has had its last step: from the next one on it is gone."""
         self.requests[request].finished = True
 
-    def _own(self, hot: NDArray[np.bool_]) -> None:
-        """These experts [L, E] are in GPU memory from now on: each has one GPU, where GPUs hold whole experts."""
-        if self._owners is not None:
-            for layer, row in enumerate(hot):
-                self._owners.place(layer, row)
+    def _activate(self) -> None:
+        """The placement in force takes effect."""
+        placement = self.planner.placement
+        self._tiers.activate(placement.hot, placement.warm, placement.widths)
+        self._tiers.name_all()
 
     def _replan(self) -> tuple[int, int | None]:
         """For the prefills that ended in the step before, if their requests are still there; experts that move, and
@@ -219,7 +238,9 @@ class Engine:
             self.requests[r].score = self.planner.score(stats)
         if self._ended:
             self.planner.keep(list(self._scores().values()), self._streamed)
-            self._own(self.planner.resident)
+            if self._owners is not None:  # who stays keeps its GPU
+                for layer, row in enumerate(self.planner.resident):
+                    self._owners.place(layer, row)
 
     def _run_rows(self, rows: NDArray[np.int64]) -> Asks[tuple[StepTime, StepTime | None]]:
         """The step's time, and what it would have been for its decode rows alone."""
@@ -231,24 +252,24 @@ class Engine:
         self._streamed = np.zeros_like(self.hot)
         spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows), list(spans.values()))
+        plans = [self._bits_of(r) if decode[owner == r].any() else self._no_plan for r in ends]
+        request_of = np.searchsorted(list(ends), owner).astype(np.int32)
+        self._splitter.begin_step(request_of, decode, plans)
         alone = None
         if decode.any() and not decode.all():
             kept = [spans[r] for r in ends if decode[owner == r].any()]
             alone = StepClock(self.clock.model, self.clock.now_ps)
             attended = int(positions[decode].sum()) + int(decode.sum())
             alone.begin_step(int(decode.sum()), sum(end for _, end in kept), attended, kept)
+            self._decode_splitter.begin_step(request_of[decode], decode[decode], plans)
+        with_device = self.devices is None or any(self._alive)
         for layer in range(self.hot.shape[0]):
-            here = self.hot[layer]
-            ids = trace.ids[rows, layer].astype(np.int64)
-            if self.balancer is not None and decode.all() and (self.devices is None or any(self._alive)):
-                bits = np.stack([self._bits_of(int(r))[layer] for r in owner])
-                warm = self.planner.placement.warm[layer]
-                warm_rows, columns = np.nonzero(warm[ids])
-                host_ps = self._cpu.pairs_ps(self.costs, ids[warm_rows, columns], warm_rows)
-                load = LayerLoad.of_arrays(here, ids, trace.weights[rows, layer], bits, warm, host_ps)
-                here = here.copy()
-                here[list(self._balancer_of(layer).offloaded(load))] = False
-            yield from self._run_layer(layer, ids, here, owner, decode, alone)
+            ids, weights = trace.ids[rows, layer].astype(np.int32), trace.weights[rows, layer].astype(np.float32)
+            split = self._split_of(self._splitter, layer, ids, weights, with_device=with_device)
+            yield from self._run_layer(layer, split, decode)
+            if alone is not None:
+                here = self._split_of(self._decode_splitter, layer, ids[decode], weights[decode])
+                self._end_alone(alone, layer, here, self._timings[-1], with_prompts=not decode[split.device.rows].all())
         rejected = Counter(trace.request[rows[trace.phase[rows] == REJECTED]].tolist())
         yielding = alone_yielding = 0
         for r, end in ends.items():
@@ -264,96 +285,43 @@ class Engine:
             self.planner.see(trace.ids[rows[decode]].astype(np.int64))
         return self.clock.end_step(yielding), None if alone is None else alone.end_step(alone_yielding)
 
-    def _run_layer(
-        self,
+    @staticmethod
+    def _split_of(
+        splitter: Splitter,
         layer: int,
-        ids: NDArray[np.int64],
-        on_gpu: NDArray[np.bool_],
-        owner: NDArray[np.int64],
-        decode: NDArray[np.bool_],
-        alone: StepClock | None,
-    ) -> Asks[None]:
-        """ids [T, k]; on_gpu [E]: experts whose pairs run in GPU memory."""
+        ids: NDArray[np.int32],
+        weights: NDArray[np.float32],
+        *,
+        with_device: bool = True,
+    ) -> Split:
+        """ids and weights [T, k], contiguous."""
+        return splitter.split(layer, ids.ctypes.data, weights.ctypes.data, with_device=with_device)
+
+    def _run_layer(self, layer: int, split: Split, decode: NDArray[np.bool_]) -> Asks[None]:
         self.clock.begin_layer()
-        here = on_gpu[ids]
-        hot_pairs = np.bincount(ids[here], minlength=len(on_gpu))
-        warm = self.planner.placement.warm[layer][ids] & decode[:, None]
-        warm_rows, warm_columns = np.nonzero(warm)
-        host_ps = self._cpu.pairs_ps(self.costs, ids[warm_rows, warm_columns], warm_rows)
-        cold_rows, cold_columns = np.nonzero(~(here | warm))
-        experts = ids[cold_rows, cold_columns]
-        bits = self._bits_of_pairs(layer, cold_rows, experts, owner, decode)
-        of_decode = decode[cold_rows]
-        to_device = of_decode | self._prompts_on_device(experts, bits, of_decode)
-        timing = None
-        if to_device.any():
-            timing = yield from self._ask(layer, cold_rows[to_device], experts[to_device], bits[to_device])
-        device_ps = 0 if timing is None else timing.total_ps
+        timing, pairs = None, split.device
+        if pairs:
+            timing = yield from self._ask(layer, pairs.rows, pairs.experts, pairs.bits)
         self._timings.append(timing)
-        streamed = experts[~to_device]
-        self._streamed[layer, streamed] = True
-        if timing is None:  # nothing asked, or an expert without a copy on a device that is up: the host stands in
-            streamed = experts
-        used = np.flatnonzero(hot_pairs)
-        self.clock.end_layer(
-            hot_pairs[used].tolist(),
-            hot_owners=() if self._owners is None else self._owners.of(layer)[used].tolist(),
-            hot_bytes=self._hot_bytes(layer, used),
-            device_ps=device_ps,
-            streamed_experts=len(np.unique(streamed)),
-            streamed_pairs=len(streamed),
-            host_ps=host_ps,
-        )
-        if alone is not None:
-            pairs = np.bincount(ids[decode][here[decode]], minlength=len(on_gpu))
-            submit_ps = alone.begin_layer()
-            if timing is not None and not of_decode[to_device].all():
-                device_ps = 0
-                if of_decode.any():
-                    work = self._work(layer, cold_rows[of_decode], experts[of_decode], bits[of_decode])
-                    device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
-            hot_bytes = self._hot_bytes(layer, np.flatnonzero(pairs))
-            alone.end_layer(pairs[pairs > 0].tolist(), hot_bytes=hot_bytes, device_ps=device_ps, host_ps=host_ps)
+        self._streamed[layer, split.stream.experts] = True
+        device_ps = 0 if not pairs else None if timing is None else timing.total_ps  # None: the host stands in
+        account.end_layer(self.clock, self._splitter, split, device_ps)
 
-    def _hot_bytes(self, layer: int, used: NDArray[np.int64]) -> int | None:
-        """What hot experts take in GPU memory; None where all have the same width."""
-        if self._bytes_of_width is None:
-            return None
-        return int(self._bytes_of_width[self.planner.placement.widths[layer, used]].sum())
-
-    def _prompts_on_device(
-        self, experts: NDArray[np.int64], bits: NDArray[np.uint8], of_decode: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """Which of the cold pairs [P] of prompt rows the device computes. bits: of decode pairs."""
-        if self.prefill_split is None or of_decode.all():
-            return np.zeros(len(experts), np.bool_)
-        there = self.prefill_split.on_device(experts[~of_decode], experts[of_decode], bits[of_decode])
-        chosen: NDArray[np.bool_] = ~of_decode & np.isin(experts, there)
-        return chosen
-
-    def _bits_of_pairs(
-        self,
-        layer: int,
-        rows: NDArray[np.int64],
-        experts: NDArray[np.int64],
-        owner: NDArray[np.int64],
-        decode: NDArray[np.bool_],
-    ) -> NDArray[np.uint8]:
-        """At which width the device computes each pair [P]."""
-        bits = np.full(len(rows), FULL_PRECISION_BITS, np.uint8)
-        for place in np.flatnonzero(decode[rows]).tolist():
-            planned = self._bits_of(int(owner[rows[place]]))[layer, experts[place]]
-            bits[place] = planned or self.setup.spill_bits  # 0: a hot expert that was offloaded
-        return bits
-
-    def _balancer_of(self, layer: int) -> Balancer | DevicesBalancer:
-        assert self.balancer is not None
-        if self.devices is None:
-            return self.balancer
-        return self.devices.balancer(self.balancer, layer, lambda: self._alive)
+    def _end_alone(
+        self, alone: StepClock, layer: int, split: Split, timing: Timing | None, *, with_prompts: bool
+    ) -> None:
+        """The same layer for its decode rows alone. with_prompts: whether the device's message had pairs of others."""
+        submit_ps, pairs = alone.begin_layer(), split.device
+        device_ps = 0 if timing is None else timing.total_ps
+        if timing is not None and with_prompts:
+            device_ps = 0
+            if pairs:
+                work = self._work(layer, pairs.rows, pairs.experts, pairs.bits)
+                device_ps = self._idle_device.execute(work, submit_ps).total_ps + timing.queue_ps
+        account.end_layer(alone, self._decode_splitter, split, device_ps)
 
     def _ask(
-        self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]
+        self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]
     ) -> Asks[Timing | None]:
         """The layer's command, or one for each of several devices: all at the same time, the slowest one counts.
 
@@ -369,7 +337,7 @@ class Engine:
             is_served[own] = True
         return slowest(timings) if is_served.all() else None
 
-    def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.int64], bits: NDArray[np.uint8]) -> Work:
+    def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
         return work_of(
             self.clock.model.shape,
             layer,

@@ -13,7 +13,6 @@ Prefill of a step is shared out by rows. Knows served steps. Does not know how t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,7 +113,7 @@ def _parts(run: StepRun, prefill_rows: int, decodes: bool) -> tuple[NDArray[np.i
         return causes, run.time.total_ps
     base = run.time if run.decode_only is None else run.decode_only
     for layer, timing in zip(base.layers, run.device, strict=True):
-        longer = layer.total_ps - dataclasses.replace(layer, device_ps=0).total_ps
+        longer = layer.total_ps - layer._replace(device_ps=0).total_ps
         waited = min(longer, timing.queue_ps) if timing is not None else 0
         causes[DEVICE] += longer - waited
         causes[HOSTS] += waited

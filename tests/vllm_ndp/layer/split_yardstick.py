@@ -1,0 +1,117 @@
+"""Where each pair of a layer runs, in numpy: what csrc/split.cpp must give to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.layer.split import COUNTED, Pairs
+from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import DevicesBalancer
+from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.prefill_split import PrefillSplit
+
+
+@dataclass
+class Layer:
+    """What is known of one layer of a step: T rows of k pairs, R requests, E experts."""
+
+    tiers: NDArray[np.int32]  # [E]
+    ids: NDArray[np.int32]  # [T, k]
+    weights: NDArray[np.float32]  # [T, k]
+    owner: NDArray[np.int32]  # [T]
+    decode: NDArray[np.bool_]  # [T]
+    bits: NDArray[np.uint8]  # [R, E]
+    gpus: NDArray[np.int64] | None = None  # [E]
+    hot_bytes: NDArray[np.int64] | None = None  # [E]
+
+
+@dataclass
+class Found:
+    where: NDArray[np.int32]  # [T, k]
+    offloaded: frozenset[int]
+    device: Pairs
+    warm: Pairs
+    stream: Pairs
+    counts: NDArray[np.int64]  # [R, kinds]
+    hot_loads: list[tuple[int, int]]
+    hot_bytes: int
+    stream_experts: int
+    host_ps: int
+
+
+def split(
+    layer: Layer,
+    balancer: Balancer | DevicesBalancer | None,
+    prompts: PrefillSplit | None,
+    costs: Costs,
+    *,
+    weighs_input: bool,
+) -> Found:
+    ids, decode = layer.ids.astype(np.int64), layer.decode[:, None]
+    in_gpu = (layer.tiers >= 0) | (layer.tiers == ELSEWHERE)
+    bits = layer.bits[layer.owner]  # [T, E]
+    is_warm = (layer.tiers == WARM)[ids] & decode
+    rows = np.nonzero(is_warm)[0]
+    host_ps = HostCpu.of(costs).pairs_ps(costs, ids[is_warm], rows)
+    offloaded = frozenset[int]()
+    if balancer is not None and decode.all():
+        load = LayerLoad.of_arrays(in_gpu, ids, layer.weights, bits, layer.tiers == WARM, host_ps)
+        offloaded = balancer.offloaded(load)
+    where = layer.tiers[ids]
+    where[np.isin(ids, list(offloaded))] = DEVICE
+    where[~decode & ~in_gpu[ids]] = STREAM
+    planned = np.take_along_axis(bits, ids, axis=1)
+    if offloaded and balancer is not None:
+        rule = balancer if isinstance(balancer, Balancer) else balancer.rule
+        planned[planned == 0] = rule.offload_bits
+    if prompts is not None and not decode.all() and (where == STREAM).any():
+        sent = (where == DEVICE) & decode
+        there = prompts.on_device(ids[where == STREAM], ids[sent], planned[sent])
+        where[(where == STREAM) & np.isin(ids, there)] = DEVICE
+    applied = np.ones_like(layer.weights) if weighs_input else layer.weights
+    widths = np.where(decode & (where == DEVICE), planned, 16).astype(np.uint8)
+    device, warm, stream = (_pairs(where == place, ids, widths, applied) for place in (DEVICE, WARM, STREAM))
+    hot = (where >= 0) | (where == ELSEWHERE)
+    touched = np.unique(ids[hot])
+    gpus = np.zeros(len(layer.tiers), np.int64) if layer.gpus is None else layer.gpus
+    most = int(gpus[touched].max(initial=-1)) + 1
+    loads = [(int((gpus[touched] == gpu).sum()), int((gpus[ids[hot]] == gpu).sum())) for gpu in range(most)]
+    hot_bytes = 0 if layer.hot_bytes is None else int(layer.hot_bytes[touched].sum())
+    counts = _counts(layer, ids, where, offloaded)
+    return Found(
+        where, offloaded, device, warm, stream, counts, loads, hot_bytes, len(np.unique(ids[where == STREAM])), host_ps
+    )
+
+
+def _pairs(
+    chosen: NDArray[np.bool_], ids: NDArray[np.int64], widths: NDArray[np.uint8], applied: NDArray[np.float32]
+) -> Pairs:
+    rows = np.nonzero(chosen)[0]
+    sent, local = np.unique(rows, return_inverse=True)
+    return Pairs(sent, local.astype(np.int32), ids[chosen].astype(np.int32), widths[chosen], applied[chosen])
+
+
+def _counts(
+    layer: Layer, ids: NDArray[np.int64], where: NDArray[np.int32], offloaded: frozenset[int]
+) -> NDArray[np.int64]:
+    hot = (where >= 0) | (where == ELSEWHERE)
+    moved = np.isin(ids, list(offloaded))
+    decode = np.broadcast_to(layer.decode[:, None], where.shape)
+    kinds = {
+        "hot": hot & decode,
+        "offloaded": (where == DEVICE) & decode & moved,
+        "cold": (where == DEVICE) & decode & ~moved,
+        "warm": where == WARM,
+        "prompt_hot": hot & ~decode,
+        "prompt_device": (where == DEVICE) & ~decode,
+        "prompt_streamed": where == STREAM,
+    }
+    counts = np.zeros((len(layer.bits), len(COUNTED)), np.int64)
+    for kind, chosen in kinds.items():
+        np.add.at(counts[:, COUNTED.index(kind)], layer.owner, chosen.sum(axis=1))
+    return counts

@@ -1,0 +1,71 @@
+"""Warm experts: decode pairs that the host's CPU computes in full precision, from the checkpoint as it lies in memory.
+
+Uses the device's own kernel, in this process, so a warm expert gives what it would give on a device in full precision.
+Reads weights where the pool has mapped them: an expert that becomes warm is copied nowhere. Knows a kernel and the
+checkpoint. Does not know plans or prices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ndp_device.kernels.kernel import Kernel
+from ndp_device.replicas.store import ExpertStore
+from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.integration.rows import add_sums, chosen
+from vllm_ndp.layer.split import Pairs
+
+if TYPE_CHECKING:
+    from vllm_ndp.integration.step import Step
+
+
+@dataclass(frozen=True)
+class WarmPending:
+    """The warm pairs of one layer, their rows on the host already."""
+
+    cpu: HostCpuExperts
+    layer: int
+    pairs: Pairs
+    x: NDArray[np.float32]  # [S, H]
+
+    def add(self, out: torch.Tensor) -> bool:
+        """Compute, and add the weighted sums to the rows of out [T, H]."""
+        add_sums(out, self.cpu.execute(self.layer, self.x, self.pairs), self.pairs.sent_rows)
+        return True
+
+    def abandon(self) -> None:
+        """Nothing has begun."""
+
+
+class HostCpuExperts:
+    """An `Executor`."""
+
+    def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
+        """layers: of the model, which this worker counts from 0."""
+        self._layers, self._kernel = layers, kernel
+        self._store = ExpertStore(model_dir, None, kernel=kernel)
+
+    @cached_property
+    def description(self) -> str:
+        return f"the host's CPU, full precision, kernel {self._kernel.name}"
+
+    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
+        """Bring the rows of x [T, H] that the pairs need to the host: before hot experts keep a GPU busy."""
+        return WarmPending(self, layer, pairs, chosen(x, pairs.sent_rows).detach().float().cpu().numpy())
+
+    def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+        """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been
+        cut short."""
+        layer = self._layers[layer]
+        experts, places = np.unique(pairs.experts, return_inverse=True)
+        prepared = [self._store.get(layer, expert, FULL_PRECISION_BITS) for expert in experts.tolist()]
+        sums = self._kernel.execute(x, prepared, pairs.local, places.astype(np.int32), pairs.topk_weights)
+        self._store.check_used(layer, (FULL_PRECISION_BITS,))
+        return sums

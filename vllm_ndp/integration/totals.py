@@ -1,0 +1,33 @@
+"""What one worker has done since it started: steps, rows, pairs, the device's simulated answers. Knows step reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepReport
+
+
+@dataclass
+class Totals:
+    steps: int = 0
+    preempted: int = 0
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    pairs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PAIR_KINDS, 0))
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Pairs without an answer of the device, by cause."""
+    device: Counter[str] = field(default_factory=Counter)
+    device_bounds: Counter[str] = field(default_factory=Counter)
+
+    def add(self, report: StepReport) -> None:
+        """A step has ended; it was counted when it began."""
+        for counts in report.pairs.values():
+            for kind, count in counts.items():
+                self.pairs[kind] += count
+        for rows in report.rows.values():
+            for phase, count in zip(PHASES, rows, strict=True):
+                self.rows[phase] += count
+        if report.costs is not None:
+            self.fallbacks.update(report.costs.fallbacks)
+        self.device.update(report.device)
+        self.device_bounds.update(report.device_bounds)

@@ -1,0 +1,25 @@
+"""What a layer counts and takes, from its split and what came of it: for the plugin's steps and for the exact replay.
+
+Knows a split and the simulated clock. Does not know who ran the pairs, nor requests.
+"""
+
+from __future__ import annotations
+
+from vllm_ndp.layer.split import Split, Splitter
+from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock
+
+
+def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:
+    """The layer that `split` was of is over. device_ps: of the device's answer, 0 where it was not asked; None where it
+    gave none, so that its pairs were computed here: they count as that, and as streamed."""
+    experts, pairs = split.stream_experts, len(split.stream.experts)
+    if device_ps is None:
+        device_ps, experts, pairs = 0, splitter.fall_back(), pairs + len(split.device.experts)
+    return clock.end_layer(
+        split.hot_loads,
+        hot_bytes=split.hot_bytes,
+        device_ps=device_ps,
+        streamed_experts=experts,
+        streamed_pairs=pairs,
+        host_ps=split.host_ps,
+    )

@@ -1,0 +1,215 @@
+"""Where each (row, expert) pair of a layer runs, for any rows: one native call (csrc/split.cpp), and what it found.
+
+    decode rows   hot pairs -> slots    cold and offloaded pairs -> the device    warm pairs -> the host's CPU
+    prompt rows   hot pairs -> slots    others -> streamed, or the device where both sides then end together
+
+The plugin's layers and the exact replay make the same calls. Knows tiers, prices and routing as arrays. Does not know
+tensors, clocks or how the device is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ndp.layer import _split
+from vllm_ndp.layer.tiers import DEVICE, STREAM, WARM, Tiers
+from vllm_ndp.simulation.balance import Balancer, LayerLoad
+from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.devices import DevicesBalancer
+from vllm_ndp.simulation.host_cpu import HostCpu
+from vllm_ndp.simulation.prefill_split import PrefillSplit
+
+COUNTED = (
+    *("hot", "offloaded", "cold", "warm", "fallback"),
+    *("prompt_hot", "prompt_device", "prompt_streamed", "prompt_fallback"),
+)
+"""What a pair counts as: of decode rows, then of prompt rows. csrc/split.cpp has the same order."""
+_LEAST_PAIRS = 128
+
+
+class Pairs(NamedTuple):
+    """P pairs of S rows, in the order of their rows: as a message has them."""
+
+    sent_rows: NDArray[np.int64]  # [S], rows of the step, in order
+    local: NDArray[np.int32]  # [P], index into sent_rows
+    experts: NDArray[np.int32]  # [P]
+    bits: NDArray[np.uint8]  # [P]
+    topk_weights: NDArray[np.float32]  # [P], what an output is multiplied with
+
+    @classmethod
+    def of(cls, rows: NDArray[np.integer], experts: NDArray[np.integer], topk_weights: NDArray[np.float32]) -> Pairs:
+        """Pairs in full precision, in any order of their rows."""
+        sent, local = np.unique(rows, return_inverse=True)
+        bits = np.full(len(rows), 16, np.uint8)
+        return cls(sent.astype(np.int64), local.astype(np.int32), experts.astype(np.int32), bits, topk_weights)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """[P], row of the step."""
+        rows: NDArray[np.int64] = self.sent_rows[self.local]
+        return rows
+
+    def __bool__(self) -> bool:
+        return bool(len(self.experts))
+
+
+NO_PAIRS = Pairs(
+    np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
+)
+
+
+class Split(NamedTuple):
+    """Every pair of a layer exactly once: hot ones run in slots, the others are listed. Valid until the next split."""
+
+    device: Pairs  # decode rows, and prompt rows that the device computes
+    warm: Pairs  # decode rows, on the host's CPU
+    stream: Pairs  # prompt rows
+    num_hot: int
+    """In slots of this worker."""
+    hot_loads: list[tuple[int, int]]
+    """(experts, pairs) in slots of each GPU, where GPUs hold whole experts; else of all together."""
+    hot_bytes: int | None
+    """Of the hot experts in use, where each has a width of its own."""
+    stream_experts: int
+    host_ps: int
+    """What the host's CPU takes for the warm pairs, simulated."""
+
+
+class HotArrays(NamedTuple):
+    """Hot pairs as they run in slots, for steps of up to P pairs."""
+
+    where: NDArray[np.int32]  # [P], of each pair [T, k]: a slot, or a place that is none
+    slots: NDArray[np.int32]  # [P], of the hot pairs as they are laid out
+    topk_weights: NDArray[np.float32]  # [P]
+    rows: NDArray[np.int64]  # [P], of each hot pair where pairs are listed
+
+
+class Splitter:
+    """One per worker. Per step `begin_step`, per layer `split`."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        top_k: int,
+        *,
+        balancers: Sequence[Balancer | DevicesBalancer] | None = None,
+        prompts: PrefillSplit | None = None,
+        host: Costs | None = None,
+        bytes_of_width: NDArray[np.int64] | None = None,
+        weighs_input: bool = False,
+        aliases: bool = True,
+    ) -> None:
+        """balancers [L]: None where hot experts never leave the GPU. prompts: None where the device computes nothing of
+        them. host: of warm experts, None where there are none. bytes_of_width [256]: of hot experts, where each has a
+        width of its own. weighs_input: the rows come weighed, so that outputs are not. aliases: whether few hot pairs
+        are laid out by row, with some of weight 0; else they are listed one after the other."""
+        self.top_k = top_k
+        self.notes, self._has_widths = False, bytes_of_width is not None
+        gpus = [] if tiers.gpus is None else list(tiers.gpus)
+        widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
+        self.native = _split.Splitter(list(tiers.where), top_k, aliases, weighs_input, gpus, *widths)
+        self._rules = [False] * len(tiers.where) if balancers is None else [self._rule(each) for each in balancers]
+        self._prompts = None if prompts is None else _on_device(prompts)
+        if host is not None:
+            cpu = HostCpu.of(host)
+            self.native.price_host(partial(cpu.rows_ps, host), partial(cpu.expert_ps, host))
+        self.hot: HotArrays
+        self._parts: dict[int, Pairs] = {}
+        self._room = 0
+        self._make_room(_LEAST_PAIRS)
+
+    def note_into(self, ids: NDArray[np.int16], weights: NDArray[np.float32]) -> None:
+        """From now on the router's choices are noted here, [L, N, k], at the entries that a step names."""
+        self.native.note_into(ids, weights)
+        self.notes = True
+
+    def _rule(self, balancer: Balancer | DevicesBalancer) -> bool | Callable[..., frozenset[int]]:
+        """True: natively."""
+        rule = balancer if isinstance(balancer, Balancer) else balancer.rule
+        self.native.price(rule.offload_bits, rule.beside, rule.gpu_ps, rule.message_ps, rule.device_ps, rule.shared_ps)
+        return True if isinstance(balancer, Balancer) else _asked(balancer)
+
+    def _make_room(self, num_pairs: int) -> None:
+        if num_pairs <= self._room:
+            return
+        size = self._room = max(num_pairs, 2 * self._room)
+        empty: Callable[[type], NDArray[Any]] = partial(np.empty, size)
+        self.hot = HotArrays(empty(np.int32), empty(np.int32), empty(np.float32), empty(np.int64))
+        self.native.use_hot(*self.hot)
+        for place in (DEVICE, WARM, STREAM):
+            part = Pairs(empty(np.int64), empty(np.int32), empty(np.int32), empty(np.uint8), empty(np.float32))
+            self._parts[place] = part
+            self.native.use(place, *part)
+
+    def begin_step(
+        self,
+        owners: NDArray[np.int32],
+        is_decode: NDArray[np.bool_],
+        plans: Sequence[NDArray[np.uint8]],
+        entries: NDArray[np.int64] | None = None,
+    ) -> NDArray[np.int64]:
+        """owners [T]: the request of each row; plans [R] of [L, E]: bits, 0 = hot; entries [T]: of the KV cache.
+
+        Returns counts [R, kinds] of pairs, by request, to which every layer adds; COUNTED names the kinds.
+        """
+        self._make_room(len(owners) * self.top_k)
+        counts = np.zeros((len(plans), len(COUNTED)), np.int64)
+        decode = is_decode.view(np.uint8)
+        self.native.begin_step(entries if self.notes else None, owners, decode, list(plans), counts)
+        return counts
+
+    def split(self, layer: int, topk_ids: int, topk_weights: int, *, with_device: bool) -> Split:
+        """topk_ids i32 [T, k] and topk_weights f32 [T, k]: addresses of contiguous arrays; what the router chose.
+
+        with_device: whether the device is up, which hot experts and prompts then may use.
+        """
+        native = self.native
+        if with_device:
+            native.split(layer, topk_ids, topk_weights, self._rules[layer], self._prompts)
+        else:
+            native.split(layer, topk_ids, topk_weights, False, None)
+        return Split(
+            self._pairs(DEVICE, native.num_device),
+            self._pairs(WARM, native.num_warm),
+            self._pairs(STREAM, native.num_stream),
+            native.num_hot,
+            native.hot_loads,
+            native.hot_bytes if self._has_widths else None,
+            native.num_stream_experts,
+            native.host_ps,
+        )
+
+    def _pairs(self, place: int, count: int) -> Pairs:
+        if not count:
+            return NO_PAIRS
+        sent, local, experts, bits, weights = self._parts[place]
+        return Pairs(sent[: self.native.num_sent(place)], local[:count], experts[:count], bits[:count], weights[:count])
+
+    def fall_back(self) -> int:
+        """The device gave no answer: its pairs count as computed here. Distinct experts that are streamed with them."""
+        return self.native.fall_back()
+
+
+def _asked(balancer: DevicesBalancer) -> Callable[..., frozenset[int]]:
+    """The rule over several devices, as the native call asks it."""
+
+    def offloaded(hot: Any, cold: Any, rows: int, pairs: int, of_layer: int, host_ps: int) -> frozenset[int]:
+        return balancer.offloaded(LayerLoad(hot, cold, (rows, pairs), of_layer, host_ps))
+
+    return offloaded
+
+
+def _on_device(rule: PrefillSplit) -> Callable[..., list[int]]:
+    """The rule of prompts, as the native call asks it."""
+
+    def chosen(experts: list[int], rows: list[int], decode_experts: list[int], decode_bits: list[int]) -> list[int]:
+        decode = np.array(decode_experts, np.int64), np.array(decode_bits, np.uint8)
+        there: list[int] = rule.of_counts(np.array(experts, np.int64), np.array(rows, np.int64), *decode).tolist()
+        return there
+
+    return chosen
