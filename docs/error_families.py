@@ -167,8 +167,8 @@ FAMILIES = (
         "How a device is started",
         "A device needs experts, a kernel that this machine has, and numbers that make sense.",
         "Give a value that the sentence lists; `ndp-device serve --help`.",
-        files="ndp_device/__main__.py ndp_device/config.py ndp_device/kernels ndp_device/failpoints.py "
-        "ndp_device/replicas/store.py",
+        files="ndp_device/__main__.py ndp_device/config.py ndp_device/parent.py ndp_device/kernels "
+        "ndp_device/failpoints.py ndp_device/replicas/store.py",
     ),
     Family(
         "Simulated hardware that cannot exist",
