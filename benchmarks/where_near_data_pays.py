@@ -2,10 +2,9 @@
 
 The cells of vllm_ndp/lab/frontier.py for five public models under the assumptions that decide, one changed at a time:
 routing, the price of a hop, host memory, H100 rates at every size; then devices that are faster than the paper's. An
-ideal DRAM, batch 1. Everything is simulated. Writes docs/measured/where_near_data_pays.json and .md; one command
-reproduces every figure of both:
+ideal DRAM, batch 1. Everything is simulated. One command reproduces every figure of the page:
 
-    python benchmarks/where_near_data_pays.py --out docs/measured/where_near_data_pays.json
+    python benchmarks/where_near_data_pays.py --out docs/measured/where_near_data_pays.md
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the JSON here, and the tables beside it as .md")
+    parser.add_argument("--out", type=Path, help="write the tables here")
     arguments = parser.parse_args()
     maps: dict[str, list[dict[str, Any]]] = {}
     with ProcessPoolExecutor(arguments.jobs) as pool:
@@ -174,8 +173,7 @@ def main() -> None:
             maps.setdefault(name, []).extend(as_dict(cell) for cell in cells.result())
             print(f"{name}: {model}", file=sys.stderr, flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"limits": LIMITS, "maps": maps}) + "\n")
-        arguments.out.with_suffix(".md").write_text(page(maps))
+        arguments.out.write_text(page(maps))
     print(
         json.dumps(
             {
