@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ndp_device import transport
 from ndp_device.errors import ConfigError, DeviceError, DeviceUnavailable, ProtocolError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.probe import Probe
@@ -163,7 +164,7 @@ class DeviceMembers:
         or DeviceUnavailable, in one sentence with the address, and everything is as before."""
         if keys is None and isinstance(self._settings.device_keys, str) and address.startswith("tcp://"):
             keys = self._settings.device_keys
-        if not address.startswith(("ipc://", "tcp://")):
+        if not transport.is_address(address):
             raise ConfigError(f"a device is added by its ipc:// or tcp:// address, got {address!r}")
         newcomer = self._reach(address, None if keys is None else Path(keys))
         try:
