@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from packed_activations import ActivationCodec, decode, relative_error
 from quality import MODEL, MixedExperts, MixedModel, held_out_sequences, replicas_of
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,6 @@ from torch import Tensor
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.simulation.activation_codec import ActivationCodec, decode, relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option

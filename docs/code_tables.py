@@ -161,7 +161,7 @@ def attention_name(attention: Any) -> str:
 
 def option_answers() -> str:
     """What becomes of every option of `vllm serve` beside ours, and the test that shows it."""
-    from vllm_ndp.integration.flags import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS, Answer
+    from serve_options import EACH_NOT_OURS, EACH_REFUSED, EACH_WORKS, NOT_OURS, REFUSED, WORKS, Answer
 
     def options(answer: Answer) -> str:
         return " ".join(f"`{name.lstrip('_').replace('_', '-')}`" for name in answer.names)

@@ -286,10 +286,6 @@ class DeviceModel:
         """
         return self._migration_ends[number]
 
-    def migrate(self, num_bytes: int, submit_ps: int) -> int:
-        """The same for a host that has the device to itself and waits; returns when the last byte has arrived."""
-        return self.migration_end_ps(self.begin_migration(num_bytes, submit_ps))
-
     def _pass_migrations(self, from_ps: int, serial_ps: int) -> None:
         """Results go out at from_ps: what is still to be sent of every migration waits for them."""
         for number, end in self._migration_ends.items():

@@ -5,11 +5,9 @@ Who writes a transport of his own writes these two, and names them in an entry p
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ndp_device.errors import RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
@@ -107,42 +105,6 @@ class ClientTransport(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class InProcessTransport:
-    """Calls `reply` where a socket would be: same frames, same checks, no other process."""
-
-    is_ready = True
-    can_share_memory = False
-
-    def __init__(self, reply: Callable[[bytes, Frames, str | None], Frames], client: bytes = b"in-process") -> None:
-        self._reply, self._client = reply, client
-        self._replies: deque[Frames] = deque(maxlen=_MAX_REPLIES)
-
-    def attach(self, offer: SlotOffer) -> bool:
-        return False
-
-    def send(self, frames: Frames) -> bool:
-        header, body = frames
-        request = checksum.write(header, body), body
-        header, body = self._reply(self._client, request, checksum.damage(*request))
-        self._arrive((checksum.write(header, body), body))
-        return True
-
-    def _arrive(self, frames: Frames) -> None:
-        self._replies.append(frames)
-
-    def receive(self, timeout_s: float) -> Frames | None:
-        if not self._replies:
-            return None
-        frames = self._replies.popleft()
-        if len(frames) != 2:
-            raise RemoteProtocolError(f"a message has two frames, the device sent {len(frames)}")
-        require_intact(*frames)
-        return frames
-
-    def close(self) -> None:
-        self._replies.clear()
 
 
 def require_intact(header: codec.Buffer, body: codec.Buffer) -> None:

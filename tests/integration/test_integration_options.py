@@ -1,4 +1,4 @@
-"""Every single option of `vllm serve`, given on a command line, does beside the plugin what flags.py says of it.
+"""Each option of `vllm serve`, given on a command line, does beside the plugin what docs/serve_options.py says.
 
 No engine starts: an option is read by vLLM's own parser and made into its configuration, with `--quantization ndp` and
 without. What vLLM itself refuses here (no GPU, no such file) it must refuse beside the plugin in the same words.
@@ -12,15 +12,18 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from engines import MODEL
+from engines import MODEL, ROOT
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.integration.flags import NOT_OURS, REFUSED, WORKS
+
+sys.path.insert(0, str(ROOT / "docs"))
+from serve_options import NOT_OURS, REFUSED, WORKS
 
 pytestmark = pytest.mark.vllm
 

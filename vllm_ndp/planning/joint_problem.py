@@ -143,11 +143,6 @@ class JointPlan:
         widths: NDArray[np.uint8] = np.array([c.bits for c in self.problem.choices], np.uint8)[self.chosen]
         return widths
 
-    def is_on(self, tier: str) -> NDArray[np.bool_]:
-        """[L, E]."""
-        here: NDArray[np.bool_] = np.array([c.tier == tier for c in self.problem.choices])[self.chosen]
-        return here
-
 
 def total(values: NDArray[np.float64], chosen: NDArray[np.int64]) -> float:
     if values.shape[1:] == (1, 1):

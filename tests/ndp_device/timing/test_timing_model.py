@@ -236,13 +236,13 @@ def test_a_migration_slows_the_dram_by_its_share_and_leaves_no_trace_when_it_is_
     """25.6 of about 468 GB/s: an expert read beside a long migration takes about 6 % longer."""
     work = work_of((16, 1), hidden=4096, intermediate=14336)
     alone, beside = DeviceModel(HARDWARE), DeviceModel(HARDWARE)
-    arrived = beside.migrate(10**9, 0)
+    arrived = beside.migration_end_ps(beside.begin_migration(10**9, 0))
     assert arrived == pytest.approx(10**9 / 25.6e9 * 1e12, rel=0.001)
     ratio = beside.execute(work, 0).dram_ps / alone.execute(work, 0).dram_ps
     assert ratio == pytest.approx(1 + 25.6 / (468.5 - 25.6), rel=0.005)
     late = arrived + (-arrived % (10**6 * 3900))
     assert beside.execute(work, late).total_ps == alone.execute(work, late).total_ps
-    assert beside.migrate(0, 5) == 5
+    assert beside.migration_end_ps(beside.begin_migration(0, 5)) == 5
 
 
 def test_the_launch_path_is_an_option_with_a_price() -> None:

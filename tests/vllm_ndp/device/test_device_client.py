@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_cases import MODEL, FaultyDevice, full_plan, make_calls, make_handler
+from device_cases import MODEL, FaultyDevice, InProcessTransport, full_plan, make_calls, make_handler
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.protocol.codec import VersionMismatch
-from ndp_device.transport.base import InProcessTransport
 from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient
 from vllm_ndp.device.connection import Stage
 

@@ -2,7 +2,8 @@
 
 Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
 expander (4 bits, read at its rate); experts change tiers as their use does (cxl_tiers.py). Activations of warm and cold
-experts cross the link quantized and packed in bit planes (simulation/activation_codec.py) and are unpacked by the host.
+experts cross the link quantized and packed in bit planes (benchmarks/packed_activations.py); the host
+unpacks them.
 Per layer the threshold adapts: the heaviest missing experts are loaded to the GPU as long as that shortens the layer;
 `percentile` fixes it as published: experts above it are loaded. `near_data` on: the expander multiplies cold experts
 itself, beside the CPU. CPU and expander are the hardware's. The paper's own figures: `reproduce cxl-expert`.

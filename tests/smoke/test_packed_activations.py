@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import DATA
+from paths import DATA, ROOT
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.lab.systems.cxl_expert import _PACKED_SHARE, packed_share
-from vllm_ndp.simulation.activation_codec import BITS, ActivationCodec, decode, relative_error
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from packed_activations import BITS, ActivationCodec, decode, relative_error
 
 with np.load(DATA / "tiny-mixtral-activations.npz") as recorded:
     SAMPLE = {name: recorded[name].astype(np.float32) for name in ("sent", "back")}
