@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fp8_rows import encode_fp8_rows
 from numpy.typing import NDArray
 from pretend_gpu import GPU, LazyLane, PretendGpu, peek
 
@@ -24,7 +25,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
-from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots, encode_fp8_rows
+from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights

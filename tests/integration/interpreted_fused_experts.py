@@ -19,6 +19,7 @@ backends["nvidia"].driver.is_active = staticmethod(lambda: True)  # else vLLM le
 backends["cpu"] = backends["nvidia"]  # in its CPU build anyway
 
 import vllm._custom_ops as ops
+from fp8_rows import encode_fp8_rows
 from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -27,7 +28,7 @@ from vllm.model_executor.layers.fused_moe.config import (
     int4_w4a16_moe_quant_config,
 )
 
-from vllm_ndp.integration.cuda.low_bit_slots import FP8, Fp8Rows, Int4Groups, LowBitSlotKernel, encode_fp8_rows
+from vllm_ndp.integration.cuda.low_bit_slots import FP8, Fp8Rows, Int4Groups, LowBitSlotKernel
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
 

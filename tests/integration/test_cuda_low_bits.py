@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fp8_rows import encode_fp8_rows
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 
 from ndp_device.errors import ConfigError
@@ -24,7 +25,6 @@ from vllm_ndp.integration.cuda.low_bit_slots import (
     Int4Groups,
     LowBitSlotKernel,
     LowBitSlots,
-    encode_fp8_rows,
 )
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotPairs, SlotWeights

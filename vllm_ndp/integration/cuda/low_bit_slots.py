@@ -212,12 +212,6 @@ def group_of(hidden: int, intermediate: int) -> int:
     )
 
 
-def encode_fp8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What vLLM's operator gives, in torch's: for tests, and to read."""
-    scale = (rows.float().abs().amax(dim=1, keepdim=True) / FP8_MAX).clamp(min=1 / (FP8_MAX * 512))
-    return (rows.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
-
-
 def _two_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
     """[N, C] -> [N / 2, C]: row 0 below row 1, and so on."""
     return codes[0::2] | (codes[1::2] << 4)
