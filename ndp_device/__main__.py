@@ -41,7 +41,7 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answe
 
 
 @dataclass(frozen=True)
-class HardwareOptions:
+class DeviceHardwareOptions:
     """Which hardware the simulated times are for."""
 
     hardware: HardwareOption = "h100-ndp512"
@@ -95,7 +95,7 @@ class FailpointOptions:
 )
 def serve(
     address: Annotated[str, typer.Option(help="ipc:///absolute/path or tcp://127.0.0.1:port; port 0: any free one.")],
-    where: HardwareOptions,
+    where: DeviceHardwareOptions,
     access: AccessOptions,
     parent: ParentOptions,
     failpoints: FailpointOptions,

@@ -36,7 +36,7 @@ _ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 """Model types that multiply by 1 + the norm's weight, which no shape shows either."""
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """Which rows of a fused tensor: the arguments of a slice."""
 
     start: int | None = None
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     step: int | None = None
 
 
-ALL_ROWS = Rows()
+ALL_ROWS = TensorRows()
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Place:
     tensor: str
     index: int | None = None
     transposed: bool = False
-    rows: Rows = ALL_ROWS
+    rows: TensorRows = ALL_ROWS
 
     def of(self, values: Any) -> Any:
         """A view of the matrix, given the whole tensor as an array."""
@@ -71,7 +71,7 @@ class Source:
 
     name: str
     transposed: bool = False
-    rows: Rows = ALL_ROWS
+    rows: TensorRows = ALL_ROWS
 
     def place(self, expert: int) -> Place:
         if "{}" in self.name:
@@ -80,7 +80,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class MoELayer:
+class CheckpointLayer:
     """The experts of one decoder layer. `biases` is empty, or has gate, up and down."""
 
     decoder_layer: int
@@ -100,7 +100,7 @@ class ExpertLayout:
     intermediate_size: int  # I
     dtype: str
     activation: Activation
-    layers: tuple[MoELayer, ...]  # L, rising by decoder layer
+    layers: tuple[CheckpointLayer, ...]  # L, rising by decoder layer
     norm_offset: float = 0.0
 
     @cached_property
@@ -133,7 +133,7 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
         resolved = _Layer(name, decoder_layer, block, tensors, names, interleaved=interleaved, counted=counted)
         sizes[resolved.size] += 1
         norm = _norm(tensors, resolved.prefix, resolved.size[1])
-        layers.append(MoELayer(decoder_layer, resolved.weights, resolved.biases, norm))
+        layers.append(CheckpointLayer(decoder_layer, resolved.weights, resolved.biases, norm))
     if len(sizes) > 1:
         raise ConfigError(f"{name}: its MoE layers have experts of {len(sizes)} shapes; we serve one shape per model")
     (num_experts, hidden, intermediate) = next(iter(sizes))
@@ -376,10 +376,10 @@ class _Layer:
         )
 
 
-def _rows(intermediate: int, interleaved: bool) -> dict[Part, Rows]:
+def _rows(intermediate: int, interleaved: bool) -> dict[Part, TensorRows]:
     if interleaved:
-        return {"gate": Rows(0, None, 2), "up": Rows(1, None, 2)}
-    return {"gate": Rows(0, intermediate), "up": Rows(intermediate)}
+        return {"gate": TensorRows(0, None, 2), "up": TensorRows(1, None, 2)}
+    return {"gate": TensorRows(0, intermediate), "up": TensorRows(intermediate)}
 
 
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
@@ -481,7 +481,7 @@ def _activation(config: Mapping[str, Any], name: str) -> Activation:
     return "silu"
 
 
-def _dtype(tensors: Mapping[str, TensorInfo], layers: list[MoELayer], num_experts: int, name: str) -> str:
+def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num_experts: int, name: str) -> str:
     dtypes = {
         tensors[tensor].dtype: tensor
         for layer in layers

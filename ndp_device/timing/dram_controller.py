@@ -50,7 +50,7 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedBurst:
     """What serving the lines took, from the first cycle in which the scheduler saw one."""
 
     cycles: int
@@ -90,12 +90,12 @@ class Controller:
         self.calm_state: tuple[object, ...] = ()
         self.calm_since = (0, 0)  # (now, offered) at calm_state
 
-    def run(self) -> Served:
+    def run(self) -> ServedBurst:
         """Until the last line has returned."""
         while self.queued or self.active or self.offered + self.skipped_lines < self.end:
             self._step()
         cycles = self.last_return + self.skipped_cycles - self.start
-        return Served(cycles, self.channel.activations, self.refreshes)
+        return ServedBurst(cycles, self.channel.activations, self.refreshes)
 
     # -- offering ------------------------------------------------------------------------------------------------
 

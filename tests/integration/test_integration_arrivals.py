@@ -16,7 +16,7 @@ from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.serving.arrivals import of_steps
-from vllm_ndp.lab.serving.host import Host, Served
+from vllm_ndp.lab.serving.host import Host, ServedRequest
 from vllm_ndp.lab.serving.latency import tokens_of
 from vllm_ndp.lab.serving.run import serve_again
 from vllm_ndp.lab.serving.scheduler import SchedulerRules
@@ -67,7 +67,7 @@ def losses() -> LossTable:
     return LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[1])
 
 
-def served(trace: Trace, arrivals_ps: np.ndarray) -> Served:
+def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:
     setup = trace.provenance.live
     assert setup is not None
     told = setup.scheduling

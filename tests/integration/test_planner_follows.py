@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import BatchRows, RequestTracker, Span, TrackedRequest
-from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
@@ -75,7 +75,7 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     costs = replayed.engine.costs
     clock = StepClock(costs.gpu)
     replanner = Replanner(on_hardware(rules, costs, ""), LAYERS, EXPERTS)
-    planner = Planner(replanner, tracker, sidecar, noted, noted, clock)
+    planner = PlanRunner(replanner, tracker, sidecar, noted, noted, clock)
     planner.start()
     position, changes = 0, 0
     for number in replayed.steps.tolist():

@@ -51,12 +51,12 @@ def plan(
     from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.operating.proposal import propose
-    from vllm_ndp.operating.sizing import Demand, Machine, Sizing, parse_bytes
+    from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing, parse_bytes
     from vllm_ndp.operating.sources import source_named
     from vllm_ndp.operating.speed import measure
     from vllm_ndp.simulation.costs import Costs
 
-    machine = Machine(
+    machine = MachineSize(
         host_bytes=_this_machine() if host_memory is None else parse_bytes(host_memory, "--host-memory"),
         gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
     )

@@ -30,7 +30,7 @@ from ndp_device.protocol.session import listed
 from ndp_device.transport import connect
 from ndp_device.transport.base import ClientTransport, Clock
 from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
-from vllm_ndp.device.connection import Connection, Stage
+from vllm_ndp.device.connection import Connection, ConnectionStage
 from vllm_ndp.device.process import DeviceProcess
 
 __all__ = ["Counters", "DeviceClient", "DeviceProcess", "ExecuteHandle", "ExecuteResult"]
@@ -89,9 +89,9 @@ class DeviceClient:
         return "up" if self._up else "down"
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> ConnectionStage:
         """How far the connection is; CLOSED where there is none."""
-        return Stage.CLOSED if self._connection is None else self._connection.stage
+        return ConnectionStage.CLOSED if self._connection is None else self._connection.stage
 
     @property
     def uses_shared_memory(self) -> bool:
@@ -145,7 +145,7 @@ class DeviceClient:
             except (DeviceUnavailable, ConfigError) as error:  # no descriptor is left, a file of keys is gone
                 self._fail(error)
                 return False
-        if self._connection.stage is Stage.CONNECTING:  # asked by every layer while the device is away
+        if self._connection.stage is ConnectionStage.CONNECTING:  # asked by every layer while the device is away
             now_s = self._clock.monotonic()
             if now_s < self._greet_at_s:
                 return False
@@ -292,7 +292,7 @@ class DeviceClient:
         asked = connection.control
         try:
             if not connection.receive(timeout_s):
-                return connection.stage is Stage.CONNECTING and self._greet(connection)
+                return connection.stage is ConnectionStage.CONNECTING and self._greet(connection)
             if asked is not None and asked.reply is not None and not connection.is_up:
                 self._advance(connection, asked.reply)
         except (DeviceUnavailable, RemoteProtocolError, DeviceError, ConfigError) as error:
@@ -313,7 +313,7 @@ class DeviceClient:
         )
         if connection.ask(hello, self._clock.monotonic() + GREETING_S) is None:
             return False
-        connection.stage = Stage.GREETING
+        connection.stage = ConnectionStage.GREETING
         self._doubts_memory = False
         return True
 
@@ -323,11 +323,11 @@ class DeviceClient:
             self._accept_welcome(reply)
             self.welcome = reply
             connection.welcomed(reply)
-            connection.stage = Stage.REPLAYING
+            connection.stage = ConnectionStage.REPLAYING
         if (request := self._next_of_plans(connection)) is not None:
             self._begin(*request)
         else:
-            connection.stage = Stage.UP
+            connection.stage = ConnectionStage.UP
             self.counters.connected += 1
             back = self.counters.connected > 1
             level, state = (logging.WARNING, "back") if back else (logging.INFO, "up")  # as loud as it went

@@ -35,7 +35,7 @@ _ANSWERS: dict[type[msg.Message], type[msg.Reply]] = {
 _SESSION_LOST = ("no_session", "stale_epoch")
 
 
-class Stage(enum.Enum):
+class ConnectionStage(enum.Enum):
     CONNECTING = "connecting"  # there is nothing yet to say Hello on
     GREETING = "greeting"  # Hello was sent
     REPLAYING = "replaying"  # the plans in force now are installed, one request at a time
@@ -47,7 +47,7 @@ class Connection:
     """Made for one transport; whatever breaks it, the next one is another object."""
 
     def __init__(self, transport: ClientTransport, counters: Counters, clock: Clock) -> None:
-        self.stage = Stage.CONNECTING
+        self.stage = ConnectionStage.CONNECTING
         self.handles: dict[int, ExecuteHandle] = {}
         self.control: ControlCall | None = None  # the one request other than Execute that waits for its answer
         self.installed: AnnouncedPlan | None = None  # by what the device has answered
@@ -60,7 +60,7 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        return self.stage is Stage.UP
+        return self.stage is ConnectionStage.UP
 
     @property
     def is_ready(self) -> bool:
@@ -124,7 +124,7 @@ class Connection:
 
     def abandon(self, failure: DeviceUnavailable) -> None:
         """The same in a forked child, whose parent owns the socket."""
-        self.stage = Stage.CLOSED
+        self.stage = ConnectionStage.CLOSED
         self.control = None
         for handle in self.handles.values():
             handle.failure = failure

@@ -33,7 +33,7 @@ from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device, LeadersDevice
-from vllm_ndp.integration.price_probe import Asked, PriceProbe, Shared
+from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.planning.bitwidths import LossTable
@@ -194,7 +194,7 @@ class Assembly:
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
 
-    def _asked_of_probe(self, device: DeviceLink) -> Asked:
+    def _asked_of_probe(self, device: DeviceLink) -> WantedPrices:
         settings, served = self.settings, sorted(device.expert_bytes)
         engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
         tiers = ["gpu"]
@@ -204,7 +204,7 @@ class Assembly:
         device_widths = [bits for bits in served if bits in WIDTHS and self.is_quantized]
         if FULL_PRECISION_BITS in served and (device.computes_prompts or settings.cold_precision == "full"):
             device_widths.append(FULL_PRECISION_BITS)
-        return Asked(settings.slot_bits, sorted(engine), tiers, device_widths)
+        return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)
 
     def open_pool(self, replicas: Path | None) -> None:
         """Where the hot slots are filled from."""

@@ -31,7 +31,7 @@ from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
-from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -87,7 +87,7 @@ class NdpController:
         self.sidecar: RoutingSidecar
         self.locator: RowLocator
         self.device: Device
-        self.planner: Planner
+        self.planner: PlanRunner
         self.recorder: RunRecorder | None = None
         self.splitter: Splitter
         self._device_rules: DeviceRules | None = None  # where there are several
@@ -151,7 +151,7 @@ class NdpController:
         prices = self._prices = make.measure_prices(self.device, replicas, next(iter(shared.values()), None))
         rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers, prices)
         replanner = Replanner(rules, shape.num_layers, shape.num_experts)
-        self.planner = Planner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
+        self.planner = PlanRunner(replanner, self.requests, self.sidecar, self.hot, self.device, self.clock)
         self.planner.start()
         self._device_rules = make.share_among_devices(self.device, costs)
         if self._graph_rows:

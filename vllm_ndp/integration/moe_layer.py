@@ -22,7 +22,7 @@ from vllm_ndp.integration.executor import Executor, Pending
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device
-from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
@@ -42,7 +42,7 @@ class LayerParts:
 
     hot: HotExperts
     device: Device
-    planner: Planner
+    planner: PlanRunner
     sidecar: RoutingSidecar
     locator: RowLocator
     running: RunningStep

@@ -24,7 +24,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.gpu_timing import StepClock
 
 
-class Planner:
+class PlanRunner:
     def __init__(
         self,
         replanner: Replanner,

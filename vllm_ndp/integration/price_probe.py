@@ -40,7 +40,7 @@ Shared = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Asked:
+class WantedPrices:
     """What a run will ask prices of."""
 
     slot_bits: int
@@ -70,7 +70,7 @@ class PriceProbe:
         self._turn = 0
 
     @torch.inference_mode()
-    def measure(self, asked: Asked, start_device: Callable[[], DeviceProcess], digest: str) -> MeasuredPrices:
+    def measure(self, asked: WantedPrices, start_device: Callable[[], DeviceProcess], digest: str) -> MeasuredPrices:
         """Raises ConfigError where a price that is asked for cannot be had, or DeviceUnavailable."""
         experts: dict[str, tuple[int, ...]] = {}
         if asked.engine_widths:

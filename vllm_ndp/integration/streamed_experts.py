@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.planner import Planner
+from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs
 
@@ -18,7 +18,7 @@ from vllm_ndp.layer.split import Pairs
 @dataclass(frozen=True)
 class StreamedExperts:
     hot: HotExperts
-    planner: Planner
+    planner: PlanRunner
 
     def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> StreamPending:
         return StreamPending(self, step, layer, x, pairs)

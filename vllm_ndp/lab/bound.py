@@ -62,7 +62,7 @@ class Fronts:
 
 
 @dataclass(frozen=True)
-class Rows:
+class BoundRows:
     """The P pairs of C cells one by one: what each costs the device at least, and loses, at every width."""
 
     slots: NDArray[np.int64]  # [C, P]; the number of slots where there is no pair
@@ -70,7 +70,7 @@ class Rows:
     losses: NDArray[np.float64]  # [C, P, W]
 
     @classmethod
-    def of(cls, batches: Batches, each_ps: NDArray[np.float64], relative: NDArray[np.float64]) -> Rows:
+    def of(cls, batches: Batches, each_ps: NDArray[np.float64], relative: NDArray[np.float64]) -> BoundRows:
         """each_ps [G, D, L, S, W]: of one row of a slot's expert; relative [L, E, W]: losses."""
         g, b, d, layers, k = batches.shape
         num_slots = each_ps.shape[3]
@@ -89,8 +89,8 @@ class Rows:
             by_cell(losses),
         )
 
-    def part(self, which: slice) -> Rows:
-        return Rows(self.slots[which], self.device_ps[which], self.losses[which])
+    def part(self, which: slice) -> BoundRows:
+        return BoundRows(self.slots[which], self.device_ps[which], self.losses[which])
 
     def cheapest(self, weight: float, price: float, num_slots: int) -> NDArray[np.float64]:
         """[C, S]: the least sum over an expert's rows of weight x time + price x loss."""
@@ -115,7 +115,7 @@ class Cells:
     beside_ps: NDArray[np.float64]  # [C], the GPU's other work in the layer
     message_ps: float  # what a cell pays once it uses the device, at least
     message_more_ps: float  # and at most on top of it
-    rows: Rows | None = None
+    rows: BoundRows | None = None
     """Where an expert has more rows than one pass takes, some of them may run at one width and some at another."""
     is_reachable: bool = True
     """False where copies are so cheap that all experts were given a place: no schedule can be told."""
@@ -143,7 +143,7 @@ class Cells:
         if rows.max() > costs.hardware.array.rows:
             # So many rows cost at least their share of the fullest passes, however they are spread over widths.
             each = np.minimum.accumulate(table[:, 1:] / np.arange(1, b + 1), axis=1)
-            split = Rows.of(batches, np.moveaxis(each[:, np.maximum(rows - 1, 0)], 0, -1), relative)
+            split = BoundRows.of(batches, np.moveaxis(each[:, np.maximum(rows - 1, 0)], 0, -1), relative)
         return cls(
             costs.gpu_experts_ps(b)[rows].reshape(cells, -1),
             device.reshape(cells, shape[3], -1),
@@ -298,7 +298,7 @@ class _Priced:
 
 
 @dataclass(frozen=True)
-class Answer:
+class BoundAnswer:
     """bound <= the least there is <= reached, by a schedule that was found."""
 
     bound: float
@@ -322,7 +322,7 @@ class Bound:
         """Whether questions are answered in seconds."""
         return self._fronts is not None or self.cells.device_ps.size <= _MOST_RELAXED
 
-    def least_time(self, loss: float) -> Answer:
+    def least_time(self, loss: float) -> BoundAnswer:
         """Picoseconds of all cells together, for a sum of losses of at most `loss`."""
 
         def enough(priced: _Priced) -> bool:
@@ -332,13 +332,13 @@ class Bound:
         bound = max(p.bound - p.price * loss for p in self._known.values() if np.isfinite(p.price))
         bound = max(bound, self._lossless.bound) if loss <= 0 else bound
         if not self.cells.is_reachable:
-            return Answer(max(bound, 0.0), np.inf)
+            return BoundAnswer(max(bound, 0.0), np.inf)
         if cheap is None:
-            return Answer(max(bound, 0.0), dear.time)
+            return BoundAnswer(max(bound, 0.0), dear.time)
         reached = _mixed(dear.losses, cheap.losses, dear.times, cheap.times, loss)
-        return Answer(max(bound, 0.0), reached)
+        return BoundAnswer(max(bound, 0.0), reached)
 
-    def least_loss(self, time_ps: float) -> Answer:
+    def least_loss(self, time_ps: float) -> BoundAnswer:
         """Sum of losses, for at most time_ps of all cells together; infinite where no schedule is so fast."""
 
         def slow(priced: _Priced) -> bool:
@@ -346,18 +346,18 @@ class Bound:
 
         fastest = self._at(0.0)
         if fastest.bound > time_ps:
-            return Answer(np.inf, np.inf)
+            return BoundAnswer(np.inf, np.inf)
         bounds = [(p.bound - time_ps) / p.price for p in self._known.values() if 0 < p.price < np.inf]
         dear, cheap = self._around(slow)
         bounds += [(p.bound - time_ps) / p.price for p in self._known.values() if 0 < p.price < np.inf]
         bound = max(0.0, *bounds)
         if not slow(self._lossless):
-            return Answer(0.0, 0.0)
+            return BoundAnswer(0.0, 0.0)
         if not self.cells.is_reachable:
-            return Answer(bound, np.inf)
+            return BoundAnswer(bound, np.inf)
         if cheap is None:
-            return Answer(bound, fastest.loss)
-        return Answer(bound, _mixed(cheap.times, dear.times, cheap.losses, dear.losses, time_ps))
+            return BoundAnswer(bound, fastest.loss)
+        return BoundAnswer(bound, _mixed(cheap.times, dear.times, cheap.losses, dear.losses, time_ps))
 
     def _around(self, dear_enough: Callable[[_Priced], bool]) -> tuple[_Priced, _Priced | None]:
         """The lowest price known for which that holds and the highest for which it does not, after some refinement."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.locality import Locality, locality
-from vllm_ndp.traces.routing import Routing
+from vllm_ndp.traces.routing import RoutingPreset
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
 _CONCENTRATIONS = (0.5, 1.0, 5.0)
@@ -25,7 +25,7 @@ _STRENGTHS = tuple(np.linspace(0.0, 1.6, 9).tolist())
 _MOST_TOKENS, _REQUESTS = 256, 6
 
 
-def fit_routing(known: Locality, name: str) -> tuple[Routing, float]:
+def fit_routing(known: Locality, name: str) -> tuple[RoutingPreset, float]:
     """(the settings, root mean square of what is off in repeats, hits and concentration)."""
     found: list[tuple[float, int, SyntheticSettings, NDArray[np.float64]]] = []
     for settings in _candidates(known):
@@ -35,7 +35,7 @@ def fit_routing(known: Locality, name: str) -> tuple[Routing, float]:
         off = _marks(known).mean(axis=0) - _between(_marks(tried), places).mean(axis=0)
         found.append((float(np.sqrt((off * off).mean())), len(found), settings, strengths))
     off_by, _, best, strengths = min(found, key=lambda each: each[:2])
-    return Routing(
+    return RoutingPreset(
         name=name,
         source=f"fitted to {known.num_tokens} tokens of {known.num_requests} requests",
         fitted_to=(name,),

@@ -24,7 +24,7 @@ from ndp_device.timing.units import PS_PER_S
 from ndp_device.timing.work import Work
 from ndp_device.widths import PLAN_BITS
 from vllm_ndp.lab.exact.clients import together
-from vllm_ndp.lab.exact.engine import Asks, Command
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.simulation.devices import DeviceRules, Devices, of_part, slowest, work_of
@@ -66,7 +66,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """Steady decode at one size of everything."""
 
     model: str
@@ -82,7 +82,7 @@ class Point:
     shares: dict[str, float]  # of a step, by part
 
 
-class Routing:
+class ScaledRouting:
     """Choices of many requests on a few layers of one model, made once for all points."""
 
     def __init__(self, model: str, setup: Setup, num_requests: int) -> None:
@@ -127,7 +127,7 @@ class Scale:
     def __init__(self, model: str, setup: Setup, largest_batch: int) -> None:
         self.model, self.setup = model, setup
         self.shape = model_named(model)
-        self.routing = Routing(model, setup, largest_batch)
+        self.routing = ScaledRouting(model, setup, largest_batch)
         self._devices: dict[int, Devices] = {}
         self._costs: dict[int, Costs] = {}
 
@@ -150,7 +150,7 @@ class Scale:
             self._devices[num_devices] = Devices(costs, rules, sizes, self.setup.bits)
         return self._devices[num_devices]
 
-    def point(self, batch: int, num_gpus: int, num_devices: int, num_hosts: int = 1) -> Point | None:
+    def point(self, batch: int, num_gpus: int, num_devices: int, num_hosts: int = 1) -> ScalingPoint | None:
         """None where the model does not fit the GPUs, or its experts the devices."""
         try:
             num_hot = room_for_hot(self.shape, self.setup.hardware, num_gpus, batch, self.setup.context)
@@ -170,7 +170,7 @@ class Scale:
 
     def _point(
         self, batch: int, num_gpus: int, devices: Devices, num_hosts: int, num_hot: int, execution: str
-    ) -> Point:
+    ) -> ScalingPoint:
         num_devices = devices.rules.num_devices
         costs = self._costs_of(num_gpus)
         offloads = execution == "balanced"
@@ -179,7 +179,7 @@ class Scale:
         made = num_hosts * batch * _STEPS  # while the hosts run side by side, which they do to nearly the end
         parts = {part: sum(host.parts[part] for host in hosts) for part in PARTS}
         whole = sum(parts.values())
-        return Point(
+        return ScalingPoint(
             model=self.model,
             batch=batch,
             num_gpus=num_gpus,
@@ -248,7 +248,7 @@ class _Host:
         """What the experts of one layer take."""
         timings = []
         for device, part in work.for_devices:
-            timings.append((yield Command(part, now_ps, device)))
+            timings.append((yield ReplayedCommand(part, now_ps, device)))
         last = slowest(timings) if timings else None
         if last is None or last.total_ps <= work.gpu_ps:
             self.parts["hot experts"] += work.gpu_ps
@@ -296,14 +296,14 @@ class _Host:
 
 def curve(
     scale: Scale, batches: Iterable[int], gpus: Iterable[int], devices: Sequence[int], num_hosts: int = 1
-) -> list[Point]:
+) -> list[ScalingPoint]:
     """Every combination that fits."""
     asked = ((batch, num_gpus, count) for num_gpus in gpus for batch in batches for count in devices)
     found = (scale.point(*at, num_hosts=num_hosts) for at in asked)
     return [point for point in found if point is not None]
 
 
-def stops_paying(points: Sequence[Point]) -> int | None:
+def stops_paying(points: Sequence[ScalingPoint]) -> int | None:
     """Of points that differ in the number of devices: the first after which one more brings less than PAYS. None where
     each of them pays."""
     by_devices = {point.num_devices: point.tokens_per_s for point in points}
@@ -322,7 +322,7 @@ class Pool:
     batch: int
     private_tokens_per_s: float  # of all hosts, with num_private devices each
     num_private: int
-    shared: tuple[Point, ...]  # the same hosts on a pool, by its size
+    shared: tuple[ScalingPoint, ...]  # the same hosts on a pool, by its size
 
     @property
     def enough(self) -> int | None:

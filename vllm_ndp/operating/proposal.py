@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
 from vllm_ndp.operating.sizing import KV_BLOCK, Option, Sizing
-from vllm_ndp.operating.sources import Source
+from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
 from vllm_ndp.simulation.costs import Costs
@@ -36,7 +36,7 @@ class Way:
 class Proposal:
     """Ways from the widest replicas down; the first one is recommended."""
 
-    source: Source
+    source: CheckpointSource
     sizing: Sizing
     hardware: str
     ways: Sequence[Way]
@@ -122,7 +122,9 @@ class Proposal:
         }
 
 
-def propose(source: Source, sizing: Sizing, costs: Costs, measure: Callable[[int], Measured] | None = None) -> Proposal:
+def propose(
+    source: CheckpointSource, sizing: Sizing, costs: Costs, measure: Callable[[int], Measured] | None = None
+) -> Proposal:
     """measure: asked once, at the width that the recommended way uses on average. Raises ConfigError: nothing fits."""
     options = sizing.require()
     best = options[0]

@@ -53,7 +53,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSize:
     """The memories to fit into. Without a GPU the engine runs on the host's cores."""
 
     host_bytes: int
@@ -108,7 +108,7 @@ class Sizing:
     """A model on a machine under a demand; every question about bytes is asked here."""
 
     model: WholeModel
-    machine: Machine
+    machine: MachineSize
     demand: Demand
 
     # -- parts --------------------------------------------------------------------------------------------------------

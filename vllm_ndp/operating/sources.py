@@ -22,7 +22,7 @@ from vllm_ndp.simulation.costs import model_named
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A model and what `vllm serve` is told of it."""
 
     model: WholeModel
@@ -32,23 +32,25 @@ class Source:
     """For people: what the sizes were taken from."""
 
 
-def source_named(name: str) -> Source:
+def source_named(name: str) -> CheckpointSource:
     """Find the model. Raises ConfigError in one sentence where it has no sizes, or no experts."""
     path = Path(name)
     if path.is_file():
-        return Source(_of_config(path.parent.resolve().name, path), str(path.parent), f"{name} alone")
+        return CheckpointSource(_of_config(path.parent.resolve().name, path), str(path.parent), f"{name} alone")
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        return Source(_of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone")
+        return CheckpointSource(
+            _of_config(path.resolve().name, path / "config.json"), name, f"{path / 'config.json'} alone"
+        )
     if path.is_dir():
-        return Source(_as_served(model_named(name)), name, "config.json and the headers of its tensors")
+        return CheckpointSource(_as_served(model_named(name)), name, "config.json and the headers of its tensors")
     if name in SHAPES:
-        return Source(SHAPES[name], PUBLIC_MODELS[name].source, "its published sizes")
+        return CheckpointSource(SHAPES[name], PUBLIC_MODELS[name].source, "its published sizes")
     known = {model.source.lower(): shape for shape, model in PUBLIC_MODELS.items()}
     if shape := known.get(name.lower()):
-        return Source(SHAPES[shape], name, "its published sizes")
+        return CheckpointSource(SHAPES[shape], name, "its published sizes")
     if name.count("/") == 1 and not name.startswith((".", "/")):
-        return Source(_of_config(name, _config_of_hub(name)), name, "config.json on the hub")
-    return Source(public_shape(name), name, "")  # raises, and names the nearest one
+        return CheckpointSource(_of_config(name, _config_of_hub(name)), name, "config.json on the hub")
+    return CheckpointSource(public_shape(name), name, "")  # raises, and names the nearest one
 
 
 def _of_config(name: str, path: Path) -> WholeModel:

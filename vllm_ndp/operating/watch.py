@@ -83,7 +83,7 @@ MEANS = {
 _PAIRS = "vllm:ndp_pairs_total"
 
 
-class Server:
+class WatchedServer:
     """`vllm serve`, by the address that its clients use. api_key: as theirs; it is sent nowhere else."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -202,7 +202,7 @@ def watched(target: str, *, api_key: str | None = None, key: Path | None = None)
     if target.startswith(("http://", "https://")):
         if key is not None:
             raise ConfigError("--key is for devices behind tcp://: a server takes --api-key")
-        return Server(target, api_key)
+        return WatchedServer(target, api_key)
     if is_address(target):
         return Device(target, key)
     raise ConfigError(
@@ -210,4 +210,4 @@ def watched(target: str, *, api_key: str | None = None, key: Path | None = None)
     )
 
 
-__all__ = ["Device", "NdpError", "Rates", "Sample", "Server", "Watched", "rates", "read_metrics", "watched"]
+__all__ = ["Device", "NdpError", "Rates", "Sample", "Watched", "WatchedServer", "rates", "read_metrics", "watched"]

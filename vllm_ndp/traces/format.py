@@ -161,7 +161,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
         return "uint8" if self.num_experts <= 256 else "uint16"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class TraceManifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     version: int
     provenance: Provenance
@@ -244,7 +244,7 @@ def write_chunk(path: Path, rows: pa.Table) -> None:
 
 
 def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, int] | None) -> None:
-    manifest = Manifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
+    manifest = TraceManifest(format=FORMAT, version=VERSION, provenance=provenance, chunks=chunks)
     temporary = directory / (MANIFEST + ".tmp")
     with temporary.open("wb") as file:
         file.write(sealed.encode(manifest))
@@ -253,11 +253,11 @@ def write_manifest(directory: Path, provenance: Provenance, chunks: dict[str, in
     temporary.replace(directory / MANIFEST)
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> TraceManifest:
     """Raises TraceError for anything that is not a manifest of ours in this version."""
     path = directory / MANIFEST
     try:
-        manifest = sealed.read(path, Manifest)
+        manifest = sealed.read(path, TraceManifest)
     except OSError:
         raise TraceError(f"{directory} is not a trace: it has no readable {MANIFEST}") from None
     except (strict_json.Refused, TraceError) as error:
@@ -270,7 +270,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def read_table(directory: Path, table: str, manifest: Manifest) -> pa.Table:
+def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table:
     """All chunks of a table. Raises TraceError naming the chunk that is damaged, foreign or missing."""
     wanted = schema(table, manifest.provenance)
     found = sorted(directory.glob(f"{table}-*.parquet"))

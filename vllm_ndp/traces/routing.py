@@ -22,7 +22,7 @@ from vllm_ndp.traces.synthetic import SyntheticSettings
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingPreset:
     """How strongly and how long a model's tokens go on choosing the same experts."""
 
     name: str
@@ -64,29 +64,29 @@ class Routing:
         return tuple(self.strength[(2 * layer + 1) * known // (2 * layers)] for layer in range(layers)) if known else ()
 
 
-def routing_named(name: str) -> Routing:
+def routing_named(name: str) -> RoutingPreset:
     if name not in ROUTINGS:
         nearest = difflib.get_close_matches(name, ROUTINGS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {name!r}: did you mean {nearest!r}?")
     return ROUTINGS[name]
 
 
-def read_routing(name: str, model: str) -> Routing:
+def read_routing(name: str, model: str) -> RoutingPreset:
     """By name; "": without memory; auto: what was fitted to the model; or a file that `locality --fit` has written."""
     if name.endswith(".json"):
         return _read(Path(name))
     return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
 
 
-def _read(path: Path) -> Routing:
+def _read(path: Path) -> RoutingPreset:
     try:
         fields = strict_json.decode(path.read_bytes())["fit"]
-        return msgspec.convert(fields, Routing, strict=True)
+        return msgspec.convert(fields, RoutingPreset, strict=True)
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} holds no fit of `vllm-ndp locality --fit`: {str(error).splitlines()[0]}") from None
 
 
-def routing_of(model: str) -> Routing:
+def routing_of(model: str) -> RoutingPreset:
     """What was fitted to that model, else the one without memory."""
     return next((routing for routing in ROUTINGS.values() if model in routing.fitted_to), ROUTINGS["memoryless"])
 
@@ -98,11 +98,11 @@ _IN_HUNDREDTHS = (
 _QWEN3 = tuple(int(strength) / 100 for strength in _IN_HUNDREDTHS.split())
 """So that layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all of them as their published mean."""
 
-ROUTINGS: Mapping[str, Routing] = {
+ROUTINGS: Mapping[str, RoutingPreset] = {
     routing.name: routing
     for routing in (
-        Routing("memoryless", ""),
-        Routing(
+        RoutingPreset("memoryless", ""),
+        RoutingPreset(
             "qwen3-30b-a3b",
             "github.com/gajsanders/moe-trace, findings 004 to 007: 25 prompts, 3225 decode tokens",
             ("qwen3-30b-a3b",),
@@ -112,17 +112,17 @@ ROUTINGS: Mapping[str, Routing] = {
             memory=0.985,
             strength=_QWEN3,
         ),
-        Routing(
+        RoutingPreset(
             "gpt-oss-120b",
             "BigMoeOnEdge issue 33: 8 to 9 % hits of a cache of 3 % of the experts",
             ("gpt-oss-120b",),
         ),
-        Routing(
+        RoutingPreset(
             "qwen3.8-flash-next",
             "imp issue 2061: hits of LRU caches of 93, 186, 279, 372 and 512 of 512 experts, top-10",
             ("qwen3.8-flash-next",),
         ),
-        Routing(
+        RoutingPreset(
             "near-chance",
             "two fine-grained models of 2024, public logs of single layers: neighbours share 1.1 to 2 times chance",
             ("near-chance",),

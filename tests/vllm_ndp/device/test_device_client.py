@@ -17,7 +17,7 @@ from ndp_device.errors import DeviceError, DeviceUnavailable, LocalProtocolError
 from ndp_device.failpoints import KINDS, Failpoint, Failpoints
 from ndp_device.protocol.codec import VersionMismatch
 from vllm_ndp.device.client import MAX_IN_FLIGHT, DeviceClient
-from vllm_ndp.device.connection import Stage
+from vllm_ndp.device.connection import ConnectionStage
 
 CALLS = make_calls()
 
@@ -233,7 +233,7 @@ def test_a_plan_that_changes_on_the_way_up_costs_no_call(
     with pytest.raises(DeviceUnavailable):
         client.finish_execute(CALLS[0].begin(client))
     monkeypatch.setattr("vllm_ndp.device.client._LOOKS_AT_ONCE", 1)  # greeting, Welcome, installed, activated, up
-    while client.stage is Stage.CLOSED:
+    while client.stage is ConnectionStage.CLOSED:
         client.poll()
     for _ in range(looks):
         client.poll()

@@ -14,7 +14,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
 from vllm_ndp.lab.exact.clients import alone, together
-from vllm_ndp.lab.exact.engine import Asks, Command, Migration, StepRun
+from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand, ReplayedMigration, StepRun
 from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
@@ -53,7 +53,7 @@ def sending(at_ns: Sequence[int]) -> Asks[list[tuple[int, int, int]]]:
     seen, now = [], 0
     for at in at_ns:
         now = max(now, at * NS)
-        timing = yield Command(WORK, now)
+        timing = yield ReplayedCommand(WORK, now)
         seen.append((now, timing.start_ps, timing.done_ps))
         now = timing.done_ps
     return seen
@@ -61,7 +61,7 @@ def sending(at_ns: Sequence[int]) -> Asks[list[tuple[int, int, int]]]:
 
 def moving(at_ns: int, num_bytes: int) -> Asks[int]:
     """A host that migrates once; when its last byte came."""
-    return (yield Migration(num_bytes, at_ns * NS))
+    return (yield ReplayedMigration(num_bytes, at_ns * NS))
 
 
 def test_two_hosts_and_a_migration_take_what_a_pencil_says():

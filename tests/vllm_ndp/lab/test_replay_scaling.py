@@ -10,15 +10,15 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.report.scaling import render
-from vllm_ndp.lab.scaling import PARTS, Point, Pool, Scale, Setup, _Host, curve, pool, room_for_hot, stops_paying
+from vllm_ndp.lab.scaling import PARTS, Pool, Scale, ScalingPoint, Setup, _Host, curve, pool, room_for_hot, stops_paying
 from vllm_ndp.simulation.costs import model_named
 
 HARDWARE = load_hardware("h100-ndp512")
 SCALE = Scale("mixtral-8x7b", Setup(HARDWARE), 16)
 
 
-def a_point(num_devices: int, tokens_per_s: float) -> Point:
-    return Point("m", 1, 1, num_devices, 1, 4, 2, "paper", tokens_per_s, "head", {"head": 1.0})
+def a_point(num_devices: int, tokens_per_s: float) -> ScalingPoint:
+    return ScalingPoint("m", 1, 1, num_devices, 1, 4, 2, "paper", tokens_per_s, "head", {"head": 1.0})
 
 
 def test_hot_experts_are_as_many_as_gpu_memory_holds():

@@ -11,10 +11,10 @@ from paths import DATA, ROOT
 from ndp_device.errors import ConfigError, NdpError, TraceError
 from vllm_ndp.lab.exact.engine import StepRun
 from vllm_ndp.lab.serving.arrivals import drawn, of_steps, recorded
-from vllm_ndp.lab.serving.host import Served, ServedStep
+from vllm_ndp.lab.serving.host import ServedRequest, ServedStep
 from vllm_ndp.lab.serving.latency import CAUSES, Tokens, percentiles, tokens_of
 from vllm_ndp.lab.serving.run import ServingSettings, repeated, serve
-from vllm_ndp.lab.serving.scheduler import Request, Scheduler, SchedulerRules, Span
+from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
 from vllm_ndp.simulation.gpu_timing import LayerTime, StepTime
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
@@ -168,7 +168,12 @@ def test_a_request_that_the_kv_cache_could_never_hold_is_refused():
 
 
 def step(
-    decided: int, start: int, spans: list[Span], layers: list[tuple[int, int]], yielded: tuple[int, ...], alone=None
+    decided: int,
+    start: int,
+    spans: list[ScheduledSpan],
+    layers: list[tuple[int, int]],
+    yielded: tuple[int, ...],
+    alone=None,
 ):
     """layers: (hot, device) of each; attention 10, overhead 0, head 0. alone: the layers without prefill rows."""
 
@@ -193,12 +198,12 @@ def test_each_picosecond_between_two_tokens_has_the_cause_that_a_pencil_gives():
     step D, 116 to 146  0 decodes again: 10 + 20 of experts.                        0: queue 30, gpu 30
     """
     steps = [
-        step(0, 0, [Span(0, 0, 2)], [(20, 0)], (0,)),
-        step(30, 36, [Span(0, 2, 1), Span(1, 0, 2)], [(40, 15)], (0,), alone=[(5, 15)]),
-        step(86, 86, [Span(1, 2, 1)], [(20, 0)], (1,)),
-        step(116, 116, [Span(0, 3, 1)], [(20, 0)], (0,)),
+        step(0, 0, [ScheduledSpan(0, 0, 2)], [(20, 0)], (0,)),
+        step(30, 36, [ScheduledSpan(0, 2, 1), ScheduledSpan(1, 0, 2)], [(40, 15)], (0,), alone=[(5, 15)]),
+        step(86, 86, [ScheduledSpan(1, 2, 1)], [(20, 0)], (1,)),
+        step(116, 116, [ScheduledSpan(0, 3, 1)], [(20, 0)], (0,)),
     ]
-    tokens = tokens_of(Served(np.array([0, 5]), np.array([2, 3]), steps, 0))
+    tokens = tokens_of(ServedRequest(np.array([0, 5]), np.array([2, 3]), steps, 0))
     found = [
         (int(r), int(n), {c: int(v) for c, v in zip(CAUSES, row, strict=True) if v})
         for r, n, row in zip(tokens.request, tokens.index, tokens.causes_ps, strict=True)
@@ -220,7 +225,7 @@ def test_percentiles_are_tokens_by_nearest_rank():
     assert list(percentiles(tokens.first())) == []
 
 
-def check_causes(served: Served) -> Tokens:
+def check_causes(served: ServedRequest) -> Tokens:
     """Tokens whose causes add up to the time between them, in every request."""
     tokens = tokens_of(served)
     for request, arrival in enumerate(served.arrivals_ps.tolist()):

@@ -19,8 +19,8 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.compare import CompareSettings, compare
 from vllm_ndp.operating.proposal import propose
-from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, Machine, Sizing, human, parse_bytes
-from vllm_ndp.operating.sources import Source, source_named
+from vllm_ndp.operating.sizing import GB, KV_BLOCK, Demand, MachineSize, Sizing, human, parse_bytes
+from vllm_ndp.operating.sources import CheckpointSource, source_named
 from vllm_ndp.operating.speed import Measured, simulated
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -40,7 +40,7 @@ hub counts in the bfloat16 files."""
 
 
 def sizing_of(name: str, gpu: int | None = 24 * GB, host: int = 64 * GB, **demand: int) -> Sizing:
-    return Sizing(source_named(name).model, Machine(host, gpu), Demand(**demand))
+    return Sizing(source_named(name).model, MachineSize(host, gpu), Demand(**demand))
 
 
 @pytest.mark.parametrize("name", FILE_BYTES)
@@ -201,7 +201,7 @@ def test_measured_time_is_what_is_read_and_what_the_kernel_takes() -> None:
 
 def proposal(name: str, gpu: int | None, host: int, **demand: int):
     source = source_named(name)
-    sizing = Sizing(source.model, Machine(host, gpu), Demand(**demand))
+    sizing = Sizing(source.model, MachineSize(host, gpu), Demand(**demand))
     return propose(source, sizing, Costs(load_hardware(), source.model))
 
 
@@ -230,9 +230,9 @@ def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
 
 def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:
     source = source_named(str(TINY))
-    sizing = Sizing(source.model, Machine(8 * GB), Demand())
+    sizing = Sizing(source.model, MachineSize(8 * GB), Demand())
     probed = propose(source, sizing, Costs(load_hardware(), source.model), lambda bits: Measured(1e10, 1e-5, bits, "x"))
     way = probed.as_dict()["ways"][0]
     assert way["measured_tpot_ms_at_best"] > 0 < way["simulated_tpot_us"]
     assert json.loads(json.dumps(probed.as_dict())) == probed.as_dict()
-    assert isinstance(probed.source, Source)
+    assert isinstance(probed.source, CheckpointSource)

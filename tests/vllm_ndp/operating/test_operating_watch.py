@@ -18,7 +18,7 @@ from paths import ROOT
 
 from ndp_device.errors import ConfigError, DeviceUnavailable
 from vllm_ndp.integration.report import PAIR_KINDS
-from vllm_ndp.operating.watch import PLACES, Device, Sample, Server, rates, read_metrics, watched
+from vllm_ndp.operating.watch import PLACES, Device, Sample, WatchedServer, rates, read_metrics, watched
 
 BIN = Path(sys.executable).parent
 PAGE = """
@@ -105,7 +105,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
 
 def test_a_server_without_our_paths_is_watched_by_its_metrics(serve: Callable[..., str]) -> None:
-    server = Server(serve(**{"/metrics": (200, PAGE)}) + "/v1/")
+    server = WatchedServer(serve(**{"/metrics": (200, PAGE)}) + "/v1/")
     for _ in range(2):
         look = server.look()
         assert look.levels["running"] == 5.0
@@ -114,7 +114,7 @@ def test_a_server_without_our_paths_is_watched_by_its_metrics(serve: Callable[..
 
 def test_status_is_taken_along_where_it_is_served(serve: Callable[..., str]) -> None:
     pages = {"/metrics": (200, PAGE), "/v1/ndp/status": (200, json.dumps({"running": []}))}
-    assert Server(serve(**pages)).look().status == {"running": []}
+    assert WatchedServer(serve(**pages)).look().status == {"running": []}
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_what_is_no_server_of_ours_is_named_in_one_sentence(
     pages: dict[str, tuple[int, str]], says: str, serve: Callable[..., str]
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        Server(serve(**pages)).look()
+        WatchedServer(serve(**pages)).look()
 
 
 def test_nobody_there_is_a_sentence_and_exit_code_2() -> None:
     with pytest.raises(DeviceUnavailable, match="no server answers at"):
-        Server("http://127.0.0.1:9").look()
+        WatchedServer("http://127.0.0.1:9").look()
     done = subprocess.run([BIN / "vllm-ndp", "top", "http://127.0.0.1:9"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
 def test_what_to_watch_is_read_from_its_address() -> None:
-    assert isinstance(watched("http://localhost:8000"), Server)
+    assert isinstance(watched("http://localhost:8000"), WatchedServer)
     assert isinstance(watched("ipc:///tmp/d"), Device)
     for wrong in ("localhost:8000", "", "/tmp/socket"):
         with pytest.raises(ConfigError, match="what to watch must be"):

@@ -18,7 +18,7 @@ from vllm_ndp.cli.options import ArrivalOptions, HardwareOptions, ServerOptions,
 from vllm_ndp.lab.cli.recorded import BUNDLED, losses_chosen, losses_of_run
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.serving.host import Served
+    from vllm_ndp.lab.serving.host import ServedRequest
     from vllm_ndp.lab.serving.latency import Tokens
     from vllm_ndp.lab.serving.run import ServingSettings
 
@@ -110,7 +110,7 @@ def _settings(when: ArrivalOptions, where: HardwareOptions, server: ServerOption
     )
 
 
-def _summary(served: Served, tokens: Tokens, kinds: dict[str, list[Any]]) -> dict[str, Any]:
+def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]]) -> dict[str, Any]:
     span_ps = int(tokens.at_ps.max()) - int(served.arrivals_ps.min())
     return {
         "requests": len(served.arrivals_ps),
@@ -126,7 +126,7 @@ def _summary(served: Served, tokens: Tokens, kinds: dict[str, list[Any]]) -> dic
     }
 
 
-def _as_recorded(served: Served, trace: Any) -> bool:
+def _as_recorded(served: ServedRequest, trace: Any) -> bool:
     times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
     columns = (trace.events[name].tolist() for name in ("simulated_start_ps", "simulated_step_ps"))
     return times == list(zip(*columns, strict=True))

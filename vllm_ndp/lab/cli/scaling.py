@@ -16,7 +16,7 @@ from ndp_device.command_line import HardwareOption, SetOption, command, print_js
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.scaling import Point, Pool
+    from vllm_ndp.lab.scaling import Pool, ScalingPoint
 
 app = typer.Typer()
 
@@ -61,7 +61,7 @@ def scaling(
     setup = Setup(load_hardware(hardware, **hardware_values(set_)), bits=bits, context=context, splits_experts=split)
     counts, batches = integers(devices, "--devices"), integers(batch, "--batch")
     sizes = integers(gpus, "--gpus")
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     pools: list[Pool] = []
     for model in names(models, MODELS):
         with waiting(f"scaling {model}"):
@@ -75,7 +75,7 @@ def scaling(
         from vllm_ndp.lab.report.scaling import render
 
         out.write_text(render(points, pools, hardware))
-    lines: dict[tuple[str, int, int], list[Point]] = {}
+    lines: dict[tuple[str, int, int], list[ScalingPoint]] = {}
     for point in points:
         lines.setdefault((point.model, point.num_gpus, point.batch), []).append(point)
     result: dict[str, Any] = {
@@ -91,7 +91,7 @@ def scaling(
     print_json(result, shown=True)
 
 
-def _rounded(point: Point) -> dict[str, Any]:
+def _rounded(point: ScalingPoint) -> dict[str, Any]:
     values = dataclasses.asdict(point)
     values["tokens_per_s"] = round(point.tokens_per_s, 2)
     values["shares"] = {part: round(share, 3) for part, share in point.shares.items() if share >= 0.0005}
@@ -114,7 +114,7 @@ def _of_pool(pool: Pool) -> dict[str, Any]:
     }
 
 
-def _print(points: list[Point], pools: list[Pool]) -> None:
+def _print(points: list[ScalingPoint], pools: list[Pool]) -> None:
     from rich.console import Console
     from rich.table import Table
 

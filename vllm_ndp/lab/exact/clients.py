@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ndp_device.timing.model import DeviceModel
-from vllm_ndp.lab.exact.engine import Asks, Command, R
+from vllm_ndp.lab.exact.engine import Asks, R, ReplayedCommand
 
 
 def alone(host: Asks[R], *devices: DeviceModel) -> R:
@@ -48,7 +48,7 @@ def together(hosts: Sequence[Asks[R]], *devices: DeviceModel) -> list[R]:
             else:
                 del moving[host]
                 go_on(host, at_ps)
-        elif isinstance(ask := asked[host], Command):
+        elif isinstance(ask := asked[host], ReplayedCommand):
             go_on(host, devices[ask.device].execute(ask.work, at_ps))
         else:
             moving[host] = first.begin_migration(ask.num_bytes, at_ps)

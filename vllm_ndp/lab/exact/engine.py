@@ -45,7 +45,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Command:
+class ReplayedCommand:
     """Work for a device; the answer is its Timing."""
 
     work: Work
@@ -54,14 +54,14 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Migration:
+class ReplayedMigration:
     """Weights that leave the device for this host's GPU; the answer is when the last byte has arrived, in ps."""
 
     num_bytes: int
     submit_ps: int
 
 
-Asks = Generator[Command | Migration, Any, R]
+Asks = Generator[ReplayedCommand | ReplayedMigration, Any, R]
 """Something that runs until it asks its device, and goes on with the answer."""
 
 
@@ -174,7 +174,7 @@ class Engine:
         (moved, num_bytes), before = self._replan() if self._ended else (0, None), self.clock.now_ps
         self._activate()
         if moved:
-            arrived = yield Migration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
+            arrived = yield ReplayedMigration(moved * self.costs.slot_bytes if num_bytes is None else num_bytes, before)
             self.clock.wait_until(arrived)
         migration_ps = self.clock.now_ps - before + waited_ps
         time, decode_only = yield from self._run_rows(rows)
@@ -328,12 +328,12 @@ class Engine:
         None: some pair has no copy on a device that is up, which the host notices when the others have answered.
         """
         if self.devices is None:
-            only: Timing = yield Command(self._work(layer, rows, experts, bits), self.clock.now_ps)
+            only: Timing = yield ReplayedCommand(self._work(layer, rows, experts, bits), self.clock.now_ps)
             return only
         timings, is_served = [], np.zeros(len(rows), np.bool_)
         for device, own in self.devices.messages(layer, experts, bits, self._alive):
             work = self._work(layer, rows[own], experts[own], bits[own])
-            timings.append((yield Command(work, self.clock.now_ps, device)))
+            timings.append((yield ReplayedCommand(work, self.clock.now_ps, device)))
             is_served[own] = True
         return slowest(timings) if is_served.all() else None
 

@@ -16,13 +16,13 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from vllm_ndp.lab.report.figures import PALETTE
-from vllm_ndp.lab.scaling import PARTS, PAYS, Point, Pool, stops_paying
+from vllm_ndp.lab.scaling import PARTS, PAYS, Pool, ScalingPoint, stops_paying
 
 BOUND_COLORS = dict(zip(PARTS, (*PALETTE[:6], "#c9a9e8", "#444444"), strict=True))
 _WIDTH, _HEIGHT = 300, 235
 
 
-def render(points: Sequence[Point], pools: Sequence[Pool], hardware: str) -> str:
+def render(points: Sequence[ScalingPoint], pools: Sequence[Pool], hardware: str) -> str:
     """A column per model. Rows: over devices by batch, over GPUs by batch, and a pool by its size."""
     models = list(dict.fromkeys(point.model for point in points))
     rows = [
@@ -51,7 +51,7 @@ def _plot(title: str, x_label: str, **options: Any) -> Any:
     return plot
 
 
-def _lines(plot: Any, points: Sequence[Point], x: str, ringed: int | None = None) -> None:
+def _lines(plot: Any, points: Sequence[ScalingPoint], x: str, ringed: int | None = None) -> None:
     ordered = sorted(points, key=lambda point: getattr(point, x))
     values, speeds = [getattr(point, x) for point in ordered], [point.tokens_per_s for point in ordered]
     source = ColumnDataSource(
@@ -75,7 +75,7 @@ def _lines(plot: Any, points: Sequence[Point], x: str, ringed: int | None = None
     plot.text([values[-1]], [speeds[-1]], [f" {ordered[-1].batch}"], text_font_size="10px", text_baseline="middle")
 
 
-def _over_devices(model: str, points: Sequence[Point]) -> Any:
+def _over_devices(model: str, points: Sequence[ScalingPoint]) -> Any:
     most = max(point.num_devices for point in points)
     plot = _plot(model, "devices", x_range=(0.5, 1.15 * most + 1))
     for batch in sorted({point.batch for point in points}):
@@ -86,7 +86,7 @@ def _over_devices(model: str, points: Sequence[Point]) -> Any:
     return plot
 
 
-def _over_gpus(points: Sequence[Point]) -> Any:
+def _over_gpus(points: Sequence[ScalingPoint]) -> Any:
     most = max(point.num_devices for point in points)
     plot = _plot(f"with {most} devices", "GPUs (tensor parallel)", x_range=(0.5, 9.2))
     plot.xaxis.ticker = FixedTicker(ticks=[1, 2, 4, 8])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.reproduce.row import Reproduction, Row
-from vllm_ndp.lab.systems.moepic_solver import THETAS, LayerLoad, num_tops
+from vllm_ndp.lab.systems.moepic_solver import THETAS, MoepicLoad, num_tops
 from vllm_ndp.lab.systems.system import popular_placement
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.cache import LFU, LRU, RANDOM, lcp, visits
@@ -45,7 +45,7 @@ def token_ms(batches: Batches, prior: ImportanceScore, misses: str, slots: int) 
     tops = [num_tops(slots, theta, SETTINGS.num_experts) for theta in THETAS.tolist()]
     hits = np.array([hit_rate(batches, prior, "lcp", count) if count else 0.0 for count in tops])
     used = float(SETTINGS.top_k)
-    load = LayerLoad(used, LOAD_MS / used, COMPUTE_MS, 0.0, 1.0, misses)  # one layer that is all of them
+    load = MoepicLoad(used, LOAD_MS / used, COMPUTE_MS, 0.0, 1.0, misses)  # one layer that is all of them
     return load.expected_ps(used * hits, THETAS)
 
 

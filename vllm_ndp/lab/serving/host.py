@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
 from vllm_ndp.lab.exact.engine import Asks, Engine, StepRun
-from vllm_ndp.lab.serving.scheduler import Request, Scheduler, SchedulerRules, Span
+from vllm_ndp.lab.serving.scheduler import Request, ScheduledSpan, Scheduler, SchedulerRules
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CACHED, LiveSetup
 from vllm_ndp.traces.trace import Trace
@@ -25,14 +25,14 @@ class ServedStep:
     """One step as it ran. It was decided at decided_ps; what moved before it lies between that and its start."""
 
     decided_ps: int
-    spans: tuple[Span, ...]
+    spans: tuple[ScheduledSpan, ...]
     run: StepRun
     yielded: tuple[int, ...]
     """Requests that got a token at its end."""
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """A whole run of one host."""
 
     arrivals_ps: NDArray[np.int64]  # [R]
@@ -61,7 +61,7 @@ class Host:
             )
         ]
 
-    def whole(self) -> Asks[Served]:
+    def whole(self) -> Asks[ServedRequest]:
         """Serve every request; for clients.alone or clients.together."""
         clock, scheduler = self.engine.clock, self._scheduler
         order = np.argsort(self._arrivals_ps, kind="stable").tolist()
@@ -80,7 +80,7 @@ class Host:
                 self.engine.finish(request)
             steps.append(ServedStep(decided_ps, tuple(spans), run, tuple(yielded)))
         prompt_lens = self.engine.trace.prompt_len.astype(np.int64)
-        return Served(self._arrivals_ps, prompt_lens, steps, scheduler.preemptions)
+        return ServedRequest(self._arrivals_ps, prompt_lens, steps, scheduler.preemptions)
 
 
 class _Rows:
@@ -112,7 +112,7 @@ class _Rows:
             self.cached.append(low)
             self.num_rows.append(high)
 
-    def of(self, spans: Sequence[Span]) -> NDArray[np.int64]:
+    def of(self, spans: Sequence[ScheduledSpan]) -> NDArray[np.int64]:
         """Rows of a step in the order of its spans; each is used up."""
         cells = np.concatenate(
             [

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.lab.exact.engine import StepRun
-from vllm_ndp.lab.serving.host import Served
+from vllm_ndp.lab.serving.host import ServedRequest
 
 CAUSES = ("queue", "migration", "prefill", "prefill of others", "device", "other hosts", "gpu")
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
@@ -60,7 +60,7 @@ class Percentile:
     causes_ps: dict[str, int]
 
 
-def tokens_of(served: Served) -> Tokens:
+def tokens_of(served: ServedRequest) -> Tokens:
     """Every token of a run with what it waited for."""
     seen = served.arrivals_ps.astype(np.int64).copy()  # up to when each request's time has a cause
     causes = np.zeros((len(seen), len(CAUSES)), np.int64)

@@ -22,7 +22,7 @@ from vllm_ndp.lab.exact.clients import alone, together
 from vllm_ndp.lab.exact.live import recorded_rules
 from vllm_ndp.lab.exact.modelled import modelled_host, with_layers
 from vllm_ndp.lab.serving import arrivals
-from vllm_ndp.lab.serving.host import Host, Served
+from vllm_ndp.lab.serving.host import Host, ServedRequest
 from vllm_ndp.lab.serving.scheduler import SchedulerRules
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -76,14 +76,14 @@ def serve(
     *,
     prior: ImportanceScore | None = None,
     loss: LossTable | None = None,
-) -> list[Served]:
+) -> list[ServedRequest]:
     """Serve each trace on a host of its own; all hosts share one device. Raises before anything is simulated."""
     hosts = [_host(trace, settings, number, prior, loss, len(traces)) for number, trace in enumerate(traces)]
     device = DeviceModel(load_hardware(settings.hardware, **settings.overrides))
     return together([host.whole() for host in hosts], device)
 
 
-def serve_again(trace: Trace, loss: LossTable) -> Served:
+def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
     """A recorded live run, as it was: its own hardware, plans and scheduler, requests arriving with its steps."""
     setup, at_ps = trace.provenance.live, arrivals.of_steps(trace)
     if setup is None or setup.scheduling is None:

@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Span:
+class ScheduledSpan:
     """Rows that one request contributes to a step: positions start .. start + num_tokens - 1."""
 
     request: int
@@ -74,7 +74,7 @@ class Scheduler:
         self.preemptions = 0
         self._free_blocks = rules.kv_blocks
         self._batch = _Batch()
-        self._scheduled: dict[int, tuple[Request, Span]] = {}
+        self._scheduled: dict[int, tuple[Request, ScheduledSpan]] = {}
 
     @property
     def busy(self) -> bool:
@@ -90,7 +90,7 @@ class Scheduler:
             )
         self.waiting.append(request)
 
-    def schedule(self) -> list[Span]:
+    def schedule(self) -> list[ScheduledSpan]:
         """The next step's spans in the order of the batch; empty if nobody is there."""
         self._scheduled = {}
         tokens = self.rules.max_num_batched_tokens
@@ -131,7 +131,7 @@ class Scheduler:
         return yielded, done
 
     def _take(self, request: Request, num: int) -> int:
-        self._scheduled[request.number] = request, Span(request.number, request.computed, num)
+        self._scheduled[request.number] = request, ScheduledSpan(request.number, request.computed, num)
         return num
 
     def _allocate_running(self, request: Request, num: int) -> tuple[bool, bool]:

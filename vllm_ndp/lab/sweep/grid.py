@@ -48,7 +48,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One model on one hardware."""
 
     trace: int
@@ -63,10 +63,10 @@ class Point:
         return {"model": self.model, "hardware": self.hardware, "memory_gb": memory}
 
 
-class Part(NamedTuple):
+class SweepPart(NamedTuple):
     """Systems at one point that are refused together: one each in a sweep, all of them in a `compare`."""
 
-    point: Point
+    point: SweepPoint
     systems: tuple[str, ...]
 
 
@@ -74,11 +74,11 @@ class Part(NamedTuple):
 class Task:
     """One row of one point."""
 
-    part: Part
+    part: SweepPart
     combination: int
 
     @property
-    def point(self) -> Point:
+    def point(self) -> SweepPoint:
         return self.part.point
 
     @property
@@ -118,7 +118,7 @@ class Grid:
         """Everything that the rows depend on."""
         self._workloads = [Workload(trace, prior=prior, affinity=settings.affinity) for trace in traces]
         self.points = [
-            Point(_trace_of(model, traces), model, hardware, memory)
+            SweepPoint(_trace_of(model, traces), model, hardware, memory)
             for model in axes.models
             for hardware in axes.hardware
             for memory in axes.memory_gb or (None,)
@@ -131,10 +131,10 @@ class Grid:
                 f"(of {p.model}): leave it out or name a model of its routing shape"
             )
         groups = [(name,) for name in settings.systems] if apart else [settings.systems]
-        self._replays: dict[Part, Replays] = {}
-        self.refused: dict[Part, str] = {}
+        self._replays: dict[SweepPart, Replays] = {}
+        self.refused: dict[SweepPart, str] = {}
         """Parts of which nothing can be replayed, and why."""
-        for part in (Part(point, group) for point in self.points for group in groups):
+        for part in (SweepPart(point, group) for point in self.points for group in groups):
             try:
                 self._replays[part] = self._replays_of(part)
             except NdpError as error:
@@ -179,9 +179,9 @@ class Grid:
         except NdpError as error:
             return str(error)
 
-    def rows(self, results: Sequence[Result]) -> list[tuple[Point, Summary]]:
+    def rows(self, results: Sequence[Result]) -> list[tuple[SweepPoint, Summary]]:
         """The table, from the results of all tasks in order: rows of a point set against the paper's system there."""
-        by_point: dict[Point, list[Replayed]] = {part.point: [] for part in self._replays}
+        by_point: dict[SweepPoint, list[Replayed]] = {part.point: [] for part in self._replays}
         for task, result in zip(self.tasks, results, strict=True):
             if not isinstance(result, str):
                 by_point[task.point].append(result)
@@ -195,7 +195,7 @@ class Grid:
             raise ConfigError(refused[0])
         return replays.compared([result for result in results if not isinstance(result, str)])
 
-    def _replays_of(self, part: Part) -> Replays:
+    def _replays_of(self, part: SweepPart) -> Replays:
         point, own = part.point, {option for name in part.systems for option in OPTIONS.get(name, ())}
         overrides = dict(self._settings.overrides)
         if point.memory_gb is not None:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from vllm_ndp.lab.compare import ORACLE, CompareSettings, Comparison, compare
-from vllm_ndp.lab.sweep.grid import Axes, Grid, Point, Result
+from vllm_ndp.lab.sweep.grid import Axes, Grid, Result, SweepPoint
 from vllm_ndp.lab.sweep.jobs import run_each
 from vllm_ndp.lab.sweep.results import SweepFile
 from vllm_ndp.lab.vectorised.outcome import Summary
@@ -25,12 +25,12 @@ from vllm_ndp.traces.trace import Trace
 class SweepResult:
     """Rows in the grid's order."""
 
-    rows: list[tuple[Point, Summary]]
+    rows: list[tuple[SweepPoint, Summary]]
     found_before: int
-    refused: list[tuple[Point, str]]
+    refused: list[tuple[SweepPoint, str]]
     skipped: list[str]
 
-    def winners(self) -> Iterator[tuple[Point, int, Summary, Summary | None]]:
+    def winners(self) -> Iterator[tuple[SweepPoint, int, Summary, Summary | None]]:
         """Per point and batch size: the fastest row, and the fastest of all other systems. Oracles do not take part."""
         rows = [(point, row) for point, row in self.rows if not row.policy.startswith(ORACLE)]
         for (point, batch), group in groupby(rows, key=lambda pair: (pair[0], pair[1].batch)):

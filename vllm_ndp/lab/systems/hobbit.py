@@ -31,7 +31,7 @@ from vllm_ndp.lab.vectorised.hobbit_caches import (
     LOW,
     SKIP,
     Cache,
-    Visits,
+    HobbitVisits,
     Weights,
     precision_classes,
     visits,
@@ -55,14 +55,14 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape) + low)
 
 
-class _Ahead(NamedTuple):
+class _Predicted(NamedTuple):
     """What was guessed for each layer [G, D, L, S'], in the order of its copies."""
 
     experts: NDArray[np.int64]
     kind: NDArray[np.uint8]  # 1 high precision, 2 low, 0 nothing
 
     @classmethod
-    def of(cls, guess: Guess | None, batches: Batches, t1: float, t2: float) -> _Ahead:
+    def of(cls, guess: Guess | None, batches: Batches, t1: float, t2: float) -> _Predicted:
         g, b, d, layers, _ = batches.shape
         if guess is None:
             return cls(np.zeros((g, d, layers, 0), np.int64), np.zeros((g, d, layers, 0), np.uint8))
@@ -91,7 +91,7 @@ class _Link(NamedTuple):
     wrong: int
 
 
-def _carried(seen: Visits, window_ps: NDArray[np.float64], costs: Costs) -> _Link:
+def _carried(seen: HobbitVisits, window_ps: NDArray[np.float64], costs: Costs) -> _Link:
     """Ordered copies cross one after the other from the gate of the layer before on. At this layer's gate a copy that
     has begun goes on, also a wrong one; of the others the right ones follow and the wrong ones are dropped."""
     g, d, layers, guesses = seen.ordered.shape
@@ -139,7 +139,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     orders = options.word("ahead", "auto", ("auto", "on", "off"))
     if guess is not None and orders == "auto":
         orders = "on" if _pays(guess.accuracy, batches, costs) else "off"
-    ahead = _Ahead.of(guess if orders == "on" else None, batches, t1, t2)
+    ahead = _Predicted.of(guess if orders == "on" else None, batches, t1, t2)
     seen = visits(
         loads.experts,
         need,

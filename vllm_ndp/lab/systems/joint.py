@@ -59,7 +59,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
     return replace(held, gpu=gpu, host=host)
 
 
-class Planner:
+class JointPlans:
     """Plans for the groups of one replay, one after the other: each starts from what the one before has left."""
 
     def __init__(self, batches: Batches, costs: Costs, options: ReplayOptions) -> None:
@@ -142,7 +142,7 @@ class Planner:
 
 def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     g, b, _, layers, _ = batches.shape
-    planner = Planner(batches, costs, options)
+    planner = JointPlans(batches, costs, options)
     menu = planner.menu
     on_gpu, on_host, on_device = (menu.where(tier) for tier in ("gpu", "host", "device"))
     chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.lab.systems.moepic_solver import MISSES, LayerLoad, num_tops, solve
+from vllm_ndp.lab.systems.moepic_solver import MISSES, MoepicLoad, num_tops, solve
 from vllm_ndp.lab.systems.pipeline import pipelined_ps, steps_attention_ps
 from vllm_ndp.lab.systems.prompts import on_gpu_ps, prompts_ps
 from vllm_ndp.lab.systems.system import ReplayOptions, System, beside_host_memory
@@ -59,7 +59,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         theta = np.full(layers, options.number("theta", 0.0, 0.0, 1.0))
         share = np.full(layers, float(options.budget.num_hot))
     else:
-        load = LayerLoad(
+        load = MoepicLoad(
             used=float(add_up(rows > 0)[running].mean()),
             fetch_ps=fetch,
             compute_ps=float(compute[running].mean()),

@@ -28,7 +28,7 @@ def num_tops(budget: float, theta: float, num_experts: int) -> int:
 
 
 @dataclass(frozen=True)
-class LayerLoad:
+class MoepicLoad:
     """What one decode layer asks for on average."""
 
     used: float  # experts
@@ -56,7 +56,7 @@ class LayerLoad:
 
 
 def solve(
-    rates: NDArray[np.float64], budget: float, load: LayerLoad
+    rates: NDArray[np.float64], budget: float, load: MoepicLoad
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(theta [L], experts' bytes [L]) of least expected time. rates [slots, L]: share of used experts that a cache of
     so many tops holds; budget: whole experts per layer on average."""

@@ -24,7 +24,7 @@ NOWHERE, SKIPPED = 255, 254
 _DEVICE_WIDTHS = FULL_PRECISION_BITS + 1
 
 
-class Split(NamedTuple):
+class PairCounts(NamedTuple):
     gpu_ps: NDArray[np.float64]  # [G, D, L]
     device_ps: NDArray[np.float64]  # [G, D, L]
     traffic: Traffic
@@ -35,7 +35,7 @@ class Split(NamedTuple):
         return np.maximum(self.gpu_ps, self.device_ps)
 
 
-def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Split:
+def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> PairCounts:
     """widths [G, B, D, L, k]: where each pair runs. Experts of one side run one after the other."""
     b = batches.shape[1]
     widths = np.where(batches.pairs, widths, NOWHERE)
@@ -56,7 +56,7 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Spli
     links = costs.links_ps(b)
     dev += np.where(rows > 0, links[rows, pairs] + costs.device_fill_ps, 0.0)
     messages = np.bincount((rows * links.shape[1] + pairs).ravel(), minlength=links.size)
-    return Split(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
+    return PairCounts(gpu + shared_ps(batches, costs), dev, _traffic(reads, messages, costs))
 
 
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:

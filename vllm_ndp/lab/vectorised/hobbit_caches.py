@@ -37,7 +37,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Visits:
+class HobbitVisits:
     """What the caches make of a trace, by slot [G, D, L, S]; `ordered` by guess [G, D, L, S']."""
 
     hit: NDArray[np.bool_]  # there, without a copy for this layer
@@ -56,7 +56,7 @@ def visits(
     high: Cache,
     low: Cache,
     weights: Weights,
-) -> Visits:
+) -> HobbitVisits:
     """experts and need [G, D, L, S], guessed and guessed_as [G, D, L, S'] in the order of their copies: 1 is high
     precision, 2 low, 0 nothing."""
     flags, order = np.zeros(experts.shape, np.uint8), np.full(experts.shape, NO_GUESS, np.uint8)
@@ -77,7 +77,7 @@ def visits(
         ordered,
     )
     hit, early, late, runs_low = ((flags & bit) > 0 for bit in (_HIT, _EARLY, _LATE, _LOW))
-    return Visits(hit, early, late, runs_low, order, ordered)
+    return HobbitVisits(hit, early, late, runs_low, order, ordered)
 
 
 def precision_classes(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.uint8]:
