@@ -4,7 +4,7 @@ The cells of vllm_ndp/lab/frontier.py for five public models under the assumptio
 routing, the price of a hop, host memory, H100 rates at every size; then devices that are faster than the paper's. An
 ideal DRAM, batch 1. Everything is simulated. One command reproduces every figure of the page:
 
-    python benchmarks/where_near_data_pays.py --out docs/measured/where_near_data_pays.md
+    python benchmarks/where_near_data_pays.py --out docs/map.md
 """
 
 from __future__ import annotations

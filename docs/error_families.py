@@ -72,7 +72,7 @@ FAMILIES = (
         "A setting out of its range",
         "The value cannot be what was meant: there are only 1 to 4 bits, or the model has fewer experts.",
         "Give a value from the range in the sentence.",
-        files="vllm_ndp/config.py",
+        files="vllm_ndp/config.py vllm_ndp/setting_names.py",
     ),
     Family(
         "A model that cannot be found",
@@ -144,7 +144,7 @@ FAMILIES = (
         "Whoever reaches a device may give it work. So its socket lies in a directory of its user's, and tcp beyond "
         "loopback needs keys. protocol.md.",
         "Use `ipc:///path` on one machine; make keys with `ndp-device keygen` for two.",
-        files="ndp_device/transport/address.py ndp_device/transport/listener.py",
+        files="ndp_device/transport/address.py ndp_device/transport/zmq_server.py ndp_device/transport/__init__.py",
     ),
     Family(
         "Keys of devices and hosts",

@@ -37,7 +37,10 @@ _OTHER_MECHANISM = (
     "the device wants keys: give the file that `ndp-device keygen` made for this host (device_keys, --key)",
     "the device has no keys, and this host was told to use some: start it with --keys, or drop device_keys",
 )
-_OTHER_KEY = "the device ended the handshake: its key is another one than the one in this host's device.key"
+_OTHER_KEY = (
+    "the device ended the handshake: the device has no keys, or its key is another one than the one in this host's "
+    "device.key"
+)
 _REFUSALS: dict[int, tuple[str, str]] = {  # event -> (without keys, with keys); "": libzmq tries again
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: ("", _NOT_ALLOWED),
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _OTHER_MECHANISM,

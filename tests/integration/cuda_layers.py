@@ -6,7 +6,7 @@ the step and its clock, and the device link but for its client, which computes h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -250,6 +250,7 @@ def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     link._layers, link._installing = range(num_layers), None
     link._agreed, link._local, link.offload_bits = None, None, 0
     link._round_trips_s = deque()
+    link._fallbacks = Counter()
     return link
 
 

@@ -58,7 +58,7 @@ def test_vllm_reads_the_command_of_the_compose_file() -> None:
     services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     model, *words = (resolved(word) for word in services["server"]["command"])
     assert model == "/models/model"
-    assert settings_of(words)["device"] == "ipc:///run/ndp/device"
+    assert settings_of(words)["devices"] == "ipc:///run/ndp/device"
 
 
 def test_vllm_reads_the_lines_of_the_docs() -> None:

@@ -69,7 +69,10 @@ def _no_device_is_left_behind() -> Iterator[None]:
         ({"hardware": "h100-ndp51"}, "did you mean 'h100-ndp512'?"),
         ({"pe_mode": "analog"}, "pe_mode must be one of bit_scalable"),
         ({"policy": "prefil"}, "did you mean 'prefill'?"),
-        ({"policy_options": {"batchrule": "sum"}}, "'policy_options' has no 'batchrule': known are alpha, batch_rule"),
+        (
+            {"policy_options": {"batchrule": "sum"}},
+            "policy 'prefill' has no option 'batchrule': known are alpha, batch_rule",
+        ),
         ({"replicas": "/no/such/directory"}, "holds no replicas"),
         ({"record": "/dev/null/trace"}, "no trace can be written to /dev/null/trace: Not a directory; choose a"),
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,13 +24,10 @@ from ndp_device.kernels import load_kernel
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.server import Server
 from ndp_device.shelves import MAX_PARTS, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.transport import checksum
-from ndp_device.transport.base import Received
 from ndp_device.widths import PLAN_BITS
 
 
@@ -337,28 +331,6 @@ def test_a_device_has_imported_before_it_is_ready_what_its_first_host_would_wait
     model = write_small_checkpoint(tmp_path / "model")
     done = subprocess.run([sys.executable, "-c", WARM, str(model)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_processor_time_is_taken_of_strangers_only(handler: Handler) -> None:
-    """It counts against nobody else, and to ask for it is a call of the system for every request."""
-    told: list[int | None] = []
-    transport: Any = SimpleNamespace(
-        offer_memory=lambda client: None,
-        others_compute=lambda client: False,
-        num_waiting=0,
-        send=lambda client, reply: None,
-        served=lambda client, cost_ns, *, computed, greeted, busy_ns: told.append(busy_ns),
-    )
-    asked = itertools.count()
-    clock: Any = SimpleNamespace(monotonic_ns=time.monotonic_ns, thread_time_ns=lambda: next(asked))
-    Caller(handler).ready()
-    server = Server(transport, handler, clock=clock)
-    execute = msg.Execute(9, epoch=1, layer=0, step=0, submit_ps=0, ttl_us=60_000_000)
-    header, body = codec.encode(execute, pairs([0], [0], [4]))
-    for _ in range(3):
-        server.serve(Received(b"a", (checksum.write(header, body), body), None, time.monotonic_ns()))
-    assert told == [1, None, None]
-    assert next(asked) == 2
 
 
 @pytest.fixture

@@ -73,9 +73,9 @@ def trace_synth(
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
-    """Make a trace with known skew, request signal, persistence and drift.
+    """Make a trace of known skew, signal, persistence and drift.
 
-    With --routing as a measured model has them.
+    --routing: as a measured model has them.
     """
     from vllm_ndp.traces.routing import read_routing
     from vllm_ndp.traces.synthetic import synthetic_trace

@@ -254,7 +254,7 @@ class Loop:
 
     def receive(self, timeout_ms: int) -> Any:
         self.waits.append(timeout_ms)
-        return self.requests.pop() if self.requests else None
+        return [self.requests.pop()] if self.requests else []
 
     def prepare_ahead(self) -> bool:
         self.steps += 1
@@ -276,8 +276,9 @@ def test_an_idle_device_looks_at_its_socket_after_every_step_and_sleeps_when_all
 def test_a_request_ends_it_until_the_device_has_been_idle_again(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch)
     loop.server._wait()
-    loop.requests.append("request")
-    assert loop.server._wait() == "request"  # type: ignore[comparison-overlap]
+    request = SimpleNamespace(client=b"host", frames=(b"", b""))
+    loop.requests.append(request)
+    assert loop.server._wait() is request  # type: ignore[comparison-overlap]
     loop.server._served_ns = time.monotonic_ns()
     loop.server._wait()
     assert loop.waits == [250, 0, 250]

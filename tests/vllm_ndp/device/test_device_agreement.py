@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from paths import MODEL, ROOT
 
+from ndp_device import sealed
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError, DeviceUnavailable
@@ -66,7 +67,7 @@ def recalibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_bytes(contents)
     manifest = json.loads((directory / MANIFEST).read_text())
     manifest["layers"]["2"]["blake2b"] = hashlib.blake2b(contents, digest_size=16).hexdigest()
-    (directory / MANIFEST).write_text(json.dumps(manifest))
+    (directory / MANIFEST).write_bytes(sealed.seal(manifest))
     return directory
 
 

@@ -29,7 +29,7 @@ def rows(systems=("context_aware",), batches=(1,), **changes):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system_is_refused_a_byte_of_each_memory(system):
     # at 4 bits every expert fits on the GPU, and a variant that runs keeps its system from being refused
-    own = {"options": {"gguf_bits": 16}} if system == "llama_cpp" else {}
+    own = {"options": {"llama_cpp": {"gguf_bits": 16}, "ktransformers": {"gpu_bits": 16}}.get(system, {})}
     held = rows((system,), **own)[0]
     places = {"gpu": held.gpu_gb, "device": held.device_gb, "host": held.host_gb, "expander": held.expander_gb}
     for place, needs in places.items():

@@ -32,7 +32,7 @@ KNOWN, TRACE = split_requests(Trace.load(DATA / "tiny-mixtral-trace"))
 PRIOR = popularity(KNOWN)
 COSTS = Costs(load_hardware("h100-ndp512", **{"dram.kind": "ideal"}), model_named("mixtral-8x7b"))
 GOLDEN = DATA / "golden-replay.json"
-GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4))
+GOLDEN_SETTINGS = CompareSettings(overrides={"dram.kind": "ideal"}, batches=(1, 4), avg_bits=2.0)
 
 
 def options_of(policy: str = "prefill", **changes) -> ReplayOptions:

@@ -38,7 +38,7 @@ def show_locality(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every layer's curves to this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Draw the curves into this file.")] = None,
 ) -> None:
-    """Show repeats, reuse distances, and hits of caches of every size.
+    """Show how routing repeats, and what caches of it would hit.
 
     Beside the same tokens shuffled, and chance. No time is simulated.
     """
