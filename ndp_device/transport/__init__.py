@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ndp_device.errors import ConfigError
-from ndp_device.transport.base import ClientTransport, ServerTransport
+
+if TYPE_CHECKING:  # a help must not wait for numpy
+    from ndp_device.transport.base import ClientTransport, ServerTransport
 
 GROUP = "ndp_device.transports"
 _OWN = {"ipc": "ndp_device.transport.zmq_both", "tcp": "ndp_device.transport.zmq_both"}
