@@ -60,7 +60,9 @@ print(os.environ["OMP_NUM_THREADS"], os.environ["OMP_PLACES"])
 
 def test_one_rank_runs_in_the_engines_own_process_with_the_cores_that_a_worker_would_have():
     """In a process of its own: vLLM remembers how it bound the threads of the engines before."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    others = ("VLLM_", "OMP_", "GOMP_", "KMP_", "LD_PRELOAD")  # left by engines before
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    environment |= {"PYTHONPATH": str(Path(__file__).parent), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     command = [sys.executable, "-c", IN_A_PROCESS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
     cores = sorted(os.sched_getaffinity(0))
