@@ -33,8 +33,9 @@ def config(executor: str = "uni", ranks: int = 1, copies: int = 1) -> SimpleName
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in ("OMP_WAIT_POLICY", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", *OPENMP):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):  # engines of the tests before leave some
+        if name.startswith(("VLLM_CPU_", "VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_", "GOMP_", "KMP_")):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     yield
