@@ -157,7 +157,10 @@ _H200: Table = {
 
 
 def _card(table: Table, flops: int, hbm: int, gigabytes: int, what: str) -> Table:
-    """A GPU that people have: rates in Tflop/s (fp16 with fp32 sums, dense) and GB/s of its data sheet."""
+    """A GPU that people have: rates (fp16 with fp32 sums, dense) and GB/s of its data sheet.
+
+    Written from memory: hold each against the sheet that its source names before a result rests on it.
+    """
     return {
         **table,
         "gpu.flops_per_s": _q(flops * 10**11, "flop/s", f"[S] {what}, dense fp16 with fp32 accumulation"),
