@@ -16,7 +16,7 @@ BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
 LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
 
-.PHONY: wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
+.PHONY: figures wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
 
 demo: export VLLM_LOGGING_LEVEL := ERROR
 demo: $(SERVES)
@@ -54,6 +54,10 @@ check: $(READY)
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+# Takes stale figures of docs/measured again, unattended, HOURS at most; FIGURES: those named, or --all. Then `make docs`.
+figures: $(SERVES)
+	$(BIN)/python benchmarks/figures.py --hours $(or $(HOURS),8) $(FIGURES)
 
 # The docs as a site in build/site; a broken link ends it. An environment of its own: .venv stays what the tests know.
 SITE := build/site-env

@@ -2,6 +2,7 @@
 
 The envelope says the question, the command, the machine, its load before and after, the date and the commit, so that a
 figure can be judged and taken again. `docs/measured/` holds such files; `make docs` makes docs/performance.md of them.
+A file of that folder also gets digests of the sources that its figures depend on (figure_sources.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from figure_sources import MEASURED, digests
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
@@ -51,6 +54,8 @@ class Measurement:
             "figures": figures,
         }
         if path is not None:
+            if path.resolve().parent == ROOT / MEASURED:
+                envelope["sources"] = digests(path.stem, ROOT)
             path.write_text(readable(envelope) + "\n")
         return envelope
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 import code_tables  # noqa: E402
+import figure_sources  # noqa: E402
 import generate  # noqa: E402
 import measured_figures  # noqa: E402
 
@@ -98,6 +99,45 @@ def test_every_source_file_is_named_in_the_architecture() -> None:
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
+def test_stale_claims_are_those_that_figures_toml_names() -> None:
+    """Take a stale figure again (`make figures`), or name it under [stale] with the reason; take a fresh one off."""
+    claims = (ROOT / "docs" / "performance.md").read_text().split("## Machine and method")[0]
+    rows = claims + (ROOT / "README.md").read_text()
+    stale = set(re.findall(r"\[stale\]\((?:docs/)?measured/([\w-]+)\.json\)", rows))
+    assert stale == set(figure_sources.read_table(ROOT).stale)
+
+
+def test_every_kept_measurement_names_its_sources_and_each_finds_a_file() -> None:
+    table = figure_sources.read_table(ROOT).figures
+    kept = {path.stem for path in (ROOT / "docs" / "measured").glob("*.json")}
+    assert sorted(kept ^ set(table)) == []
+    empty = figure_sources.digest("no such file", ROOT)
+    globs = {glob for figure in table.values() for glob in figure.sources}
+    assert [glob for glob in sorted(globs) if figure_sources.digest(glob, ROOT) == empty] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "stale"),
+    [
+        ("one.py", '"""One."""\nx = 1\n', '"""Two."""\nx = 1  # a word\n', False),
+        ("one.py", "x = 1\n", "x = 2\n", True),
+        ("one.h", "int x = 1; // a word\n", "int x = 1;\n/* two\n */\n", False),
+        ("one.h", "int x = 1;\n", "int x = 2;\n", True),
+    ],
+)
+def test_a_figure_is_stale_after_code_changed_and_not_after_words(
+    tmp_path: Path, name: str, before: str, after: str, stale: bool
+) -> None:
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
+    (tmp_path / "docs" / "measured" / "figures.toml").write_text('[figures.a]\nsources = ["one.*"]\n')
+    (tmp_path / name).write_text(before)
+    taken = figure_sources.digests("a", tmp_path)
+    assert figure_sources.changed_sources("a", taken, tmp_path) == []
+    (tmp_path / name).write_text(after)
+    figure_sources.digest.cache_clear()
+    assert figure_sources.changed_sources("a", taken, tmp_path) == (["one.*"] if stale else [])
+
+
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     """The docs and a small package beside them, all pages current."""
@@ -157,7 +197,7 @@ def test_figures_without_their_origin_are_refused(copied: Path) -> None:
 
 
 def test_a_verdict_follows_from_the_figure_and_its_target() -> None:
-    source = measured_figures.Figures(command="python benchmarks/x.py --model M", figures={})
+    source = measured_figures.Figures(name="x", command="python benchmarks/x.py --model M", figures={})
     assert "| 11.0 us | at most 10 us | **missed** | `python benchmarks/x.py` |" in measured_figures.headline(
         "a", 11, 10, "us", source
     )

@@ -1,0 +1,116 @@
+"""Takes kept figures again, unattended: files of docs/measured for which figures.toml has a command.
+
+    python benchmarks/figures.py                     stale figures, short ones first
+    python benchmarks/figures.py --all --hours 8     fresh ones, too; nothing starts that would end after 8 hours
+    python benchmarks/figures.py kernel_lowbit --dry-run
+
+Each command runs alone, in this repository, with `--json` and its file. A command that fails leaves its old file; its
+output is in build/figures/NAME.log. The last line counts what was taken, failed and left. Then: `make docs`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from figure_sources import MEASURED, Figure, FigureTable, changed_sources, read_table
+from measured import ROOT
+
+WORK = ROOT / "build" / "figures"
+BIN = Path(sys.executable).parent
+WRITE = "python benchmarks/make_random_mixtral.py"
+INPUTS = {
+    "WIDE": f"{WRITE} WIDE --hidden 4096 --intermediate 14336 --layers 2 --experts 8",
+    "WIDE1": f"{WRITE} WIDE1 --hidden 4096 --intermediate 14336 --layers 1 --experts 8",
+    "WIDE_REPLICAS": "vllm-ndp quantize WIDE --out WIDE_REPLICAS",
+    "WIDE_GGUF": "python benchmarks/gguf_mixtral.py WIDE WIDE_GGUF",
+}
+"""Files that commands read: the word in figures.toml, and what writes it below build/figures."""
+
+
+def is_stale(name: str, root: Path = ROOT) -> bool:
+    path = root / MEASURED / f"{name}.json"
+    taken = json.loads(path.read_text()).get("sources") if path.is_file() else None
+    return bool(changed_sources(name, taken, root))
+
+
+def wanted(table: FigureTable, names: Sequence[str], everything: bool) -> dict[str, Figure]:
+    """Figures to take, short ones first. Raises SystemExit for a name that has no command."""
+    known = {name: figure for name, figure in table.figures.items() if figure.command}
+    if unknown := sorted(set(names) - known.keys()):
+        raise SystemExit(f"no figure with a command is called {unknown[0]}: give some of {', '.join(sorted(known))}")
+    chosen = names or [name for name in known if everything or is_stale(name)]
+    return {name: known[name] for name in sorted(chosen, key=lambda name: known[name].minutes)}
+
+
+def words_of(command: str) -> list[str]:
+    """The command with programs of this environment and inputs below build/figures."""
+    words = [str(WORK / word) if word in INPUTS else word for word in shlex.split(command)]
+    program = BIN / words[0]
+    return [str(program) if program.is_file() else words[0], *words[1:]]
+
+
+def run(command: str, log: Path, more: Sequence[str] = ()) -> bool:
+    """Whether it ended well."""
+    with log.open("w") as file:
+        done = subprocess.run([*words_of(command), *more], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    return done.returncode == 0
+
+
+def prepare(command: str) -> bool:
+    """Write the inputs that are missing; INPUTS lists an input after those that it reads."""
+    read = set(shlex.split(command))
+    for word in reversed(INPUTS):
+        read |= set(shlex.split(INPUTS[word])) if word in read else set()
+    return all((WORK / word).exists() or run(INPUTS[word], WORK / f"{word}.log") for word in INPUTS if word in read)
+
+
+def take(name: str, figure: Figure) -> bool:
+    kept = ROOT / MEASURED / f"{name}.json"
+    more = [] if figure.command.startswith("make ") else ["--json", str(kept)]
+    before = kept.read_bytes() if kept.is_file() else None
+    if prepare(figure.command) and run(figure.command, WORK / f"{name}.log", more):
+        return True
+    if before is not None:
+        kept.write_bytes(before)
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="figures of docs/measured/figures.toml; default: the stale ones")
+    parser.add_argument("--all", action="store_true", help="those that are not stale, too")
+    parser.add_argument("--hours", type=float, default=8.0, help="start nothing that would end later (8)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and their minutes")
+    given = parser.parse_args()
+    figures = wanted(read_table(ROOT), given.names, given.all)
+    if given.dry_run:
+        for name, figure in figures.items():
+            print(f"{figure.minutes:5.0f} min  {name}: {figure.command}")
+        return 0
+    WORK.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    end, outcomes = time.monotonic() + 3600 * given.hours, dict[str, list[str]](taken=[], failed=[], left=[])
+    for name, figure in figures.items():
+        if time.monotonic() + 60 * figure.minutes > end:
+            outcomes["left"].append(name)
+            continue
+        began = time.monotonic()
+        outcome = "taken" if take(name, figure) else "failed"
+        outcomes[outcome].append(name)
+        print(
+            f"{name}: {outcome} in {(time.monotonic() - began) / 60:.1f} min (about {figure.minutes:.0f})", flush=True
+        )
+    print("; ".join(f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in outcomes.items()))
+    return 1 if outcomes["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Which figures `make figures` takes, in which order, and what a command that fails leaves behind."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import figures
+import pytest
+from figure_sources import Figure, FigureTable, read_table
+from paths import ROOT
+
+TABLE = FigureTable(
+    {"long": Figure(("a",), "python a.py", 9), "short": Figure(("a",), "python b.py", 1), "away": Figure(("a",))}, {}
+)
+
+
+def test_short_figures_come_first_and_those_of_other_machines_not_at_all() -> None:
+    assert list(figures.wanted(TABLE, [], everything=True)) == ["short", "long"]
+
+
+def test_a_name_without_a_command_is_refused_with_the_names_that_have_one() -> None:
+    with pytest.raises(SystemExit, match="no figure with a command is called away: give some of long, short"):
+        figures.wanted(TABLE, ["away"], everything=False)
+
+
+def test_every_command_of_the_table_names_a_program_that_exists() -> None:
+    for name, figure in read_table(ROOT).figures.items():
+        words = shlex.split(figure.command)
+        if words[:1] == ["python"]:
+            assert (ROOT / words[1]).is_file(), name
+        else:
+            assert words[:1] in ([], ["make"]), name
+
+
+def test_a_command_that_fails_leaves_the_old_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
+    kept = tmp_path / "docs" / "measured" / "one.json"
+    kept.write_text("old")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "WORK", tmp_path)
+    script = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('half'); sys.exit({})"
+    assert not figures.take("one", Figure(("a",), f"python -c {shlex.quote(script.format(3))}"))
+    assert kept.read_text() == "old"
+    assert figures.take("one", Figure(("a",), f"python -c {shlex.quote(script.format(0))}"))
+    assert kept.read_text() == "half"
