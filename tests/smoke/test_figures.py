@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
-import figures
 import pytest
-from figure_sources import Figure, FigureTable, read_table
 from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import figures  # noqa: E402
+from figure_sources import Figure, FigureTable, read_table  # noqa: E402
 
 TABLE = FigureTable(
     {"long": Figure(("a",), "python a.py", 9), "short": Figure(("a",), "python b.py", 1), "away": Figure(("a",))}, {}
