@@ -49,7 +49,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
-	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py
+	$(BIN)/python -m pytest -q tests/test_import_rules.py tests/test_architecture.py tests/test_docs.py tests/test_plain_words.py
 
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)

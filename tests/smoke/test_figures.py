@@ -10,8 +10,8 @@ import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import figures  # noqa: E402
-from figure_sources import Figure, FigureTable, read_table  # noqa: E402
+import figures
+from figure_sources import Figure, FigureTable, read_table
 
 TABLE = FigureTable(
     {"long": Figure(("a",), "python a.py", 9), "short": Figure(("a",), "python b.py", 1), "away": Figure(("a",))}, {}

@@ -1,0 +1,50 @@
+"""Sentences of README, docs and docstrings are plain: short, and without dialect. Known exceptions may only fall."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import plain_words
+
+
+def test_no_file_holds_more_sentences_to_mend_than_it_may() -> None:
+    """Rewrite what `python docs/plain_words.py FILE` prints; after a rewrite `--keep` lowers the numbers."""
+    assert plain_words.too_many() == {}
+
+
+def test_the_list_of_exceptions_holds_no_file_that_is_gone_and_none_with_fewer() -> None:
+    now = plain_words.counts()
+    assert {name: limit for name, limit in plain_words.allowed().items() if now.get(name, 0) < limit} == {}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "why"),
+    [
+        ("imports zmq, as no room does", "the word 'as no room does'"),
+        ("One that none is sent is not served.", "the word 'one that none'"),
+        ("Of eight requests at once bits are common.", "starts with 'Of'"),
+        ("What no session asks for stays.", "starts with 'What'"),
+        ("word " * 26, "26 words"),
+        ("It is made, was kept and is found.", "a chain of passive verbs"),
+    ],
+)
+def test_sentences_that_must_be_read_twice_are_found(sentence: str, why: str) -> None:
+    assert why in plain_words.faults(sentence)
+
+
+@pytest.mark.parametrize(
+    "sentence", ["The host sends one message.", "What does it cost?", "The row is copied and then is sent."]
+)
+def test_plain_sentences_pass(sentence: str) -> None:
+    assert plain_words.faults(sentence) == []
+
+
+def test_code_tables_and_generated_parts_are_no_prose() -> None:
+    page = (
+        "One.\n\n```\nOf code\n```\n| Of | a |\n<!-- generated: a -->\nOf these.\n<!-- end -->\n* Two `Of x`. Three.\n"
+    )
+    assert list(plain_words.sentences(page)) == ["One.", "Two code.", "Three."]
