@@ -54,6 +54,7 @@ check: $(READY)
 # The generated parts of the docs: performance.md from docs/measured/, the file tables and arrows of architecture.md.
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/plain_words.py --keep > /dev/null || true
 
 # Takes stale figures of docs/measured again, unattended, HOURS at most; FIGURES: those named, or --all. Then `make docs`.
 figures: $(SERVES)

@@ -4,7 +4,7 @@
     python docs/plain_words.py FILE...      each sentence with its reason
     python docs/plain_words.py --keep       write today's counts to plain_words.toml, where they are lower
 
-Rules: at most 25 words a sentence; no word of DIALECT; a sentence that starts with "Of", "What", "Who" or "Whoever" is
+Rules: at most 25 words a sentence (numbers are none); no word of DIALECT; a sentence that starts with "Of", "What", "Who" or "Whoever" is
 a question; at most two passive verbs in a sentence. plain_words.toml lists how many each file may still hold.
 """
 
@@ -55,7 +55,7 @@ PASSIVE = re.compile(
     r"\b(?:is|are|was|were|be|been|being)\s+(?:not\s+|never\s+|also\s+)?(?:\w+ed|\w+en|made|kept|held|read|set|put|sent|said|told|found|left|cut|built|taken|run)\b"
 )
 STARTS = re.compile(r"^[\"'(*_]*(Of|What|Who|Whoever)\b")
-WORD = re.compile(r"[A-Za-z0-9][\w'./%+-]*")
+WORD = re.compile(r"[A-Za-z][\w'./%+-]*")
 
 
 def sentences(text: str) -> Iterator[str]:
