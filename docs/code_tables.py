@@ -61,6 +61,13 @@ def file_tables(package: str, root: Path = ROOT) -> str:
     return "\n\n".join(parts)
 
 
+def files_page(root: Path = ROOT) -> str:
+    """Every file with its first sentences, and who imports whom inside integration/."""
+    tables = [f"## {package}\n\n{file_tables(package, root)}" for package in ("ndp_device", "vllm_ndp")]
+    drawn = f"## Imports inside vllm_ndp/integration\n\n{module_drawing('vllm_ndp/integration', root)}"
+    return "\n\n".join(["# Every file", *tables, drawn, ""])
+
+
 # -- arrows ------------------------------------------------------------------------------------------------------------
 
 

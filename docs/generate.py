@@ -2,7 +2,7 @@
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
-    docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
+    docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
                             how long installing takes, where that was measured
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
@@ -50,9 +50,6 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
     return {
         "arrows of ndp_device": lambda: code_tables.room_drawing("ndp_device", root),
         "arrows of vllm_ndp": lambda: code_tables.room_drawing("vllm_ndp", root),
-        "arrows of vllm_ndp/integration": lambda: code_tables.module_drawing("vllm_ndp/integration", root),
-        "files of ndp_device": lambda: code_tables.file_tables("ndp_device", root),
-        "files of vllm_ndp": lambda: code_tables.file_tables("vllm_ndp", root),
         "published models": code_tables.published_models,
         "ranks": lambda: figure_tables.ranks_matrix(root),
         "hooks of vLLM": lambda: figure_tables.vllm_hooks(root),
@@ -111,8 +108,13 @@ def stale(root: Path = ROOT) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is not current")
+    parser.add_argument("--files", action="store_true", help="print what each file knows; write nothing")
+    given = parser.parse_args()
+    if given.files:
+        print(code_tables.files_page())
+        return 0
     found = stale()
-    if parser.parse_args().check:
+    if given.check:
         for name in found:
             print(f"{name} does not say what the code and docs/measured/ say: run `make docs`")
         return 1 if found else 0

@@ -4,7 +4,7 @@
     python docs/plain_words.py FILE...      each sentence with its reason
     python docs/plain_words.py --keep       write today's counts to plain_words.toml, where they are lower
 
-Rules: at most 25 words a sentence (numbers are none); no word of DIALECT; a sentence that starts with "Of", "What", "Who" or "Whoever" is
+Rules: at most 25 words a sentence (numbers are none); no word of DIALECT; a sentence that starts with "Of", "What",
 a question; at most two passive verbs in a sentence. plain_words.toml lists how many each file may still hold.
 """
 
@@ -61,7 +61,7 @@ WORD = re.compile(r"[A-Za-z][\w'./%+-]*")
 def sentences(text: str) -> Iterator[str]:
     """Of the prose in Markdown or in a docstring: without code, tables, headings and generated parts."""
     for block in paragraphs(SKIPPED.sub("", text)):
-        plain = CODE.sub("code", LINK.sub(r"\1", block))
+        plain = CODE.sub("Code", LINK.sub(r"\1", block))
         yield from (part.strip() for part in END.split(plain) if WORD.search(part))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import code_tables
 from error_families import FAMILIES, family_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,6 +203,7 @@ PAGES = {
     "reference/settings.md": settings_page,
     "reference/metrics.md": metrics_page,
     "reference/errors.md": errors_page,
+    "reference/files.md": code_tables.files_page,
 }
 
 

@@ -46,4 +46,4 @@ def test_code_tables_and_generated_parts_are_no_prose() -> None:
     page = (
         "One.\n\n```\nOf code\n```\n| Of | a |\n<!-- generated: a -->\nOf these.\n<!-- end -->\n* Two `Of x`. Three.\n"
     )
-    assert list(plain_words.sentences(page)) == ["One.", "Two code.", "Three."]
+    assert list(plain_words.sentences(page)) == ["One.", "Two Code.", "Three."]
