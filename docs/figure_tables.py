@@ -164,7 +164,7 @@ WAYS = {
 
 
 def install_times(root: Path) -> str:
-    """The ways to install, and of each what took how long."""
+    """How long each way to install takes."""
     found = load_measured(root / "docs" / "measured").get("install_times")
     if found is None:
         return "Not taken yet on a quiet machine; what was seen on a busy one: [log](log/operating.md)."
@@ -172,11 +172,4 @@ def install_times(root: Path) -> str:
     for name, figures in found.figures.items():
         disk = figures["disk_bytes"] / 1e9
         lines.append(f"| {WAYS[name]} | {figures['seconds']:.0f} s | {figures['processor_s']:.0f} s | {disk:.1f} GB |")
-    lines += ["", "| step | wall | processor | load then |", "|---|---|---|---|"]
-    for name, figures in found.figures.items():
-        lines.append(f"| **{WAYS[name]}** | | | |")
-        for step in figures["steps"]:
-            whole = "load" in step
-            used = f"{step['processor_s']:.0f} s | {step['load']:.1f}" if whole else "|"
-            lines.append(f"| {step['step']} | {step['seconds']:.0f} s | {used} |")
     return "\n".join([*lines, "", about(found)])

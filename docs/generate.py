@@ -3,8 +3,7 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its arrows, from the imports of every file
-    docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
-                            how long installing takes, where that was measured
+    docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
@@ -52,10 +51,8 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "arrows of vllm_ndp": lambda: code_tables.room_drawing("vllm_ndp", root),
         "published models": code_tables.published_models,
         "ranks": lambda: figure_tables.ranks_matrix(root),
-        "hooks of vLLM": lambda: figure_tables.vllm_hooks(root),
         "measured on a GPU": lambda: figure_tables.gpu_results(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
-        "options of vLLM": code_tables.option_answers,
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
@@ -108,10 +105,16 @@ def stale(root: Path = ROOT) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is not current")
-    parser.add_argument("--files", action="store_true", help="print what each file knows; write nothing")
+    printed = {
+        "files": (code_tables.files_page, "what each file knows"),
+        "hooks": (lambda: figure_tables.vllm_hooks(ROOT), "hooks of vLLM, by version"),
+        "options": (code_tables.option_answers, "options of vllm serve, and what becomes of each"),
+    }
+    for name, (_, about_it) in printed.items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"print {about_it}; write nothing")
     given = parser.parse_args()
-    if given.files:
-        print(code_tables.files_page())
+    if asked := [table for name, (table, _) in printed.items() if getattr(given, name)]:
+        print(asked[0]())
         return 0
     found = stale()
     if given.check:

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import code_tables
+import figure_tables
 from error_families import FAMILIES, family_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,6 +205,8 @@ PAGES = {
     "reference/metrics.md": metrics_page,
     "reference/errors.md": errors_page,
     "reference/files.md": code_tables.files_page,
+    "reference/hooks.md": lambda: f"# Hooks of vLLM\n\n{figure_tables.vllm_hooks(ROOT)}\n",
+    "reference/options.md": lambda: f"# Options of vllm serve\n\n{code_tables.option_answers()}\n",
 }
 
 
