@@ -7,7 +7,6 @@
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
-    docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
@@ -49,7 +48,6 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
     return {
         "arrows of ndp_device": lambda: code_tables.room_drawing("ndp_device", root),
         "arrows of vllm_ndp": lambda: code_tables.room_drawing("vllm_ndp", root),
-        "published models": code_tables.published_models,
         "ranks": lambda: figure_tables.ranks_matrix(root),
         "measured on a GPU": lambda: figure_tables.gpu_results(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
@@ -85,7 +83,6 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
-        "docs/timing.md",
         "README.md",
     ):
         path = root / name
@@ -108,6 +105,7 @@ def main() -> int:
     printed = {
         "files": (code_tables.files_page, "what each file knows"),
         "hooks": (lambda: figure_tables.vllm_hooks(ROOT), "hooks of vLLM, by version"),
+        "models": (code_tables.published_models, "published models, and what their GPU side takes"),
         "options": (code_tables.option_answers, "options of vllm serve, and what becomes of each"),
     }
     for name, (_, about_it) in printed.items():

@@ -206,6 +206,7 @@ PAGES = {
     "reference/errors.md": errors_page,
     "reference/files.md": code_tables.files_page,
     "reference/hooks.md": lambda: f"# Hooks of vLLM\n\n{figure_tables.vllm_hooks(ROOT)}\n",
+    "reference/models.md": lambda: f"# Published models\n\n{code_tables.published_models()}\n",
     "reference/options.md": lambda: f"# Options of vllm serve\n\n{code_tables.option_answers()}\n",
 }
 
