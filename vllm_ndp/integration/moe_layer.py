@@ -140,8 +140,7 @@ class MoELayer:
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()
-        ids, weights = _on_host(topk_ids, topk_weights)
-        split = step.split(self.index, ids, weights, with_device=self._device.is_up)
+        split = step.split(self.index, topk_ids, topk_weights, with_device=self._device.is_up)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
         pending = [executor.start(step, self.index, x, pairs) for executor, pairs in self._beside(split)]
         answered = True
@@ -179,12 +178,3 @@ class MoELayer:
 def _timing_of(pending: list[Pending]) -> Timing | None:
     """Of the device's answer, where it was asked here and gave one."""
     return pending[0].timing if pending and isinstance(pending[0], DeviceCall) else None
-
-
-def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """i32 and f32 [T, k], contiguous, in the host's memory: from a GPU in one copy."""
-    ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
-    if ids.device.type == "cpu":
-        return ids.contiguous(), weights.contiguous()
-    ids, bits = torch.stack([ids, weights.view(torch.int32)]).cpu()
-    return ids, bits.view(torch.float32)

@@ -86,7 +86,8 @@ class Step:
         self.counts = self.splitter.begin_step(rows.owner, rows.decode, plans, entries)
 
     def begin_layer(self) -> None:
-        self._catch_up()
+        if self._later:
+            self._catch_up()
         self.clock.begin_layer()
 
     def end_later(self, found: torch.Tensor, end: Callable[[NDArray[Any]], None]) -> None:
@@ -104,8 +105,9 @@ class Step:
         for (_, end), found in zip(later, arrived, strict=True):
             end(found)
 
-    def split(self, layer: int, ids: torch.Tensor, weights: torch.Tensor, *, with_device: bool) -> Split:
-        """Where each pair of a layer runs. ids i32 and weights f32 [T, k]: on the host, contiguous."""
+    def split(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, with_device: bool) -> Split:
+        """Where each pair of a layer runs. topk_ids and topk_weights [T, k]: as the router gave them."""
+        ids, weights = _on_host(topk_ids, topk_weights)
         return self.splitter.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
 
     def end_layer(self, layer: int, split: Split, timing: Timing | None, *, answered: bool = True) -> None:
@@ -161,6 +163,19 @@ class Step:
             prompt = min(max(span.first_decode - span.start, 0), span.num_tokens)
             counts[span.request.request_id] = span.num_tokens - prompt, prompt
         return counts
+
+
+def _on_host(topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """i32 and f32 [T, k], contiguous, in the host's memory: from a GPU in one copy.
+
+    A conversion to what a tensor is already costs more than the split of few rows.
+    """
+    ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.to(torch.int32)
+    weights = topk_weights if topk_weights.dtype is torch.float32 else topk_weights.to(torch.float32)
+    if ids.is_cpu:
+        return ids.contiguous(), weights.contiguous()
+    ids, bits = torch.stack([ids, weights.view(torch.int32)]).cpu()
+    return ids, bits.view(torch.float32)
 
 
 class RunningStep:

@@ -30,6 +30,8 @@ COUNTED = (
 )
 """What a pair counts as: of decode rows, then of prompt rows. csrc/split.cpp has the same order."""
 _LEAST_PAIRS = 128
+_MOST_VIEWS = 4096
+"""Of the lists of pairs, kept: to cut them takes longer than to split few rows."""
 
 
 class Pairs(NamedTuple):
@@ -78,6 +80,10 @@ class Split(NamedTuple):
     stream_experts: int
     host_ps: int
     """What the host's CPU takes for the warm pairs, simulated."""
+    num_columns: int
+    """Of the table [T, C] that hot pairs lie in; 0: they are listed one after the other."""
+    idle_rows: list[int]
+    """Of that table: rows without a hot pair, which have another row's at weight 0."""
 
 
 class HotArrays(NamedTuple):
@@ -109,7 +115,7 @@ class Splitter:
         width of its own. weighs_input: the rows come weighed, so that outputs are not. aliases: whether few hot pairs
         are laid out by row, with some of weight 0; else they are listed one after the other."""
         self.top_k = top_k
-        self.notes, self._has_widths = False, bytes_of_width is not None
+        self.notes = False
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
         self.native = _split.Splitter(list(tiers.where), top_k, aliases, weighs_input, gpus, *widths)
@@ -120,6 +126,7 @@ class Splitter:
             self.native.price_host(partial(cpu.rows_ps, host), partial(cpu.expert_ps, host))
         self.hot: HotArrays
         self._parts: dict[int, Pairs] = {}
+        self._views: dict[tuple[int, int, int], Pairs] = {}  # of parts, by place, rows and pairs: of few rows the same
         self._room = 0
         self._make_room(_LEAST_PAIRS)
 
@@ -141,6 +148,7 @@ class Splitter:
         empty: Callable[[type], NDArray[Any]] = partial(np.empty, size)
         self.hot = HotArrays(empty(np.int32), empty(np.int32), empty(np.float32), empty(np.int64))
         self.native.use_hot(*self.hot)
+        self._views.clear()
         for place in (DEVICE, WARM, STREAM):
             part = Pairs(empty(np.int64), empty(np.int32), empty(np.int32), empty(np.uint8), empty(np.float32))
             self._parts[place] = part
@@ -168,27 +176,21 @@ class Splitter:
 
         with_device: whether the device is up, which hot experts and prompts then may use.
         """
-        native = self.native
-        if with_device:
-            native.split(layer, topk_ids, topk_weights, self._rules[layer], self._prompts)
-        else:
-            native.split(layer, topk_ids, topk_weights, False, None)
-        return Split(
-            self._pairs(DEVICE, native.num_device),
-            self._pairs(WARM, native.num_warm),
-            self._pairs(STREAM, native.num_stream),
-            native.num_hot,
-            native.hot_loads,
-            native.hot_bytes if self._has_widths else None,
-            native.num_stream_experts,
-            native.host_ps,
-        )
+        rule, prompts = (self._rules[layer], self._prompts) if with_device else (False, None)
+        found = self.native.split(layer, topk_ids, topk_weights, rule, prompts)
+        device = self._pairs(DEVICE, found[0], found[1]) if found[1] else NO_PAIRS
+        warm = self._pairs(WARM, found[2], found[3]) if found[3] else NO_PAIRS
+        stream = self._pairs(STREAM, found[4], found[5]) if found[5] else NO_PAIRS
+        return Split._make((device, warm, stream, *found[6:]))
 
-    def _pairs(self, place: int, count: int) -> Pairs:
-        if not count:
-            return NO_PAIRS
-        sent, local, experts, bits, weights = self._parts[place]
-        return Pairs(sent[: self.native.num_sent(place)], local[:count], experts[:count], bits[:count], weights[:count])
+    def _pairs(self, place: int, num_rows: int, count: int) -> Pairs:
+        key = place, num_rows, count
+        if (known := self._views.get(key)) is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            sent, *of_pairs = self._parts[place]
+            known = self._views[key] = Pairs(sent[:num_rows], *(each[:count] for each in of_pairs))
+        return known
 
     def fall_back(self) -> int:
         """The device gave no answer: its pairs count as computed here. Distinct experts that are streamed with them."""

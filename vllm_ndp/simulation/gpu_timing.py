@@ -247,7 +247,7 @@ class StepClock:
     _rows: int = 0
     _before_ps: tuple[int, ...] = ()
     _shared_ps: int = 0
-    _layer_start_ps: int | None = None
+    _layer: tuple[int, int] | None = None  # that runs: when it began, and what passes before its experts
     _layers: list[LayerTime] = field(default_factory=list)
     _known_of: GpuModel | None = None
     _known: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -265,16 +265,12 @@ class StepClock:
 
     def begin_layer(self) -> int:
         """Attention passes; returns the simulated time at which the layer's work is handed to the device."""
-        if self._step_start_ps is None or self._layer_start_ps is not None:
+        if self._step_start_ps is None or self._layer is not None:
             raise RuntimeError("begin_layer: call it once per layer, between begin_step and end_step")
-        self._layer_start_ps = self.now_ps
-        self.now_ps += self._attention_ps
+        start_ps, before_ps = self.now_ps, self._before_ps
+        attention_ps = before_ps[len(self._layers) % len(before_ps)]  # of more layers than the model has: begin again
+        self._layer, self.now_ps = (start_ps, attention_ps), start_ps + attention_ps
         return self.now_ps
-
-    @property
-    def _attention_ps(self) -> int:
-        """Before the experts of the layer that runs; a trace with more layers than the model begins again."""
-        return self._before_ps[len(self._layers) % len(self._before_ps)]
 
     def end_layer(
         self,
@@ -291,16 +287,15 @@ class StepClock:
         device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
         PCIe, in prefill or because the device did not answer. host_ps: what the host's CPU takes for warm experts.
         """
-        if self._layer_start_ps is None:
+        if self._layer is None:
             raise RuntimeError("end_layer: begin_layer must come first")
-        start_ps, attention_ps, shared_ps = self._layer_start_ps, self._attention_ps, self._shared_ps
-        hot_ps = self._hot_ps(hot, hot_bytes)
+        (start_ps, attention_ps), shared_ps, hot_ps = self._layer, self._shared_ps, self._hot_ps(hot, hot_bytes)
         stream_ps = self.model.prefill_stream_ps(streamed_experts, streamed_pairs) if streamed_experts else 0
         overhead_ps = self.model.hardware.gpu.layer_overhead_ps
         layer = LayerTime(start_ps, attention_ps, shared_ps, hot_ps, stream_ps, device_ps, overhead_ps, host_ps)
         self.now_ps = start_ps + layer.total_ps
         self._layers.append(layer)
-        self._layer_start_ps = None
+        self._layer = None
         return layer
 
     def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
@@ -313,7 +308,7 @@ class StepClock:
         return found
 
     def end_step(self, head_rows: int) -> StepTime:
-        if self._step_start_ps is None or self._layer_start_ps is not None:
+        if self._step_start_ps is None or self._layer is not None:
             raise RuntimeError("end_step: every layer must have ended, and begin_step must come first")
         head = self.model.head_ps(head_rows, self._rows)
         self.now_ps += head
@@ -323,7 +318,7 @@ class StepClock:
 
     def abandon_step(self) -> None:
         """The running step ended in an error: it has no time of its own, the next one begins where it stopped."""
-        self._step_start_ps = self._layer_start_ps = None
+        self._step_start_ps = self._layer = None
 
     def migrate(self, num_experts: int, num_bytes: int | None = None) -> int:
         """The hot set moves between two steps; returns what it took. num_bytes: where experts have their own widths."""

@@ -14,7 +14,7 @@ from split_yardstick import Found, Layer, split
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.layer import _split, account, tiers
-from vllm_ndp.layer.split import COUNTED, Pairs, Splitter
+from vllm_ndp.layer.split import COUNTED, Pairs, Split, Splitter
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Tiers
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.simulation.balance import Balancer
@@ -191,7 +191,7 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
         assert (found.num_hot, found.hot_bytes) == ((expected.where >= 0).sum(), expected.hot_bytes)
         assert found.hot_loads == expected.hot_loads
         assert (found.stream_experts, found.host_ps) == (expected.stream_experts, expected.host_ps)
-        check_layout(case, splitter, expected.where, weights)
+        check_layout(case, splitter, found, expected.where, weights)
         expected_counts += account_of(expected, known, answered=case.answered[layer])
         clock.begin_layer()
         account.end_layer(clock, splitter, found, 5 if case.answered[layer] else None)
@@ -205,19 +205,21 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
     assert (noted[0][:, sorted(set(range(ENTRIES)) - set(case.entries.tolist()))] == -7).all()
 
 
-def check_layout(case: Case, splitter: Splitter, where: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
+def check_layout(
+    case: Case, splitter: Splitter, found: Split, where: NDArray[np.int32], weights: NDArray[np.float32]
+) -> None:
     """Hot pairs in their order: one after the other, or by row with some of weight 0."""
     applied, hot = np.ones_like(weights) if case.weighs_input else weights, where >= 0
-    native, num_hot = splitter.native, int(hot.sum())
-    assert native.is_listed == (not case.aliases or where.size > _split.ALIAS_PAIRS)
-    if native.is_listed:
+    num_hot, is_listed = int(hot.sum()), found.num_columns == 0
+    assert is_listed == (not case.aliases or where.size > _split.ALIAS_PAIRS)
+    if is_listed:
         assert np.array_equal(splitter.hot.slots[:num_hot], where[hot])
         assert np.array_equal(splitter.hot.rows[:num_hot], np.nonzero(hot)[0])
         assert same_bits(splitter.hot.topk_weights[:num_hot], applied[hot])
         return
     columns = max(int(hot.sum(axis=1).max()), 1)
-    assert native.num_columns == columns
-    assert list(native.idle_rows) == np.flatnonzero(~hot.any(axis=1)).tolist()
+    assert found.num_columns == columns
+    assert found.idle_rows == np.flatnonzero(~hot.any(axis=1)).tolist()
     slots = splitter.hot.slots[: len(where) * columns].reshape(-1, columns)
     laid = splitter.hot.topk_weights[: len(where) * columns].reshape(-1, columns)
     for row, here in enumerate(hot):

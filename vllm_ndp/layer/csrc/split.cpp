@@ -258,7 +258,9 @@ class Splitter {
     // layer. offload: False; True = the rule below; or a rule, called with (hot, cold, message rows, message pairs,
     // host ps), that returns experts. prompts: None, or a rule, called with (experts, rows of each, experts and bits of
     // the decode pairs that the same message holds), that returns the experts that the device computes for prompts.
-    void split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights, nb::object offload, nb::object prompts) {
+    // Returns (rows, pairs) of device, warm and stream, and what split.Split has besides: in one value, since to ask for
+    // one after the other takes longer than the split of few rows.
+    nb::tuple split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights, nb::object offload, nb::object prompts) {
         if (!num_rows_) throw std::runtime_error("split: begin_step must come first");
         want(layer >= 0 && layer < static_cast<int64_t>(where_.size()), "no such layer");
         const auto* ids = reinterpret_cast<const int32_t*>(topk_ids);
@@ -277,6 +279,10 @@ class Splitter {
         if (offload.ptr() != Py_False && all_decode_) decide(ids, weights, offload);
         if (!prompts.is_none() && !all_decode_) decide_prompts(ids, prompts);
         lay_out(ids, weights);
+        std::optional<int64_t> hot_bytes;
+        if (!hot_bits_.empty()) hot_bytes = layer_hot_bytes_;
+        return nb::make_tuple(device_.rows, device_.pairs, warm_.rows, warm_.pairs, stream_.rows, stream_.pairs,
+                              num_hot_, loads_, hot_bytes, num_stream_experts_, host_ps_, num_columns_, idle_rows_);
     }
 
     // The device gave no answer: its pairs count as computed here. How many distinct experts are streamed with them.
@@ -301,19 +307,6 @@ class Splitter {
         std::sort(sorted.begin(), sorted.end());
         return sorted;
     }
-    // (experts, pairs) of each GPU that holds whole experts, else of all together.
-    const std::vector<std::pair<int64_t, int64_t>>& hot_loads() const { return loads_; }
-    int64_t hot_bytes() const { return layer_hot_bytes_; }
-    int64_t host_ps() const { return host_ps_; }
-    bool is_listed() const { return !aliases_ || num_rows_ * top_k_ > kAliasPairs; }
-    int64_t num_hot() const { return num_hot_; }
-    int64_t num_columns() const { return num_columns_; }
-    int64_t num_device() const { return device_.pairs; }
-    int64_t num_warm() const { return warm_.pairs; }
-    int64_t num_stream() const { return stream_.pairs; }
-    int64_t num_stream_experts() const { return num_stream_experts_; }
-    int64_t num_sent(int place) { return part(place).rows; }
-    const std::vector<int64_t>& idle_rows() const { return idle_rows_; }
 
    private:
     template <class Table>
@@ -535,7 +528,7 @@ class Splitter {
                 }
             }
         }
-        is_listed() ? list(weights) : alias(weights);
+        !aliases_ || num_rows_ * top_k_ > kAliasPairs ? list(weights) : alias(weights);
     }
 
     // As many columns as the row with most hot pairs has. A row with fewer gets a hot slot that it reads anyway, with
@@ -571,7 +564,7 @@ class Splitter {
     void list(const float* weights) {
         const int32_t* where = pairs_->data();
         idle_rows_.clear();
-        num_columns_ = top_k_;
+        num_columns_ = 0;
         int64_t hot = 0;
         for (int64_t i = 0; i < num_rows_ * top_k_; ++i) {
             if (where[i] < 0) continue;
@@ -595,7 +588,6 @@ class Splitter {
     std::optional<Out<float, 1>> hot_weights_;
     std::optional<Out<int64_t, 1>> hot_rows_;
     Part device_, warm_, stream_;
-
 
     // of the step
     int64_t num_rows_ = 0;
@@ -679,17 +671,5 @@ NB_MODULE(_split, m) {
         .def("split", &Splitter::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
              nb::arg("offload"), nb::arg("prompts").none())
         .def("fall_back", &Splitter::fall_back)
-        .def("moved", &Splitter::moved)
-        .def("num_sent", &Splitter::num_sent, nb::arg("place"))
-        .def_prop_ro("hot_loads", &Splitter::hot_loads)
-        .def_prop_ro("hot_bytes", &Splitter::hot_bytes)
-        .def_prop_ro("host_ps", &Splitter::host_ps)
-        .def_prop_ro("is_listed", &Splitter::is_listed)
-        .def_prop_ro("num_hot", &Splitter::num_hot)
-        .def_prop_ro("num_columns", &Splitter::num_columns)
-        .def_prop_ro("num_device", &Splitter::num_device)
-        .def_prop_ro("num_warm", &Splitter::num_warm)
-        .def_prop_ro("num_stream", &Splitter::num_stream)
-        .def_prop_ro("num_stream_experts", &Splitter::num_stream_experts)
-        .def_prop_ro("idle_rows", &Splitter::idle_rows);
+        .def("moved", &Splitter::moved);
 }
