@@ -53,6 +53,7 @@ def ask(address: str) -> None:
         )
         assert isinstance(reply, msg.Result)
         print(f"y {tensors['y'].shape}, norm {np.linalg.norm(tensors['y']):.4f}")
+        assert reply.timing is not None  # what is real hardware has none
         print(f"simulated_ns {reply.timing.total_ps / 1000:.1f}, bytes of weights {reply.timing.weight_bytes}")
 
 

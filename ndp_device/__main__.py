@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ndp_device import timing_cli
-from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
+from ndp_device.command_line import SetOption, assignments, command, print_json, program, run
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
@@ -44,7 +44,9 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answe
 class DeviceHardwareOptions:
     """Which hardware the simulated times are for."""
 
-    hardware: HardwareOption = "h100-ndp512"
+    hardware: Annotated[
+        str, typer.Option(help="Hardware preset (see ndp-device time hardware); none: answers have no simulated time.")
+    ] = "h100-ndp512"
     set_: SetOption = None
     pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
 
@@ -103,7 +105,9 @@ def serve(
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
     ] = None,
     replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None,
-    kernel: Annotated[Literal["auto", "reference", "native"], typer.Option(help="What computes experts.")] = "auto",
+    kernel: Annotated[
+        str, typer.Option(help="What computes experts: auto, reference, native, or one that a package adds.")
+    ] = "auto",
     prepare: Annotated[
         Literal["idle", "asked"],
         typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),

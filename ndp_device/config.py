@@ -7,8 +7,9 @@ from pathlib import Path
 
 from ndp_device.errors import ConfigError
 
-KERNELS = ("auto", "reference", "native")
 PREPARE = ("idle", "asked")
+NO_HARDWARE = "none"
+"""In the place of a preset: the device is hardware itself, so its answers have no simulated time."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         if self.model_dir is None and self.replicas_dir is None:
             raise ConfigError("a device needs experts: give a model, --replicas, or both")
-        if self.kernel not in KERNELS:
-            raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        if self.hardware == NO_HARDWARE and (self.pe_mode or self.hardware_overrides):
+            raise ConfigError("hardware 'none' simulates nothing: leave --set and --pe-mode out, or name a preset")
         if self.prepare not in PREPARE:
             raise ConfigError(f"prepare must be one of {', '.join(PREPARE)}, got {self.prepare!r}")

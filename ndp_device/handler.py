@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.config import DeviceConfig
+from ndp_device.config import NO_HARDWARE, DeviceConfig
 from ndp_device.errors import ConfigError, DeviceError, NdpError, RemoteProtocolError, ReplicaError
 from ndp_device.experts.part import WHOLE, Part
 from ndp_device.kernels import load_kernel
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 @dataclass
 class _Client:
     session: Session
-    model: DeviceModel
+    model: DeviceModel | None  # None: nothing is simulated
     shelf: Shelf
     has_computed: bool = False
 
@@ -71,11 +71,12 @@ class Handler:
         self,
         store: ExpertStore,
         kernel: Kernel,
-        hardware: Hardware,
+        hardware: Hardware | None,
         *,
         may_shut_down: bool = True,
         prepares_ahead: bool = False,
     ) -> None:
+        """hardware: that simulated times are of; None: the kernel is real hardware, and answers have none."""
         self._kernel, self._hardware = kernel, hardware
         self._may_shut_down = may_shut_down
         self._shelves = Shelves(store, prepares_ahead=prepares_ahead)
@@ -98,14 +99,14 @@ class Handler:
         overrides = dict(config.hardware_overrides)
         if config.pe_mode is not None:
             overrides["pe_mode"] = config.pe_mode
-        hardware = load_hardware(config.hardware, **overrides)
+        hardware = None if config.hardware == NO_HARDWARE else load_hardware(config.hardware, **overrides)
         store = ExpertStore(config.model_dir, config.replicas_dir, kernel=kernel)
         handler = cls(
             store,
             kernel,
             hardware,
             may_shut_down=config.address.startswith("ipc://"),
-            prepares_ahead=config.prepare == "idle" and config.kernel != "reference",  # whose experts have no bound
+            prepares_ahead=config.prepare == "idle" and config.kernel in ("auto", "native"),  # others know no bound
         )
         handler._rehearse()
         return handler
@@ -251,10 +252,13 @@ class Handler:
         self._clients.pop(name, None)
         while len(self._clients) >= MAX_SESSIONS:
             self._clients.popitem(last=False)
-        self._clients[name] = _Client(session, DeviceModel(self._hardware), shelf)
+        self._clients[name] = _Client(session, self._new_model(), shelf)
         if self._ahead is not None and self._ahead.shelf not in self._shelves:
             self._ahead = None
         return shelf
+
+    def _new_model(self) -> DeviceModel | None:
+        return None if self._hardware is None else DeviceModel(self._hardware)
 
     def _prepare(self, shelf: Shelf, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
@@ -336,20 +340,29 @@ class Handler:
             store.check_used(request.layer, pairs.bits)
         except ReplicaError as error:  # its file was cut short or rewritten since the plan was installed
             raise DeviceError("not_loaded", str(error)) from None
-        shape = self._files.shape
-        timing = client.model.execute_experts(
-            shape.hidden_size,
-            shape.intermediate_size // store.part.count,
-            *execute_bytes(len(x), len(pairs.rows), shape.hidden_size, x.itemsize),
-            pairs.bits,
-            pairs.counts,
-            sizes,
-            request.submit_ps,
-        )
+        shape, timing = self._files.shape, None
+        if client.model is not None:
+            timing = client.model.execute_experts(
+                shape.hidden_size,
+                shape.intermediate_size // store.part.count,
+                *execute_bytes(len(x), len(pairs.rows), shape.hidden_size, x.itemsize),
+                pairs.bits,
+                pairs.counts,
+                sizes,
+                request.submit_ps,
+            )
         self.num_executed += 1
         client.has_computed = True
         result = msg.Result(request.id, incarnation=self.incarnation, epoch=request.epoch, timing=timing)
         return result, {"y": y}
+
+    @property
+    def _hardware_name(self) -> str:
+        return NO_HARDWARE if self._hardware is None else self._hardware.preset
+
+    @property
+    def _config_hash(self) -> str:
+        return "" if self._hardware is None else self._hardware.config_hash
 
     def _welcome(self, request: msg.Hello, served: msg.Served, slots: msg.SlotOffer | None) -> msg.Welcome:
         shape = self._files.shape
@@ -359,8 +372,8 @@ class Handler:
             version=msg.VERSION,
             model_digest=self._files.model_digest,
             replicas=self._files.replica_source,
-            hardware=self._hardware.preset,
-            config_hash=self._hardware.config_hash,
+            hardware=self._hardware_name,
+            config_hash=self._config_hash,
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
             hidden_size=shape.hidden_size,
@@ -378,9 +391,9 @@ class Handler:
             model=shape.name,
             model_digest=self._files.model_digest,
             replicas=self._files.replica_source,
-            hardware=self._hardware.preset,
-            config_hash=self._hardware.config_hash,
-            pe_mode=self._hardware.array.pe_mode,
+            hardware=self._hardware_name,
+            config_hash=self._config_hash,
+            pe_mode="" if self._hardware is None else self._hardware.array.pe_mode,
             kernel=self._kernel.name,
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,

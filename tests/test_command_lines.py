@@ -257,7 +257,7 @@ def test_defaults_that_a_help_shows_are_those_of_the_settings() -> None:
         (["vllm-ndp", "trace-synth"], "Missing option '--out'"),
         (["vllm-ndp", "quantize", "m", "--out", "o", "--solver", "best"], "'--solver'"),
         (["ndp-device", "time"], "Missing command (see ndp-device time --help)"),
-        (["ndp-device", "serve", "--kernel", "fast", "--address", "ipc:///a/b"], "'--kernel'"),
+        (["ndp-device", "serve", "--prepare", "fast", "--address", "ipc:///a/b"], "'--prepare'"),
         (["ndp-device", "time", "idle", "hit", "--set", "rfc"], "--set needs section.field=value, got 'rfc'"),
     ],
 )

@@ -22,7 +22,7 @@ import msgspec
 
 from ndp_device.timing.work import Timing
 
-MAJOR, MINOR = 1, 3  # 1.1: fragments; 1.2: Served; 1.3: parts of experts
+MAJOR, MINOR = 1, 4  # 1.1: fragments; 1.2: Served; 1.3: parts of experts; 1.4: devices without a simulated time
 VERSION = MAJOR << 8 | MINOR
 """Peers of one major version must interoperate; a reader skips map fields that it does not know."""
 
@@ -163,7 +163,8 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     model_digest: ShortText
     replicas: ShortText  # where they come from
     hardware: ShortText
-    config_hash: ShortText  # of every hardware value: equal hashes give equal simulated times
+    config_hash: ShortText
+    """Of every hardware value: equal hashes give equal simulated times. "": the device is hardware itself, has none."""
     num_layers: Count
     num_experts: Count
     hidden_size: Count
@@ -186,7 +187,7 @@ class Result(Reply, frozen=True, tag="result"):
     """Tensor y float32 [T, H]: the gate-weighted sum over the pairs of each row, exactly 0 for a row without pairs."""
 
     epoch: Count
-    timing: Timing
+    timing: Timing | None  # None: this answer has no simulated time
 
 
 class Pong(Reply, frozen=True, tag="pong"):

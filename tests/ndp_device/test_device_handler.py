@@ -130,6 +130,19 @@ def test_simulated_time_is_what_the_device_model_says_for_the_works_in_order(
         assert result.timing == model.execute(work, submit_ps)
 
 
+def test_a_device_that_simulates_no_hardware_computes_the_same_and_its_answers_have_no_time(
+    model_dir: Path, handler: Handler
+) -> None:
+    config = DeviceConfig(address="ipc:///x/y", model_dir=model_dir, kernel="reference", hardware="none")
+    real = Handler.from_config(config)
+    work = pairs([0, 1], [0, 2], [16, 16])
+    plan = np.full((LAYERS, EXPERTS), 1 << 4, np.uint8)
+    (theirs, y), (ours, same) = (Caller(one).ready(plan).execute(work) for one in (real, handler))
+    assert theirs.timing is None
+    assert ours.timing is not None
+    np.testing.assert_array_equal(y, same)
+
+
 def test_each_client_has_its_own_simulated_time_and_a_new_hello_starts_it_again(handler: Handler) -> None:
     first, second = Caller(handler, b"a").ready(), Caller(handler, b"b").ready()
     work = pairs([0], [0], [4])
@@ -242,7 +255,7 @@ def test_hosts_of_the_same_major_version_are_served(handler: Handler, versions: 
     if served:
         assert caller.hello(versions=versions).version == msg.VERSION
     else:
-        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.3, the host protocol"):
+        with pytest.raises(DeviceError, match=r"version: this device speaks protocol 1\.4, the host protocol"):
             caller.hello(versions=versions)
 
 
@@ -308,8 +321,10 @@ def test_a_failure_inside_the_device_is_a_refusal_without_its_text(handler: Hand
 def test_impossible_settings_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match="needs experts"):
         DeviceConfig(address="ipc:///x")
+    with pytest.raises(ConfigError, match="simulates nothing: leave --set and --pe-mode out"):
+        DeviceConfig(address="ipc:///x", model_dir=Path("m"), hardware="none", pe_mode="fp16")
     with pytest.raises(ConfigError, match="kernel must be one of"):
-        DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic")
+        Handler.from_config(DeviceConfig(address="ipc:///x", model_dir=Path("m"), kernel="magic"))
 
 
 WARM = """

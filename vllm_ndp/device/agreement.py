@@ -70,7 +70,7 @@ class Agreement:
 
     def _difference(self, welcome: msg.Welcome, served: msg.Served) -> str:
         """How the sentence about this device goes on; empty where it can be used."""
-        if welcome.config_hash != self.hardware.config_hash:
+        if welcome.config_hash not in ("", self.hardware.config_hash):  # "": nothing is simulated there
             return (
                 f"simulates {welcome.hardware} ({welcome.config_hash:.12}), the settings ask for "
                 f"{self.hardware.preset} with pe_mode {self.hardware.array.pe_mode} "

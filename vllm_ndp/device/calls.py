@@ -20,7 +20,7 @@ _LONGEST_PS = 3600 * 10**12  # of one Execute: a lie moves the host's simulated 
 @dataclass(frozen=True)
 class ExecuteResult:
     y: NDArray[np.float32]  # [T, H], gate-weighted partial sums
-    timing: Timing  # simulated
+    timing: Timing | None  # simulated; None: the device has no simulated time
 
 
 @dataclass
@@ -96,8 +96,10 @@ def is_finite(x: NDArray[Any]) -> bool:
     return bool(np.isfinite(x).all())
 
 
-def lie_of(timing: Timing, submit_ps: int, config_hash: str) -> str | None:
-    """What is impossible about a simulated time; None: it may be true."""
+def lie_of(timing: Timing | None, submit_ps: int, config_hash: str) -> str | None:
+    """What is impossible about a simulated time; None: it may be true. An answer without one says nothing false."""
+    if timing is None:
+        return None
     if timing.config_hash != config_hash:
         return f"of hardware {timing.config_hash:.12} where {config_hash:.12} greeted"
     if timing.submit_ps != submit_ps or not submit_ps <= timing.start_ps <= timing.done_ps < _LATEST_PS:

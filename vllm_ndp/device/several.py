@@ -190,9 +190,10 @@ class DeviceSet:
             handle.messages.append(_Message(device, own, rows.astype(np.int64), asked))
 
     def _sum(self, handle: SetHandle) -> ExecuteResult:
-        """In the order of devices, whoever answered first."""
+        """In the order of devices, whoever answered first. Without a time where one answer has none."""
         answered = sorted(handle.answered, key=lambda one: (one[0].device, one[0].pairs[0]))
-        timing = self._slowest([result.timing for _, result in answered])
+        timings = [result.timing for _, result in answered if result.timing is not None]
+        timing = self._slowest(timings) if len(timings) == len(answered) else None
         if len(answered) == 1:
             return ExecuteResult(answered[0][1].y, timing)
         y = np.zeros(handle.x.shape, np.float32)

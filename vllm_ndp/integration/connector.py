@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.request import RequestStatus
 
-from vllm_ndp.integration import compat
 from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving import spans
@@ -72,7 +71,6 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended: dict[str, dict[str, Any] | None] = {}  # requests whose steps are not all in, and their answers
         self._untold: dict[str, dict[str, Any]] = {}  # complete reports that the worker has not got yet
         self._stats = NdpStats()
-        self._unsimulated = compat.unsimulated(vllm_config)
 
     # -- worker side ----------------------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = (
             request,
-            RequestReport(request.arrival_time, request.num_prompt_tokens, self._unsimulated),
+            RequestReport(request.arrival_time, request.num_prompt_tokens),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -135,7 +133,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(meta, StepReports):
             step = of_all_stages(meta.reports, self._pipeline)
             self._reported_step = meta.step
-            self._stats.add_step(step, is_whole=not self._unsimulated)
+            self._stats.add_step(step)
             for request_id in step.pairs:
                 if request_id in self._requests:
                     request, report = self._requests[request_id]

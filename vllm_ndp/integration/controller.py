@@ -33,7 +33,7 @@ from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
-from vllm_ndp.integration.report import StepCosts, StepReport
+from vllm_ndp.integration.report import DEVICE_TIME, StepCosts, StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
@@ -141,6 +141,8 @@ class NdpController:
         replicas, planned = make.agree_on_replicas()
         self.device = make.open_device(replicas, planned)
         self._opened.callback(self.device.close)
+        if isinstance(self.device, DeviceLink) and not self.device.members.simulate:
+            self._unsimulated = self._unsimulated or DEVICE_TIME
         offload_bits = self.device.offload_bits
         make.open_pool(replicas)
         self.sidecar = RoutingSidecar(shape.num_layers, shape.top_k, self.hot.layers[0].held.w13.device)
@@ -285,11 +287,15 @@ class NdpController:
         report, time_of_step = closed
         report.stage, report.before_ps, self._ended_ps = self.ranks.stage.index, self._ended_ps, report.end_ps
         report.costs = self._costs()
+        if report.device is None:
+            self._unsimulated = self._unsimulated or DEVICE_TIME
+        report.unsimulated = self._unsimulated
         if self.recorder is not None:
             epoch = self.planner.replanner.epoch
             assert isinstance(self.device, DeviceLink)  # the leader's
             took_s, devices_up = time.perf_counter() - self._step_start_s, self.device.take_presence()
-            self.recorder.note_step(step, epoch, time_of_step, took_s, devices_up)
+            simulated = None if self._unsimulated else time_of_step
+            self.recorder.note_step(step, epoch, simulated, took_s, devices_up)
         self.totals.add(report)
         return report if self.ranks.leads else None
 
@@ -407,7 +413,7 @@ class NdpController:
             "fallback_causes": dict(self.totals.fallbacks),
             "device_state": self.device.state,
             "simulated_ps": None if self._unsimulated else self.clock.now_ps,
-            "simulated_device": dict(self.totals.device),
+            "simulated_device": None if self.totals.device is None else dict(self.totals.device),
             "simulated_device_bound": dict(self.totals.device_bounds),
         }
 

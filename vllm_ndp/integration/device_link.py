@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.model_shape import ModelShape
-from ndp_device.timing.work import Timing
 from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
 from vllm_ndp.device.calls import ExecuteResult, Executes
 from vllm_ndp.device.client import DeviceClient
@@ -47,8 +46,8 @@ class DeviceCall:
     _sent_s: float
     _round_trips_s: deque[float]  # where the time that this one took goes
     _fallbacks: Counter[str]  # where its pairs go by cause, if they are not answered
-    timing: Timing | None = None
-    """Of the answer, once there is one."""
+    answer: ExecuteResult | None = None
+    """Once there is one."""
 
     def result(self) -> ExecuteResult | None:
         """Wait for the answer, at most until the deadline; None if no valid one came."""
@@ -61,7 +60,7 @@ class DeviceCall:
             self._fallbacks[error.cause] += len(self.pairs.experts)
             return None
         self._round_trips_s.append(time.perf_counter() - self._sent_s)
-        self.timing = answer.timing
+        self.answer = answer
         return answer
 
     def add(self, out: torch.Tensor) -> bool:

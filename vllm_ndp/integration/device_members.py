@@ -210,6 +210,11 @@ class DeviceMembers:
         """[D], which devices are up now."""
         return tuple(member.client.state == "up" for member in self.each)
 
+    @property
+    def simulate(self) -> bool:
+        """Whether all of them have simulated times; real hardware has none."""
+        return all(one.config_hash for one in self.descriptions)
+
     def revive(self) -> None:
         """Between steps: start embedded devices that died again; their clients find them when they are ready.
 

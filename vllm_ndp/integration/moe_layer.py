@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ndp_device.timing.work import Timing
+from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import RowLocator
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -155,7 +155,7 @@ class MoELayer:
             for each in pending:
                 each.abandon()
             raise
-        step.end_layer(self.index, split, _timing_of(pending), answered=answered)
+        step.end_layer(self.index, split, _answer_in(pending), answered=answered)
         return out
 
     def _beside(self, split: Split) -> Iterator[tuple[Executor, Pairs]]:
@@ -175,6 +175,6 @@ class MoELayer:
         out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
 
 
-def _timing_of(pending: list[Pending]) -> Timing | None:
-    """Of the device's answer, where it was asked here and gave one."""
-    return pending[0].timing if pending and isinstance(pending[0], DeviceCall) else None
+def _answer_in(pending: list[Pending]) -> ExecuteResult | None:
+    """The device's, where it was asked here and gave one."""
+    return pending[0].answer if pending and isinstance(pending[0], DeviceCall) else None

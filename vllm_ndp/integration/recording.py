@@ -112,11 +112,11 @@ class RunRecorder:
         self,
         step: Step,
         epoch: int,
-        simulated: StepTime,
+        simulated: StepTime | None,
         measured_s: float,
         devices_up: tuple[bool, ...] | None = (),
     ) -> None:
-        """devices_up: as DeviceLink.take_presence gives it."""
+        """simulated: None where no simulated clock holds all that ran. devices_up: of DeviceLink.take_presence."""
         with self._writing() as writer:
             if writer is not None:
                 down = {-1: CHANGED} if devices_up is None else {}
@@ -124,7 +124,9 @@ class RunRecorder:
                 writer.append_devices(step.number, down)
                 self._note_step(writer, step, epoch, simulated, measured_s)
 
-    def _note_step(self, writer: TraceWriter, step: Step, epoch: int, simulated: StepTime, measured_s: float) -> None:
+    def _note_step(
+        self, writer: TraceWriter, step: Step, epoch: int, simulated: StepTime | None, measured_s: float
+    ) -> None:
         rows = step.rows
         indices = np.array([self._indices[span.request.request_id] for span in rows.spans])
         ids, weights = self._sidecar.read(rows.expected_slot_mapping(self._sidecar.block_size))
@@ -135,7 +137,8 @@ class RunRecorder:
             self._write_drafted(writer, {})
         here = ("fallback", "prefill_fallback")
         fallback = sum(pairs[kind] for pairs in step.pairs_by_request().values() for kind in here)
-        writer.append_event(step.number, epoch, simulated.start_ps, simulated.total_ps, measured_s, fallback)
+        start_ps, step_ps = (None, None) if simulated is None else (simulated.start_ps, simulated.total_ps)
+        writer.append_event(step.number, epoch, start_ps, step_ps, measured_s, fallback)
 
     def note_sampled(self, num_tokens: Mapping[str, int]) -> None:
         """How many tokens each request got from the step: which of its drafts were accepted."""

@@ -1,6 +1,7 @@
 """Per request: both clocks and what ran where. The worker fills StepReports, the scheduler side adds wall time.
 
-simulated_* comes from the step's simulated clock, measured_* from the wall; no field holds both.
+simulated_* comes from the step's simulated clock, measured_* from the wall; no field holds both. Where something ran
+that no simulated clock holds, `unsimulated` names it, and what would lack it is null.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +39,8 @@ _SUMMED = (
     *("overlap_saved_ps", "total_ps", "bytes_in", "bytes_out", "weight_bytes", "row_activations", "energy_pj"),
 )
 _values_of = attrgetter(*_SUMMED)
+DEVICE_TIME = "the device's time"
+"""What no simulated clock holds where the device is real hardware."""
 
 
 class DeviceWork:
@@ -44,12 +48,18 @@ class DeviceWork:
 
     def __init__(self) -> None:
         self._answers: list[Timing] = []
+        self._is_whole = True  # every answer had a simulated time
 
-    def add(self, timing: Timing) -> None:
-        self._answers.append(timing)
+    def add(self, timing: Timing | None) -> None:
+        if timing is None:
+            self._is_whole = False
+        else:
+            self._answers.append(timing)
 
-    def sums(self) -> dict[str, int]:
-        """Stages in ps, bytes, row openings and pJ of all answers; empty without any."""
+    def sums(self) -> dict[str, int] | None:
+        """Stages in ps, bytes, row openings and pJ of all answers; empty without any, None where one has no time."""
+        if not self._is_whole:
+            return None
         return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, self._answers), strict=True)), strict=False))
 
     def bounds(self) -> dict[str, int]:
@@ -110,9 +120,10 @@ class StepReport:
     stage: int = 0  # of a pipeline, each of which tells of its own layers and by its own clock
     before_ps: int = 0  # that clock when the step before had ended
     device_pj: dict[str, dict[str, float]] = field(default_factory=dict)  # energy_shares
-    device: dict[str, int] = field(default_factory=dict)  # DeviceWork.sums
+    device: dict[str, int] | None = field(default_factory=dict)  # DeviceWork.sums
     device_bounds: dict[str, int] = field(default_factory=dict)  # DeviceWork.bounds
     costs: StepCosts = field(default_factory=StepCosts)
+    unsimulated: str = ""  # what ran and is in no simulated clock, so that start_ps and end_ps lack it
 
 
 def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> StepReport:
@@ -131,19 +142,29 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
         plan["avg_bits"] = sum(value * weight for value, weight in bits) / sum(weight for _, weight in bits)
     per_row = sum(report.pairs_per_row for report in ordered)
     energy: dict[str, dict[str, float]] = {}
-    device, bounds = Counter[str](), Counter[str]()
+    device: Counter[str] | None = Counter()
+    bounds = Counter[str]()
     for report in ordered:
         _add_energy(energy, report.device_pj)
-        device.update(report.device)
+        device = added(device, report.device)
         bounds.update(report.device_bounds)
     costs = _of_all_workers([report.costs for report in ordered])
     return StepReport(
         *(start, end, pairs, plans, first.drafts, per_row, first.rows),
         device_pj=energy,
-        device=dict(device),
+        device=None if device is None else dict(device),
         device_bounds=dict(bounds),
         costs=costs,
+        unsimulated=max((report.unsimulated for report in ordered), key=len),
     )
+
+
+def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter[str] | None:
+    """Sums of the device's simulated answers; None where there is one without a time."""
+    if total is None or more is None:
+        return None
+    total.update(more)
+    return total
 
 
 def _of_all_workers(costs: Sequence[StepCosts]) -> StepCosts:
@@ -170,7 +191,7 @@ def _add_energy(total: dict[str, dict[str, float]], more: dict[str, dict[str, fl
 class RequestReport:
     arrival_s: float
     prompt_tokens: int = 0
-    unsimulated: str = ""  # what no simulated clock holds, where a request's time would lack it
+    unsimulated: str = ""  # as of the steps
     last_step: int = 0  # that the scheduler has put it into
     first_scheduled_ps: int | None = None
     token_ps: list[int] = field(default_factory=list)
@@ -182,7 +203,7 @@ class RequestReport:
     rejected: int = 0
     pairs_per_row: int = 0
     device_pj: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DEVICE_PARTS, 0.0))
-    device: Counter[str] = field(default_factory=Counter)
+    device: Counter[str] | None = field(default_factory=Counter)
     device_bounds: Counter[str] = field(default_factory=Counter)
 
     def add(self, request_id: str, step: StepReport, output_tokens: int, now_s: float) -> int:
@@ -200,8 +221,9 @@ class RequestReport:
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules
         if any(pairs.get(kind, 0) for kind in DEVICE_PAIR_KINDS):
-            self.device.update(step.device)
+            self.device = added(self.device, step.device)
             self.device_bounds.update(step.device_bounds)
+        self.unsimulated = step.unsimulated or self.unsimulated
         made = output_tokens - len(self.token_ps)
         self.token_ps += [step.end_ps] * made
         self.token_s += [now_s] * made
@@ -227,20 +249,15 @@ class RequestReport:
         if self.unsimulated:
             report["unsimulated"] = self.unsimulated
         if self.token_s and self.first_scheduled_ps is not None:
-            measured = [(b - a) * 1e3 for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
-            simulated = [(b - a) / PS_PER_US for a, b in zip(self.token_ps, self.token_ps[1:], strict=False)]
+            measured = [(b - a) * 1e3 for a, b in pairwise(self.token_s)]
             report |= {
                 "measured_ttft_ms": round((self.token_s[0] - self.arrival_s) * 1e3, 3),
                 "measured_tpot_ms": round(sum(measured) / len(measured), 3) if measured else None,
                 "measured_token_ms": [round(value, 3) for value in measured],
             }
-            if not self.unsimulated:
-                report |= {
-                    "simulated_ttft_us": round((self.token_ps[0] - self.first_scheduled_ps) / PS_PER_US, 6),
-                    "simulated_tpot_us": round(sum(simulated) / len(simulated), 6) if simulated else None,
-                    "simulated_token_us": [round(value, 6) for value in simulated],
-                }
-            report |= {f"simulated_{part}_uj": round(self.device_pj[part] / 1e6, 6) for part in DEVICE_PARTS}
+            report |= self._simulated(self.first_scheduled_ps)
+            energy = None if self.device is None else self.device_pj
+            report |= {f"simulated_{part}_uj": energy and round(energy[part] / 1e6, 6) for part in DEVICE_PARTS}
         if self.device:
             stages = (*DEVICE_STAGES, "overlap_saved", "total")
             report["simulated_device_us"] = {
@@ -248,3 +265,14 @@ class RequestReport:
             }
             report["simulated_device_bound"] = dict(self.device_bounds)
         return report
+
+    def _simulated(self, begun_ps: int) -> dict[str, Any]:
+        """Times in us; null where the simulated clock lacks something that ran."""
+        if self.unsimulated:
+            return dict.fromkeys(("simulated_ttft_us", "simulated_tpot_us", "simulated_token_us"))
+        took = [(b - a) / PS_PER_US for a, b in pairwise(self.token_ps)]
+        return {
+            "simulated_ttft_us": round((self.token_ps[0] - begun_ps) / PS_PER_US, 6),
+            "simulated_tpot_us": round(sum(took) / len(took), 6) if took else None,
+            "simulated_token_us": [round(value, 6) for value in took],
+        }

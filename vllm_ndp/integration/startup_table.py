@@ -118,8 +118,16 @@ def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
         if device.members.replicas
         else "none needed",
         "hardware": description.hardware,
+        "planned_hardware": settings.hardware,
         "pe_mode": description.pe_mode,
     }
+
+
+def _hardware(status: dict[str, Any]) -> str:
+    if status["pe_mode"]:
+        return f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"
+    planned = f"{status['planned_hardware']}{status['hardware_overrides']}"
+    return f"none: the device is hardware and has no simulated time; plans are made as for {planned}"
 
 
 def _device_row(status: dict[str, Any]) -> tuple[str, str]:
@@ -207,7 +215,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         _device_row(status),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", human_bytes(status["device_bytes"])),
-        ("simulated hardware", f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"),
+        ("simulated hardware", _hardware(status)),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),

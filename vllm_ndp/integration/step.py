@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.timing.work import Timing
+from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
 from vllm_ndp.layer import account
@@ -110,13 +110,14 @@ class Step:
         ids, weights = _on_host(topk_ids, topk_weights)
         return self.splitter.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
 
-    def end_layer(self, layer: int, split: Split, timing: Timing | None, *, answered: bool = True) -> None:
-        """Account for where the pairs ran. timing: of the device's answer, if it was asked here and gave one."""
+    def end_layer(self, layer: int, split: Split, answer: ExecuteResult | None, *, answered: bool = True) -> None:
+        """Account for where the pairs ran. answer: the device's, if it was asked here and gave one."""
         if split.stream:
             self.streamed[layer, split.stream.experts] = True
-        device_ps = None if not answered else 0 if timing is None else timing.total_ps
-        account.end_layer(self.clock, self.splitter, split, device_ps)
-        if timing is not None:
+        timing = None if answer is None else answer.timing
+        device_ps = 0 if timing is None else timing.total_ps
+        account.end_layer(self.clock, self.splitter, split, device_ps if answered else None)
+        if answer is not None:
             self.device.add(timing)
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Step:
         device = self.device.sums()
         report = StepReport(
             *(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row, self._rows_by_request()),
-            device_pj=energy_shares(device, self.clock.model.hardware.energy, pairs),
+            device_pj=energy_shares(device or {}, self.clock.model.hardware.energy, pairs),
             device=device,
             device_bounds=self.device.bounds(),
         )

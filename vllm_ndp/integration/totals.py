@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepReport
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepReport, added
 
 
 @dataclass
@@ -16,7 +16,8 @@ class Totals:
     pairs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PAIR_KINDS, 0))
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Pairs without an answer of the device, by cause."""
-    device: Counter[str] = field(default_factory=Counter)
+    device: Counter[str] | None = field(default_factory=Counter)
+    """None: an answer had no simulated time."""
     device_bounds: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: StepReport) -> None:
@@ -29,5 +30,5 @@ class Totals:
                 self.rows[phase] += count
         if report.costs is not None:
             self.fallbacks.update(report.costs.fallbacks)
-        self.device.update(report.device)
+        self.device = added(self.device, report.device)
         self.device_bounds.update(report.device_bounds)

@@ -42,6 +42,11 @@ rejected: the row of a drafted token that was not accepted; it ran and took time
 
 ALL_REQUESTS = -1
 
+UNTIMED = -1
+"""In memory the simulated time of a step that has none, as of a device that is real hardware; null on disk."""
+MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
+"""Columns that may hold it."""
+
 DOWN, CHANGED, JOINED = 0, 1, 2
 DEVICE_CHANGES = ("down", "changed", "joined")
 """down: the device served nothing in the step. changed: one was lost, or came back, within the step, whose time depends
@@ -205,7 +210,7 @@ def schema(table: str, provenance: Provenance) -> pa.Schema:
             ("cells", pa.list_(pa.uint8(), cells)),
         ],
     }
-    return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns[table]])
+    return pa.schema([pa.field(name, kind, nullable=name in MAY_LACK) for name, kind in columns[table]])
 
 
 def arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Array]:
@@ -217,7 +222,8 @@ def arrow_columns(columns: Mapping[str, Any], wanted: pa.Schema) -> list[pa.Arra
             flat = np.ascontiguousarray(values).reshape(-1)
             arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(flat), type=field.type))
         else:
-            arrays.append(pa.array(values, type=field.type))
+            lacks = values == UNTIMED if field.nullable and isinstance(values, np.ndarray) else None
+            arrays.append(pa.array(values, type=field.type, mask=lacks))
     return arrays
 
 
@@ -283,7 +289,7 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
             raise TraceError(f"{path} is missing: the trace has {expected} chunks of {table!r}; restore it")
         try:
             with open_parquet(path, table, page_checksum_verification=True) as file:
-                if not file.schema_arrow.equals(wanted, check_metadata=False):
+                if _kinds(file.schema_arrow) != _kinds(wanted):
                     raise TraceError(
                         f"{path} does not have the columns of {table!r}: it belongs to another model or program"
                     )
@@ -299,6 +305,11 @@ def read_table(directory: Path, table: str, manifest: TraceManifest) -> pa.Table
             raise TraceError(f"{path} is damaged: {_one_line(error)}; restore it or delete the trace") from None
         parts.append(part)
     return pa.concat_tables(parts) if parts else wanted.empty_table()
+
+
+def _kinds(columns: pa.Schema) -> list[tuple[str, pa.DataType, bool]]:
+    """Name, type and whether values may be absent; a chunk from before times could be says of none that they may."""
+    return [(field.name, field.type, field.nullable or field.name in MAY_LACK) for field in columns]
 
 
 def open_parquet(path: Path, table: str = "", **options: Any) -> pq.ParquetFile:

@@ -144,12 +144,12 @@ class TraceWriter:
         self,
         step: int,
         epoch: int,
-        simulated_start_ps: int,
-        simulated_step_ps: int,
+        simulated_start_ps: int | None,
+        simulated_step_ps: int | None,
         measured_step_s: float,
         fallback_pairs: int = 0,
     ) -> None:
-        """What the live run made of this step, on its two clocks."""
+        """What the live run made of this step, on its two clocks; None: it had no simulated time."""
         self._add("steps", (step, epoch, simulated_start_ps, simulated_step_ps, measured_step_s, fallback_pairs))
 
     def append_devices(self, step: int, changes: Mapping[int, int]) -> None:

@@ -20,9 +20,11 @@ from ndp_device.errors import TraceError
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.traces.format import (
     DECODE,
+    MAY_LACK,
     PHASES,
     REJECTED,
     TABLES,
+    UNTIMED,
     Provenance,
     arrow_columns,
     chunk_path,
@@ -63,7 +65,7 @@ class Trace:
     request_ids: Seq[str]  # [R]
     labels: Seq[str]  # [R]
     events: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """Columns of the `steps` table; empty where nothing ran live."""
+    """Columns of the `steps` table; empty where nothing ran live. Simulated times: `simulated_steps`."""
     plans: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Columns of the `plans` table; cells is [rows, L, E]."""
     devices: dict[str, NDArray[Any]] = field(default_factory=dict)
@@ -135,6 +137,27 @@ class Trace:
                 )
             )
         return out
+
+    def simulated_steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(start_ps, step_ps) of every step of a live run. Raises TraceError where a step has none."""
+        lacking = "the trace holds no steps of a live run: record one with the plugin's 'record' setting"
+        if len(self.events.get("step", ())):
+            lacking = self.lacks
+        if lacking:
+            raise TraceError(lacking)
+        return self.events["simulated_start_ps"], self.events["simulated_step_ps"]
+
+    @property
+    def lacks(self) -> str:
+        """What a live run did not have, in one sentence; empty where it had everything."""
+        steps = len(self.events.get("step", ()))
+        untimed = int((self.events["simulated_step_ps"] == UNTIMED).sum()) if steps else 0
+        if not untimed:
+            return ""
+        return (
+            f"the trace has no simulated times of {untimed} of its {steps} steps, because its device, real hardware, "
+            "has none: compare measured times, or record the run beside a device that simulates"
+        )
 
     def stats(self, sequence: Sequence, phase: str = "prefill", first: int | None = None) -> RoutingStats:
         """Routing statistics of a sequence's prompt or decode, or of its first tokens only."""
@@ -264,6 +287,7 @@ def _columns(table: pa.Table, provenance: Provenance) -> dict[str, NDArray[Any]]
         column = table.column(name).combine_chunks()
         if isinstance(column, pa.ChunkedArray):
             column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        column = column.fill_null(UNTIMED) if name in MAY_LACK else column
         values = column.flatten() if name in shapes else column
         if column.null_count or values.null_count:
             raise TraceError(f"column {name!r} of a trace must have a value in every row, and has none in some")

@@ -117,7 +117,8 @@ EXAMPLES["welcome 1.3"] = (
     msgspec.structs.replace(EXAMPLES["welcome"][0], served=msgspec.structs.replace(SERVED, part=(1, 2))),
     {},
 )
-VERSIONS = {"1.2": 258, "1.3": 259}
+EXAMPLES["result 1.4"] = (msgspec.structs.replace(EXAMPLES["result"][0], timing=None), {"y": X})
+VERSIONS = {"1.2": 258, "1.3": 259, "1.4": 260}
 VECTORS: dict[str, dict[str, str]] = json.loads(GOLDEN.read_text())
 
 

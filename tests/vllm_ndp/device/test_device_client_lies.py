@@ -71,6 +71,8 @@ def ask_and_check(client: DeviceClient) -> bool:
         return False
     np.testing.assert_array_equal(result.y, call.y)
     timing = result.timing
+    if timing is None:  # what it did not say is no lie
+        return True
     assert timing.submit_ps == 3 * 10**6 <= timing.start_ps <= timing.done_ps < 1 << 62
     assert timing.total_ps == timing.done_ps - timing.submit_ps
     return True
@@ -126,6 +128,18 @@ def test_a_lie_about_a_result_ends_as_unavailable_and_the_next_call_is_served(cl
     assert not ask_and_check(client)
     assert client.counters.broken >= 1
     assert_recovers(client)
+
+
+def test_an_answer_without_a_simulated_time_is_used_and_never_a_fault(client: DeviceClient) -> None:
+    def fault(reply: Frames) -> tuple[Frames, ...]:
+        return (rewritten(reply, fields_of(reply) | {"timing": None}),)
+
+    DEVICE.fault = fault
+    call = CALLS[0]
+    result = client.finish_execute(call.begin(client, 3))
+    assert result.timing is None
+    np.testing.assert_array_equal(result.y, call.y)
+    assert (client.counters.executed, client.counters.broken, client.counters.unavailable) == (1, 0, 0)
 
 
 def test_an_answer_of_another_kind_to_a_plan_is_a_lie(client: DeviceClient) -> None:

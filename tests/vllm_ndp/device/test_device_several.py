@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from device_cases import MODEL, Call, FaultyDevice, full_plan, make_calls, make_handler
@@ -16,6 +18,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.experts.part import Part
 from ndp_device.failpoints import Failpoint, Failpoints
+from ndp_device.protocol.codec import Frames
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.several import DeviceSet
@@ -126,6 +129,23 @@ def test_a_layer_takes_as_long_as_its_slowest_device_and_spends_what_all_of_them
     assert timing.submit_ps == 10**9
     assert timing.energy_pj == sum(one.energy_pj for one in timings)
     assert timing.weight_bytes == sum(one.weight_bytes for one in timings)
+
+
+def test_where_one_device_has_no_simulated_time_the_layer_has_none_and_its_sum_all_the_same(rack: Rack) -> None:
+    def without_time(reply: Frames) -> tuple[Frames, ...]:
+        fields = msgspec.msgpack.decode(bytes(reply[0]))
+        if fields["type"] != "result":
+            return (reply,)
+        before = msgspec.msgpack.encode(fields | {"timing": None, "crc": bytes(4)})[:-4]
+        return (before + zlib.crc32(reply[1], zlib.crc32(before)).to_bytes(4, "little"), reply[1])
+
+    call = next(call for call in CALLS if len(set(call.experts.tolist())) > 1)
+    rack.devices[0].fault = lambda reply: (without_time(reply),)
+    handle = rack.client.begin_execute(call.layer, 0, 0, call.x, call.rows, call.experts, call.bits, call.gates)
+    result = rack.client.finish_execute(handle)
+    assert {answer.timing is None for _, answer in handle.answered} == {True, False}
+    assert result.timing is None
+    np.testing.assert_allclose(result.y, call.y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["drop", "bit_flip", "truncate", "nan", "wrong_shape", "wrong_id"])

@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from ndp_device import sealed
 from ndp_device.errors import TraceError
-from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, Provenance, read_manifest
+from vllm_ndp.lab.report.figures import clocks
+from vllm_ndp.lab.serving.arrivals import of_steps
+from vllm_ndp.traces.format import CHANGED, DECODE, DOWN, JOINED, PREFILL, UNTIMED, Provenance, read_manifest
 from vllm_ndp.traces.recorder import TraceWriter
 from vllm_ndp.traces.trace import Trace
 
@@ -62,6 +65,24 @@ def test_what_was_recorded_is_loaded_bit_for_bit(tmp_path):
     assert trace.plans["cells"].shape == (2, L, E)
     assert trace.plans["request"].tolist() == [-1, 0]
     assert trace.provenance == PROVENANCE
+
+
+def test_steps_without_a_simulated_time_stay_without_one_and_the_trace_says_so_in_one_sentence(tmp_path):
+    with TraceWriter(tmp_path / "trace", PROVENANCE) as writer:
+        for step, time_ps in enumerate((7, None, None)):
+            writer.append_event(step, 1, time_ps, time_ps, measured_step_s=0.1)
+    stored = pq.read_table(tmp_path / "trace" / "steps-00000.parquet")
+    assert stored["simulated_step_ps"].to_pylist() == [7, None, None], "null on disk, and no number that means it"
+    Trace.load(tmp_path / "trace").save(tmp_path / "again")
+    trace = Trace.load(tmp_path / "again")
+    assert trace.events["simulated_step_ps"].tolist() == [7, UNTIMED, UNTIMED]
+    sentence = "the trace has no simulated times of 2 of its 3 steps, because its device, real hardware, has none"
+    assert trace.lacks.startswith(sentence)
+    with pytest.raises(TraceError, match=sentence):
+        trace.simulated_steps()
+    with pytest.raises(TraceError, match=sentence):
+        of_steps(trace)
+    assert set(clocks(trace)) == {"measured"}
 
 
 def test_sequences_split_prompt_and_decode_of_each_request(tmp_path):

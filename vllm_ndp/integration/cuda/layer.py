@@ -88,7 +88,7 @@ class AsideLayer:
             messenger.abandon()
             raise
         taken = messenger.take()
-        timing, answered = None, True
+        result, answered = None, True
         if taken.answer is None:  # nothing leaves
             split = self._split(step, taken.packet.ids)
         else:
@@ -96,11 +96,11 @@ class AsideLayer:
             if taken.answer.result is not None:
                 partial = messenger.sums(taken)
                 self._routing.add_rows(out, partial, packet.sent_rows[: len(partial)])
-                timing = taken.answer.result.timing
+                result = taken.answer.result
             elif call is not None:
                 answered = False
                 self._compute_here(out, x, split.device)
-        step.end_layer(self.index, split, timing, answered=answered)
+        step.end_layer(self.index, split, result, answered=answered)
         return out
 
     def _run_everything(

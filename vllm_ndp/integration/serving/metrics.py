@@ -88,11 +88,10 @@ class NdpStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         return {key: value for key, value in self.data.items() if not isinstance(value, list)}
 
-    def add_step(self, step: StepReport, *, is_whole: bool = True) -> None:
-        """is_whole: whether its simulated time holds all that runs in a step."""
+    def add_step(self, step: StepReport) -> None:
         costs, device = step.costs, step.device
         self._count("steps", 1)
-        if is_whole:
+        if not step.unsimulated:
             self._count("simulated_s", (step.end_ps - step.start_ps) / 1e12)
         for kinds in step.pairs.values():
             for kind, count in kinds.items():
@@ -111,7 +110,7 @@ class NdpStats(KVConnectorStats):
                 self._count(f"stage_s:{stage}", device[f"{stage}_ps"] / 1e12)
             for what, key in _BYTES.items():
                 self._count(f"bytes:{what}", device[key])
-            self._count("messages", sum(step.device_bounds.values()))
+        self._count("messages", len(costs.round_trips_s))
         for bound, count in step.device_bounds.items():
             self._count(f"bound:{bound}", count)
         for parts in step.device_pj.values():

@@ -128,8 +128,7 @@ def _summary(served: ServedRequest, tokens: Tokens, kinds: dict[str, list[Any]])
 
 def _as_recorded(served: ServedRequest, trace: Any) -> bool:
     times = [(step.run.time.start_ps, step.run.time.total_ps) for step in served.steps]
-    columns = (trace.events[name].tolist() for name in ("simulated_start_ps", "simulated_step_ps"))
-    return times == list(zip(*columns, strict=True))
+    return times == list(zip(*(column.tolist() for column in trace.simulated_steps()), strict=True))
 
 
 def _write_tokens(hosts: list[Tokens], path: Path) -> None:

@@ -57,16 +57,16 @@ def replay(trace: TraceArgument, replicas: ReplicasOption = None) -> None:
     recorded = Trace.load(trace)
     with waiting("replaying the recorded steps"):
         replayed = replay_live(recorded, losses_of_run(recorded, replicas))
-    off = (replayed.step_ps != replayed.recorded_step_ps) | (replayed.start_ps != replayed.recorded_start_ps)
     print_json(
         {
             "steps": len(replayed.steps),
-            "steps_identical": int((~off).sum()),
+            "steps_identical": replayed.steps_identical,
             "plan_mismatches": replayed.plan_mismatches,
             "fallback_steps": replayed.fallback_steps,
             "changed_steps": replayed.changed_steps,
             "simulated_ps": int(replayed.start_ps[-1] + replayed.step_ps[-1]),
             "identical": replayed.identical,
+            "lacks": replayed.lacks,
         }
     )
     if not replayed.identical:

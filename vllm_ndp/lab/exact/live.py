@@ -21,7 +21,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.memory import Footprint, beside_device_memory
-from vllm_ndp.traces.format import ALL_REQUESTS, CACHED
+from vllm_ndp.traces.format import ALL_REQUESTS, CACHED, UNTIMED
 from vllm_ndp.traces.trace import Trace
 
 
@@ -38,15 +38,18 @@ class LiveReplay:
     fallback_steps: int
     changed_steps: int
     """In which one of several devices was lost or came back: their times are the recorded ones."""
+    lacks: str
+    """What the recording does not have, so that it was not compared; empty where it has everything."""
 
     @property
     def identical(self) -> bool:
-        """Every step to the picosecond, and every plan to the bit."""
-        return (
-            self.plan_mismatches == 0
-            and np.array_equal(self.start_ps, self.recorded_start_ps)
-            and np.array_equal(self.step_ps, self.recorded_step_ps)
-        )
+        """Every step to the picosecond, and every plan to the bit, as far as the recording has them."""
+        return self.plan_mismatches == 0 and self.steps_identical == int((self.recorded_step_ps != UNTIMED).sum())
+
+    @property
+    def steps_identical(self) -> int:
+        same = (self.step_ps == self.recorded_step_ps) & (self.start_ps == self.recorded_start_ps)
+        return int(same.sum())
 
 
 def recorded_rules(trace: Trace, loss: LossTable) -> PlannerRules:
@@ -103,6 +106,7 @@ def replay_live(trace: Trace, loss: LossTable) -> LiveReplay:
         plan_mismatches=mismatches,
         fallback_steps=int((trace.events["fallback_pairs"][order] > 0).sum()),
         changed_steps=len(recorded_run.changed),
+        lacks=trace.lacks,
     )
 
 

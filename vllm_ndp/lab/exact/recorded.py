@@ -55,6 +55,7 @@ class RecordedRun:
         columns = (trace.events.get(f"simulated_{name}_ps", np.zeros(0, np.int64)) for name in ("start", "step"))
         ends = sum(columns, np.zeros(len(trace.events.get("step", ())), np.int64))
         found = dict(zip(map(int, trace.events.get("step", ())), ends.tolist(), strict=True))
+        found = {step: end_ps for step, end_ps in found.items() if end_ps >= 0}  # without steps that have no time
         if without := self.changed - found.keys():
             raise TraceError(f"a device was lost in step {min(without)}, whose time the trace lacks: it is incomplete")
         return found

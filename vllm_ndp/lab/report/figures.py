@@ -312,14 +312,15 @@ def latencies(comparison: Comparison, costs: Costs) -> Plot:
 
 
 def clocks(trace: Trace) -> dict[str, Plot]:
-    """Both clocks of a recorded run, in two plots that share nothing; empty where none was recorded."""
+    """Both clocks of a recorded run, in two plots that share nothing; of each, if it was recorded."""
     if not len(trace.events.get("step", ())):
         return {}
     plots = {}
-    for name, values, label, color in (
-        ("simulated", trace.events["simulated_step_ps"] / 1e6, "simulated step, us (log)", PALETTE[0]),
-        ("measured", trace.events["measured_step_s"] * 1e3, "measured step, ms (log)", PALETTE[3]),
-    ):
+    shown = [("measured", trace.events["measured_step_s"] * 1e3, "measured step, ms (log)", PALETTE[3])]
+    if not trace.lacks:
+        simulated_us = trace.simulated_steps()[1] / 1e6
+        shown.insert(0, ("simulated", simulated_us, "simulated step, us (log)", PALETTE[0]))
+    for name, values, label, color in shown:
         plots[name] = _plot(label, "share of steps", x_axis_type="log", height=240)
         _distribution(plots[name], np.maximum(values, 1e-6), color, name)
         plots[name].legend.visible = False

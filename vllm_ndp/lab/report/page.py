@@ -117,7 +117,8 @@ def render(
             "<h2>The recorded run, on its two clocks</h2>",
             f"<p>{len(trace.events['step'])} steps; pairs computed here because the device did not answer: "
             f"{fallback}.</p>",
-            row("simulated", "measured"),
+            f"<p>{escape(trace.lacks)}</p>" if trace.lacks else "",
+            row(*(clock for clock in ("simulated", "measured") if clock in plots)),
         ]
     library = Resources(mode="inline", components=["bokeh"]).render()
     return (

@@ -54,10 +54,8 @@ def recorded(trace: Trace, speed: float = 1.0) -> NDArray[np.int64]:
 def of_steps(trace: Trace) -> NDArray[np.int64]:
     """When the step before a request's first one had ended: where a live run took requests as soon as they came, this
     is when they came. Raises TraceError where the trace is not of a live run."""
-    if not len(trace.events.get("step", ())):
-        raise TraceError("the trace holds no steps of a live run: record one with the plugin's 'record' setting")
-    steps = trace.events["step"]
-    ends = np.concatenate([[0], trace.events["simulated_start_ps"] + trace.events["simulated_step_ps"]])
+    start_ps, step_ps = trace.simulated_steps()
+    steps, ends = trace.events["step"], np.concatenate([[0], start_ps + step_ps])
     ran = trace.phase != CACHED
     first = np.full(len(trace.prompt_len), np.iinfo(np.int64).max)
     np.minimum.at(first, trace.request[ran], trace.step[ran])
