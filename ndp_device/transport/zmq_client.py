@@ -186,7 +186,10 @@ class ZmqTransport:
     def _receive_now(self) -> Frames | None:
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
-        return [sockets.content(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        frames: list[codec.Buffer] = [self._socket.recv(zmq.NOBLOCK)]  # a header: to copy it is cheaper than to hold it
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(sockets.content(self._socket.recv(copy=False)))
+        return frames
 
     def _checked(self, frames: Frames) -> Frames | None:
         if fragments.is_fragment(frames):
