@@ -1,12 +1,16 @@
-"""What both ends of a libzmq connection have in common: frames in and out, limits, one context of a process."""
+"""What both ends of a libzmq connection have in common: frames, limits, the context of a process, and how they end."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import zmq
+import zmq.utils.garbage  # registers its end of the process first, so that it comes after ours
 
 from ndp_device.protocol.codec import Buffer
 
@@ -26,6 +30,8 @@ KEEPALIVE = (
 _ZERO_COPY_BYTES = 256 << 10  # copying is cheaper below 64 KB, dearer above 1 MB
 _DESCRIPTORS = 65_536
 _contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
+_endings: set[Callable[[], object]] = set()
+_Arguments = ParamSpec("_Arguments")
 
 
 def context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -54,3 +60,32 @@ def allow_many_descriptors() -> None:
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def ends_with(
+    owner: object, end: Callable[_Arguments, object], *arguments: _Arguments.args, **options: _Arguments.kwargs
+) -> Callable[[], object]:
+    """Run `end` once: when this is called, when `owner` is collected, or when the process ends.
+
+    Left to Python, a context of libzmq may be collected before its sockets, and waits for them for ever. A process that
+    ends frees lent frames while libzmq still sends them, and aborts. A forked child leaves its parent's sockets alone.
+    """
+    pid = os.getpid()
+
+    def end_here() -> None:
+        _endings.discard(finalizer)
+        if os.getpid() == pid:
+            end(*arguments, **options)
+
+    finalizer = weakref.finalize(owner, end_here)
+    finalizer.atexit = False
+    _endings.add(finalizer)
+    return finalizer
+
+
+@atexit.register
+def _end_all() -> None:
+    for end in list(_endings):
+        end()
+    if os.getpid() in _contexts:
+        context().destroy(linger=0)

@@ -69,6 +69,7 @@ class ZmqTransport:
             self._monitor = self._socket.get_monitor_socket(_EVENTS)
         except zmq.ZMQError as error:
             raise DeviceUnavailable(f"this process can have no more sockets: {error.strerror}") from None
+        self._end_sockets = sockets.ends_with(self, _end_sockets, self._socket, self._monitor)
         self._polled: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._connect(keys)
 
@@ -129,9 +130,7 @@ class ZmqTransport:
             self._channel.close()
             self._channel = None
         self._lost = True
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+        self._end_sockets()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -187,7 +186,10 @@ class ZmqTransport:
     def _receive_now(self) -> Frames | None:
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
-        return [sockets.content(frame) for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        frames: list[codec.Buffer] = [self._socket.recv(zmq.NOBLOCK)]  # a header: to copy it is cheaper than to hold it
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frames.append(sockets.content(self._socket.recv(copy=False)))
+        return frames
 
     def _checked(self, frames: Frames) -> Frames | None:
         if fragments.is_fragment(frames):
@@ -253,3 +255,9 @@ class ZmqTransport:
             raise DeviceUnavailable(
                 f"{self._address.text}: another user than {os.geteuid()} listens there; name a path of your own"
             )
+
+
+def _end_sockets(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)

@@ -80,12 +80,15 @@ class ZmqServer:
         self._active_ns = self._looked_ns = self._checked_ns = 0
         self._lock: int | None = None
         self._is_bound = False
-        self._authenticator: ThreadAuthenticator | None = None
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._authenticator = None if keys is None else ThreadAuthenticator(self._context)
+        self._end_sockets = sockets.ends_with(
+            self, _end_sockets, self._context, self._socket, self._monitor, self._authenticator
+        )
         try:
             self._bind(address, keys)
         except BaseException:
@@ -377,8 +380,8 @@ class ZmqServer:
             *sockets.KEEPALIVE,
         ):
             self._socket.setsockopt(option, value)
-        if keys is not None:
-            self._authenticate(keys)
+        if keys is not None and self._authenticator is not None:
+            self._authenticate(self._authenticator, keys)
         if self._path is not None:
             self._take(self._path)
             for user in {os.geteuid(), 0}:  # whatever the path's mode says
@@ -403,11 +406,10 @@ class ZmqServer:
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise ConfigError(f"{path} is not a socket and will not be replaced; choose another address")
 
-    def _authenticate(self, keys: DeviceKeys) -> None:
+    def _authenticate(self, authenticator: ThreadAuthenticator, keys: DeviceKeys) -> None:
         """CURVE by libzmq; who may come in is asked of the list of keys, by ZAP."""
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=self._allowed)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", credentials_provider=self._allowed)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
 
@@ -417,12 +419,7 @@ class ZmqServer:
             return
         for peer in self._peers.values():
             _close_channel(peer)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=_FLUSH_MS)
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
+        self._end_sockets()
         if self._lock is not None:
             if self._path is not None and self._is_bound:
                 self._path.unlink(missing_ok=True)
@@ -439,3 +436,17 @@ def _close_channel(peer: _Peer) -> None:
         peer.channel.close()
         peer.channel = None
         peer.is_lent = False
+
+
+def _end_sockets(
+    context: zmq.Context[zmq.Socket[bytes]],
+    listening: zmq.Socket[bytes],
+    monitor: zmq.Socket[bytes],
+    authenticator: ThreadAuthenticator | None,
+) -> None:
+    listening.disable_monitor()
+    monitor.close(linger=0)
+    listening.close(linger=_FLUSH_MS)
+    if authenticator is not None:
+        authenticator.stop()
+    context.term()
