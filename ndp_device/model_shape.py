@@ -1,4 +1,4 @@
-"""Sizes of a Mixture-of-Experts model, and what its experts compute. Values only: no file, no torch, no time.
+"""Sizes of a Mixture-of-Experts model. Values only: no file, no torch, no time.
 
 ModelShape     the routed experts: all that a device, a plan and a replica directory know of a model
 WholeModel     and a GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ndp_device.decoder_layers import Attention, DecoderLayer, GroupedQuery
 from ndp_device.errors import ConfigError
-
-Activation = Literal["silu", "swigluoai"]
-"""What stands between the products. silu: silu(gate) * up. swigluoai: gpt-oss's clamped one, with gate at most 7:
-(clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)."""
-
 
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 16

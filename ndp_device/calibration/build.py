@@ -86,7 +86,7 @@ def build_data_free(
     track_weights = {width: TRACK_WEIGHTS[width] for width in _checked_bits(bits)}
     group_size = _checked_group_size(group_size, checkpoint.shape)
     manifest = Manifest.with_form(
-        checkpoint.layout.activation,
+        checkpoint.layout.activations,
         checkpoint.layout.has_bias,
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
@@ -155,7 +155,7 @@ def build_calibrated(
     )
     _refuse_few_tokens(num_sequences - text.num_held_out, sequence_length, shape)
     manifest = Manifest.with_form(
-        checkpoint.layout.activation,
+        checkpoint.layout.activations,
         checkpoint.layout.has_bias,
         model=shape,
         model_digest=model_digest(model_dir),

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ndp_device.activation import SILU, Activation
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
-from ndp_device.model_shape import Activation
 from ndp_device.replicas.format import LayerReplicas
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
@@ -87,10 +87,10 @@ def activated(gate: Tensor, up: Tensor, biases: BiasTensors | None, activation: 
     """Products of gate and of up [n, I] -> what down multiplies, [n, I]."""
     if biases is not None:
         gate, up = gate + biases[0], up + biases[1]
-    if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    argument = gate * (activation.linear + activation.cubic * gate * gate)
+    return gate * torch.sigmoid(argument) * (up + activation.up_bias)
 
 
 def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) -> Solver:
@@ -187,7 +187,7 @@ def fold_order(
     w13: QuantizedMatrix,
     w2: QuantizedMatrix,
     biases: Biases | None = None,
-    activation: Activation = "silu",
+    activation: Activation = SILU,
 ) -> QuantizedExpert:
     """w2's column order becomes the order of w13's gate rows and of its up rows, and of their biases."""
     if w2.perm is None:

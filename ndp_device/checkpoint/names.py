@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from ndp_device.activation import SILU, Activation
+from ndp_device.checkpoint.activations import activation_of
 from ndp_device.checkpoint.headers import TensorInfo
 from ndp_device.checkpoint.spellings import Spellings, first_of, keys_about, keys_about_experts, spellings, text_config
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, Activation
+from ndp_device.model_shape import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 
 Part = Literal["gate", "up", "down"]
 
@@ -31,7 +33,7 @@ DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat
 """Dtypes of experts that we read, as safetensors and as we spell them."""
 
 _INTERLEAVED = {"gpt_oss"}
-"""Model types whose fused gate and up alternate row by row, which no shape shows. They also clamp."""
+"""Model types whose fused gate and up alternate row by row, which no shape shows."""
 _ONE_PLUS_NORM = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 """Model types that multiply by 1 + the norm's weight, which no shape shows either."""
 
@@ -88,6 +90,7 @@ class CheckpointLayer:
     biases: Mapping[Part, Source]
     norm: str | None
     """The norm whose output the experts read; None where the residual reaches them as it is."""
+    activation: Activation = SILU
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,6 @@ class ExpertLayout:
     hidden_size: int  # H
     intermediate_size: int  # I
     dtype: str
-    activation: Activation
     layers: tuple[CheckpointLayer, ...]  # L, rising by decoder layer
     norm_offset: float = 0.0
 
@@ -107,6 +109,11 @@ class ExpertLayout:
     def moe_index(self) -> Mapping[int, int]:
         """Decoder layer -> MoE layer, which is what arrays, plans, messages and replicas count."""
         return {layer.decoder_layer: index for index, layer in enumerate(self.layers)}
+
+    @property
+    def activations(self) -> tuple[Activation, ...]:
+        """[L]"""
+        return tuple(layer.activation for layer in self.layers)
 
     @property
     def has_bias(self) -> bool:
@@ -133,7 +140,8 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
         resolved = _Layer(name, decoder_layer, block, tensors, names, interleaved=interleaved, counted=counted)
         sizes[resolved.size] += 1
         norm = _norm(tensors, resolved.prefix, resolved.size[1])
-        layers.append(CheckpointLayer(decoder_layer, resolved.weights, resolved.biases, norm))
+        activation = activation_of(config, decoder_layer, name)
+        layers.append(CheckpointLayer(decoder_layer, resolved.weights, resolved.biases, norm, activation))
     if len(sizes) > 1:
         raise ConfigError(f"{name}: its MoE layers have experts of {len(sizes)} shapes; we serve one shape per model")
     (num_experts, hidden, intermediate) = next(iter(sizes))
@@ -147,7 +155,6 @@ def resolve(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], *, nam
         hidden,
         intermediate,
         _dtype(tensors, layers, num_experts, name),
-        _activation(config, name),
         tuple(layers),
         1.0 if config.get("model_type") in _ONE_PLUS_NORM else 0.0,
     )
@@ -468,17 +475,6 @@ def _top_k(config: Mapping[str, Any], num_experts: int, name: str) -> int:
             + ("" if given else f": {keys_about(config, 'expert', 'top')}")
         )
     return int(values.pop())
-
-
-def _activation(config: Mapping[str, Any], name: str) -> Activation:
-    if config.get("model_type") in _INTERLEAVED:
-        return "swigluoai"
-    value = first_of(config, spellings().activation) or "silu"
-    if value not in ("silu", "swish", "swiglu"):
-        raise ConfigError(f"{name}: its experts compute {value}; our kernels know silu and gpt-oss's clamped SwiGLU")
-    if config.get("swiglu_limit") is not None:
-        raise ConfigError(f"{name}: its experts clamp their activations (swiglu_limit), which our kernels do not")
-    return "silu"
 
 
 def _dtype(tensors: Mapping[str, TensorInfo], layers: list[CheckpointLayer], num_experts: int, name: str) -> str:

@@ -33,6 +33,12 @@ class Spellings:
     other_top_k: tuple[str, ...] = ()
     """The same in words that also have another meaning: counted where none of `top_k` is there."""
     activation: tuple[str, ...] = ()
+    activation_limit: tuple[str, ...] = ()
+    """At which gate and up are clamped: one number, or a list by decoder layer; 0 or null: not at all."""
+    activation_linear: tuple[str, ...] = ()
+    """What the gate is multiplied with in the sigmoid."""
+    activation_up_bias: tuple[str, ...] = ()
+    """What is added to up."""
     shared_experts: tuple[str, ...] = ()
     """How many shared experts a layer has, each as wide as the others."""
     shared_width: tuple[str, ...] = ()
@@ -75,6 +81,9 @@ OURS = Spellings(
     ),
     other_top_k=("top_k",),
     activation=("hidden_act", "hidden_activation", "mlp_hidden_act"),
+    activation_limit=("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list"),  # most, EXAONE, Bailing v3
+    activation_linear=("swiglu_alpha",),
+    activation_up_bias=("swiglu_beta",),
     shared_experts=("n_shared_experts", "num_shared_expert", "moe_num_shared_experts", "num_shared_experts"),
     shared_width=("shared_intermediate_size", "share_expert_dim"),  # Granite, Step-3.5
     layers=("layers", "blocks", "h"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.model_shape import Activation
+from ndp_device.activation import SILU, Activation
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
 
@@ -140,7 +140,7 @@ class QuantizedExpert:
     w13: QuantizedMatrix
     w2: QuantizedMatrix
     biases: Biases | None = None
-    activation: Activation = "silu"
+    activation: Activation = SILU
 
     def __post_init__(self) -> None:
         (rows, hidden), (out, intermediate) = self.w13.shape, self.w2.shape
@@ -168,7 +168,7 @@ class FullExpert:
     w2: NDArray[Any]
     bits: int = FULL_PRECISION_BITS
     biases: Biases | None = None
-    activation: Activation = "silu"
+    activation: Activation = SILU
 
     def __post_init__(self) -> None:
         intermediate, hidden = self.w1.shape

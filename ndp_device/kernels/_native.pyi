@@ -23,7 +23,14 @@ class PackedMatrix:
 class PreparedExpert:
     def masked(self, w13: Sequence[Component], w2: Sequence[Component]) -> PreparedExpert: ...
     def with_activation(
-        self, clamped: bool, b1: NDArray[np.float32], b3: NDArray[np.float32], b2: NDArray[np.float32]
+        self,
+        linear: float,
+        cubic: float,
+        up_bias: float,
+        limit: float,
+        b1: NDArray[np.float32],
+        b3: NDArray[np.float32],
+        b2: NDArray[np.float32],
     ) -> PreparedExpert: ...
 
 def quantized_expert(w13: PackedMatrix, w2: PackedMatrix) -> PreparedExpert: ...

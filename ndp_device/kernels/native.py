@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.activation import SILU
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
 from ndp_device.kernels import _native
@@ -232,8 +233,10 @@ def _prepare_full(expert: FullExpert) -> NativeExpert:
 
 
 def _with_activation(native: _native.PreparedExpert, expert: Expert) -> _native.PreparedExpert:
-    if expert.biases is None and expert.activation == "silu":
+    act = expert.activation
+    if expert.biases is None and act == SILU:
         return native
     none = np.empty(0, np.float32)
     biases = (none,) * 3 if expert.biases is None else (expert.biases.gate, expert.biases.up, expert.biases.down)
-    return native.with_activation(expert.activation == "swigluoai", *(np.ascontiguousarray(bias) for bias in biases))
+    rows = (np.ascontiguousarray(bias) for bias in biases)
+    return native.with_activation(act.linear, act.cubic, act.up_bias, act.largest, *rows)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ndp_device.activation import SILU, Activation
 from ndp_device.experts.expert import Biases, Expert, FullExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import unpack
-from ndp_device.model_shape import Activation
 
 Float32 = NDArray[np.float32]
 
@@ -27,14 +27,14 @@ class ReferenceExpert:
     w13: Float32
     w2: Float32
     biases: Biases | None = None
-    activation: Activation = "silu"
+    activation: Activation = SILU
 
     @property
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes + (0 if self.biases is None else self.biases.nbytes)
 
     def __call__(self, x: Float32) -> Float32:
-        """W2 (silu(W1 x) * (W3 x)) for one row x [H], with the expert's own activation and biases."""
+        """W2 act(W1 x, W3 x) for one row x [H], with the expert's own activation and biases."""
         y: Float32 = self.w2 @ self._between(self.w13 @ x)
         return y if self.biases is None else y + self.biases.down
 
@@ -47,7 +47,7 @@ class ReferenceExpert:
         gate, up = np.split(products, 2, axis=-1)
         if self.biases is not None:
             gate, up = gate + self.biases.gate, up + self.biases.up
-        return silu(gate) * up if self.activation == "silu" else clamped_swiglu(gate, up)
+        return activated(gate, up, self.activation)
 
 
 class ReferenceKernel:
@@ -96,15 +96,12 @@ def dequantize(matrix: QuantizedMatrix) -> Float32:
     return in_order
 
 
-def silu(x: Float32) -> Float32:
+def activated(gate: Float32, up: Float32, activation: Activation) -> Float32:
+    """The formula of ndp_device/activation.py, in the arrays' dtype."""
+    limit = activation.largest
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     with np.errstate(over="ignore"):  # exp(-x) = inf gives x / inf = -0, the right limit
-        y: Float32 = x / (1 + np.exp(-x))
-        return y
-
-
-def clamped_swiglu(gate: Float32, up: Float32) -> Float32:
-    """gpt-oss's activation, with the constants that vLLM has (it does not read the configuration's limit either)."""
-    gate, up = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
-    with np.errstate(over="ignore"):
-        y: Float32 = (up + 1) * (gate / (1 + np.exp(np.float32(-1.702) * gate)))
+        square = np.minimum(gate * gate, np.float32(1e30))  # 0 times infinity would be a NaN
+        argument = gate * (activation.linear + activation.cubic * square)
+        y: Float32 = gate / (1 + np.exp(-argument)) * (up + activation.up_bias)
         return y

@@ -61,7 +61,7 @@ class CheckpointExperts:
         if found.biases:
             of_biases = [found.biases[part].place(expert) for part in ("gate", "up", "down")]
             biases = Biases(*(to_float32(self._values(at), DTYPES[self.tensors[at.tensor].dtype]) for at in of_biases))
-        return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=self.layout.activation)
+        return FullExpert(self.layout.dtype, w1, w3, w2, biases=biases, activation=found.activation)
 
     @property
     def lies_in_place(self) -> bool:

@@ -27,9 +27,10 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from ndp_device import sealed, strict_json
+from ndp_device.activation import NAMED, SILU, Activation
 from ndp_device.errors import ConfigError, NdpError, ReplicaError, why_unwritable
 from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, QuantizedMatrix
-from ndp_device.model_shape import Activation, ModelShape
+from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.strict_files import open_plain
 from ndp_device.widths import WIDTHS
@@ -68,25 +69,35 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = VERSION
     layers: dict[int, LayerFile] = {}
-    activation: Activation | msgspec.UnsetType = msgspec.UNSET
-    """Left out for silu, so that the manifests of version 1 stay what they are."""
+    activation: str | tuple[Activation, ...] | msgspec.UnsetType = msgspec.UNSET
+    """A name for all layers, as the first manifests had it, or the numbers of each; left out for silu in all."""
     biases: bool | msgspec.UnsetType = msgspec.UNSET
     layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the same relative loss in each layer does to the model's answer, mean 1; left out until it is measured. Says
     nothing of how the files are read, so the version is the same."""
 
     @classmethod
-    def with_form(cls, activation: Activation, biases: bool, **fields: Any) -> Manifest:
-        """The manifest of experts that compute this activation; biases: whether they have some."""
-        if activation == "silu" and not biases:
+    def with_form(cls, activations: tuple[Activation, ...], biases: bool, **fields: Any) -> Manifest:
+        """The manifest of experts that compute these activations, one per layer; biases: whether they have some."""
+        if set(activations) == {SILU} and not biases:
             return cls(**fields)
-        return cls(**fields, activation=activation, biases=biases, version=VERSION_WITH_FORM)
+        name = next((name for name, one in NAMED.items() if set(activations) == {one}), None)
+        return cls(**fields, activation=name or activations, biases=biases, version=VERSION_WITH_FORM)
+
+    def activation_of(self, layer: int) -> Activation:
+        if isinstance(self.activation, msgspec.UnsetType):
+            return SILU
+        return NAMED[self.activation] if isinstance(self.activation, str) else self.activation[layer]
 
     def __post_init__(self) -> None:
         if not self.bits or list(self.bits) != sorted(set(self.bits) & set(WIDTHS)):
             raise ValueError(f"bits must be a rising selection of {list(WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
+        if isinstance(self.activation, str) and self.activation not in NAMED:
+            raise ValueError(f"activation must be one of {', '.join(NAMED)} or numbers, got {self.activation!r}")
+        if isinstance(self.activation, tuple) and len(self.activation) != self.model.num_layers:
+            raise ValueError(f"activation must be of {self.model.num_layers} layers, got {len(self.activation)}")
         weights = () if isinstance(self.layer_weights, msgspec.UnsetType) else self.layer_weights
         if weights and (len(weights) != self.model.num_layers or not all(0 <= one < math.inf for one in weights)):
             raise ValueError(f"layer_weights must be {self.model.num_layers} finite numbers >= 0, got {list(weights)}")
@@ -182,7 +193,7 @@ class ReplicaFiles:
                 self._matrix(file, expert, "w13", bits),
                 self._matrix(file, expert, "w2", bits),
                 self._biases(file, expert, bits) if self.manifest.biases else None,
-                self.manifest.activation or "silu",
+                self.manifest.activation_of(layer),
             )
         except ValueError as error:
             raise ReplicaError(f"{file.path} is damaged: expert {expert} at {bits} bits: {error}") from None
@@ -302,7 +313,7 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
             else:
                 for matrix in matrices:
                     tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
-        tensors |= _bias_tensors(expert, by_bits, manifest)
+        tensors |= _bias_tensors(layer, expert, by_bits, manifest)
     # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
     contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
     _write_whole(directory / layer_file_name(layer), contents)
@@ -312,14 +323,14 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
     return manifest
 
 
-def _bias_tensors(expert: int, by_bits: dict[int, QuantizedExpert], manifest: Manifest) -> dict[str, NDArray[Any]]:
+def _bias_tensors(
+    layer: int, expert: int, by_bits: dict[int, QuantizedExpert], manifest: Manifest
+) -> dict[str, NDArray[Any]]:
     """Beside the planes, as float32; once for a nested container, whose widths share one order of rows."""
     tensors: dict[str, NDArray[Any]] = {}
     for bits, replica in by_bits.items():
-        if (replica.biases is not None, replica.activation) != (
-            bool(manifest.biases),
-            manifest.activation or "silu",
-        ):
+        wanted = bool(manifest.biases), manifest.activation_of(layer)
+        if (replica.biases is not None, replica.activation) != wanted:
             raise ValueError(f"expert {expert} has another activation or other biases than the manifest says")
         if replica.biases is not None:
             prefix = f"{expert}" if manifest.container == "nested" else f"{expert}.{bits}"

@@ -17,6 +17,7 @@ from fp8_rows import encode_fp8_rows
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 
 from ndp_device.errors import ConfigError
+from ndp_device.kernels.reference import ReferenceKernel
 from vllm_ndp.integration.cuda import low_bit_slots
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.low_bit_slots import (
@@ -114,9 +115,11 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
     pool = ExpertsPool(MODEL)
     plain = CudaSlotKernel("silu", 8, None, lambda *key: nullcontext())  # type: ignore[arg-type]
     form = Fp8Rows(encode_fp8_rows, dict) if bits == 8 else Int4Groups(128, torch.bfloat16, dict)
-    monkeypatch.setattr(hot_experts, "make_slot_kernel", lambda layer, dtype: plain)
+    monkeypatch.setattr(hot_experts, "make_slot_kernel", lambda *arguments: plain)
     monkeypatch.setattr(hot_experts, "form_of_vllm", lambda *asked: form)
-    hot = hot_experts.HotExperts(pool, os.sched_getaffinity(0), num_quantized=3, slot_bits=bits)
+    hot = hot_experts.HotExperts(
+        pool, os.sched_getaffinity(0), load_kernel=ReferenceKernel, num_quantized=3, slot_bits=bits
+    )
     one = pool.expert(0, 0)
     empty = {"w13_weight": (0, 2 * len(one.w1), one.w1.shape[1]), "w2_weight": (0, *one.w2.shape)}
     layer = SimpleNamespace(**{name: torch.empty(shape, dtype=pool.dtype) for name, shape in empty.items()})

@@ -71,7 +71,15 @@ class Assembly:
         if settings.plan == "joint":
             num_quantized = shape.num_experts
         cores, bits = compat.engine_cores(), settings.slot_bits
-        return HotExperts(self.pool, cores, owners, ranks.rank, num_quantized=num_quantized, slot_bits=bits)
+        return HotExperts(
+            self.pool,
+            cores,
+            owners,
+            ranks.rank,
+            load_kernel=lambda: self._kernel,
+            num_quantized=num_quantized,
+            slot_bits=bits,
+        )
 
     @property
     def gpu_model(self) -> GpuModel:

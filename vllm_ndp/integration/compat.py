@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ndp_device.activation import GPT_OSS, Activation, activation_named
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -256,6 +257,21 @@ def shared_experts(model: Any) -> dict[str, Any]:
     }
 
 
+def activation_of(layer: Any) -> Activation:
+    """What vLLM's experts of this layer compute; raises ConfigError for what ours cannot. Its swigluoai has constants,
+    and its other SwiGLU of gpt-oss's form takes the model's numbers, 1 and 0 where the model gives none."""
+    name, limit = layer.activation.value, getattr(layer, "swiglu_limit", None)
+    linear, up_bias = getattr(layer, "swiglu_alpha", None), getattr(layer, "swiglu_beta", None)
+    if name == "swigluoai":
+        return GPT_OSS
+    if name == "swigluoai_uninterleave":
+        return Activation(linear=linear or 1.0, up_bias=up_bias or 0.0, limit=limit)
+    try:
+        return activation_named(name, limit=limit)
+    except ConfigError as error:
+        raise ConfigError(f"quantization 'ndp' cannot run layer {layer.layer_name}: {error}") from None
+
+
 def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
     """Which of the checkpoint's MoE layers this module of vLLM is, after comparing the two. share: what it holds."""
     from vllm.model_executor.models.utils import extract_layer_index
@@ -273,7 +289,7 @@ def moe_index(layer: Any, layout: ExpertLayout, share: Share) -> int:
         ("experts per token", moe.experts_per_token, layout.top_k),
         ("hidden size", layer.hidden_size, layout.hidden_size),
         ("intermediate size", layer.intermediate_size_per_partition * share.count, layout.intermediate_size),
-        ("activation", layer.activation.value, layout.activation),
+        ("activation", activation_of(layer), layout.layers[index].activation),
         ("biases", bool(moe.has_bias), layout.has_bias),
     ):
         if vllm_has != checkpoint_has:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ndp_device.activation import Activation
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from vllm_ndp.integration.ranks import WHOLE, Share
 
@@ -62,6 +63,9 @@ class ExpertsPool:
     def shares(self) -> list[Share]:
         """All parts of an expert, whose results add up to the expert's."""
         return [Share(index, self.share.count) for index in range(self.share.count)]
+
+    def activation_of(self, layer: int) -> Activation:
+        return self.layout.layers[self._first_layer + layer].activation
 
     def expert(self, layer: int, expert: int, share: Share | None = None) -> ExpertWeights:
         """share: which part, this worker's own unless one is named."""

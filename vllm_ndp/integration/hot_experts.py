@@ -6,7 +6,7 @@ Knows slots, the pool and the thread that copies. Does not know requests, plans 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.kernels.kernel import Kernel
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.experts_pool import ExpertsPool
@@ -36,12 +37,14 @@ class HotExperts:
         owners: Owners | None = None,
         rank: int = 0,
         *,
+        load_kernel: Callable[[], Kernel],
         num_quantized: int = 0,
         slot_bits: int = FULL_PRECISION_BITS,
     ) -> None:
         """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts.
-        num_quantized: slots per layer that are narrower than the checkpoint's, as `slot_bits` says on a GPU."""
-        self.pool = pool
+        load_kernel: gives the device's kernel in this process. num_quantized: slots per layer that are narrower than
+        the checkpoint's, as `slot_bits` says on a GPU."""
+        self.pool, self._load_kernel = pool, load_kernel
         self._num_quantized, self._slot_bits = num_quantized, slot_bits
         self._owners, self.rank = owners, rank
         shape = pool.shape
@@ -52,7 +55,8 @@ class HotExperts:
 
     def attach(self, index: int, layer: Any) -> None:
         """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
-        kernel = make_slot_kernel(layer, layer.w13_weight.dtype)
+        activations = self.pool.layout.activations
+        kernel = make_slot_kernel(layer, self.pool.activation_of(index), activations, self._load_kernel)
         held, num_experts = SlotWeights.of_layer(layer), self.pool.shape.num_experts
         tiers = self.tiers.where[index], self.tiers.without_slot[index]
         if not self._num_quantized:

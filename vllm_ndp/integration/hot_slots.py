@@ -1,4 +1,5 @@
-"""K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts.
+"""K experts of one layer in full precision, run by vLLM's own fused kernel: one call, no loop over experts. An
+activation that it lacks is run by the device's kernel.
 
 A hot slot holds one expert; `where[e]` says which slot holds expert e, or where it is else. A pair that runs elsewhere
 costs next to nothing: on a CPU only hot pairs are given, on CUDA the kernel skips experts without a slot. Knows kernels
@@ -7,7 +8,7 @@ and layouts. Does not know requests, plans or the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,10 @@ import torch
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 
+from ndp_device.activation import NAMED, SILU, Activation
 from ndp_device.errors import ConfigError
+from ndp_device.experts.expert import Biases, FullExpert
+from ndp_device.kernels.kernel import Kernel
 from vllm_ndp.integration import huge_pages
 from vllm_ndp.integration.cuda.copies import CopiesByThread
 from vllm_ndp.integration.cuda.lanes import Mark
@@ -82,7 +86,7 @@ class CpuSlotKernel:
             torch.cpu._init_amx()  # the kernel does not ask for permission itself; without it: SIGILL
         self.isa = "amx" if amx else "vec"
         self._operator = cpu_fused_moe
-        self._activation = activation
+        self._operator_activation = activation
         self._interleaved = activation == "swigluoai"  # the operator wants gate and up rows in turn for it
         self._slot_elements = 2 * intermediate_size * hidden_size
 
@@ -101,6 +105,9 @@ class CpuSlotKernel:
             gate_and_up = [(expert.w1, w13[:, :half]), (expert.w3, w13[:, half:])]
         for source, target in (*gate_and_up, (expert.w2, to.w2[slot : slot + 1])):
             torch.ops._C.prepack_moe_weight(source.to(w13.dtype).unsqueeze(0), target, self.isa)
+        self._load_biases(to, slot, expert)
+
+    def _load_biases(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
         if expert.biases is not None and to.b13 is not None and to.b2 is not None:
             gate, up, down = expert.biases
             to.b13[slot].copy_(_interleave(gate, up) if self._interleaved else torch.cat([gate, up]))
@@ -154,8 +161,62 @@ class CpuSlotKernel:
     def fused(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """vLLM's operator, which checks nothing: no slot may be -1; weights f32 and slots i32 must be contiguous."""
         out = torch.empty_like(x)
-        self._operator(out, x, *held, weights, slots, self._activation, self.isa, False)
+        self._operator(out, x, *held, weights, slots, self._operator_activation, self.isa, False)
         return out
+
+
+class NativeSlotKernel(CpuSlotKernel):
+    """The device's kernel over plain [2I, H] slots, which it reads where they lie."""
+
+    def __init__(self, kernel: Kernel, activation: Activation) -> None:
+        self.isa, self._interleaved = kernel.name, False
+        self._kernel, self._activation = kernel, activation
+
+    def check_slots(self, num_slots: int) -> None:
+        return
+
+    def load(self, to: SlotWeights, slot: int, expert: ExpertWeights) -> None:
+        gate, up = to.w13[slot].chunk(2)
+        for target, source in ((gate, expert.w1), (up, expert.w3), (to.w2[slot], expert.w2)):
+            target.copy_(source)
+        self._load_biases(to, slot, expert)
+
+    def fused(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        rows = np.repeat(np.arange(len(x)), slots.shape[1])
+        experts = {slot: self._kernel.prepare(self._expert(held, slot)) for slot in set(slots.flatten().tolist())}
+        return weighted_sums(self._kernel, experts, x, rows, slots.flatten().numpy(), weights.flatten().numpy())
+
+    def _expert(self, held: SlotWeights, slot: int) -> FullExpert:
+        dtype = str(held.w13.dtype).removeprefix("torch.")
+        w13, w2 = (part[slot].detach() for part in (held.w13, held.w2))
+        if held.w13.dtype == torch.bfloat16:
+            w13, w2 = w13.view(torch.uint16), w2.view(torch.uint16)
+        w1, w3 = w13.chunk(2)
+        biases = None
+        if held.b13 is not None and held.b2 is not None:
+            gate, up = held.b13[slot].detach().float().chunk(2)
+            biases = Biases(gate.numpy(), up.numpy(), held.b2[slot].detach().float().numpy())
+        return FullExpert(dtype, w1.numpy(), w3.numpy(), w2.numpy(), biases=biases, activation=self._activation)
+
+
+def weighted_sums(
+    kernel: Kernel,
+    experts: Mapping[int, Any],
+    x: torch.Tensor,
+    rows: NDArray[np.int64],
+    slots: NDArray[Any],
+    weights: NDArray[np.float32],
+) -> torch.Tensor:
+    """x [T, H]; rows, slots and weights of each pair [P]; experts: prepared, by slot. Rows without a pair are 0."""
+    used, places = np.unique(slots, return_inverse=True)
+    sums = kernel.execute(
+        x.detach().float().numpy(),
+        [experts[slot] for slot in used.tolist()],
+        rows.astype(np.int32),
+        places.astype(np.int32),
+        weights.astype(np.float32),
+    )
+    return torch.from_numpy(sums).to(x.dtype)
 
 
 class CudaSlotKernel:
@@ -247,14 +308,24 @@ class CudaSlotKernel:
         return self._maps[num_slots]
 
 
-def make_slot_kernel(layer: Any, dtype: torch.dtype) -> CpuSlotKernel | CudaSlotKernel:
-    if current_platform.is_cpu():
-        return CpuSlotKernel(dtype, layer.hidden_size, layer.intermediate_size_per_partition, layer.activation.value)
-    if layer.moe_config.has_bias or layer.activation.value != "silu":
-        raise ConfigError(
-            f"quantization 'ndp' runs experts with biases or the activation {layer.activation.value} on CPU only so far"
-        )
-    return CudaSlotKernel.of_vllm(layer.activation, layer.moe_config.num_experts)
+def make_slot_kernel(
+    layer: Any, activation: Activation, of_model: Collection[Activation], load_kernel: Callable[[], Kernel]
+) -> CpuSlotKernel | CudaSlotKernel:
+    """For the slots that vLLM's module `layer` has allocated, whose experts compute `activation`.
+
+    of_model: of all layers, which lay out their slots alike. load_kernel: gives the device's kernel in this process.
+    """
+    if not current_platform.is_cpu():
+        if layer.moe_config.has_bias or activation != SILU:
+            raise ConfigError(
+                f"quantization 'ndp' runs experts with biases or the activation {activation} on CPU only so far"
+            )
+        return CudaSlotKernel.of_vllm(layer.activation, layer.moe_config.num_experts)
+    name = next((name for name, one in NAMED.items() if {one} == set(of_model)), None)
+    if name is None:
+        return NativeSlotKernel(load_kernel(), activation)
+    dtype = layer.w13_weight.dtype
+    return CpuSlotKernel(dtype, layer.hidden_size, layer.intermediate_size_per_partition, name)
 
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
@@ -170,13 +169,10 @@ _leave_in_pool.supports_moe_loading = True  # type: ignore[attr-defined]  # vLLM
 
 
 def _refuse_unsupported(layer: Any, moe: FusedMoEConfig) -> None:
+    compat.activation_of(layer)
     unsupported = [
-        (layer.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI),
-         f"activation {layer.activation.value} (only silu and swigluoai)"),
         (layer.apply_router_weight_on_input and moe.experts_per_token != 1,
          "router weights applied to the input of more than one expert per token"),
-        (any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")),
-         "a clamped or scaled SwiGLU"),
         (_is_misrouted(layer), "a score correction bias without groups, which vLLM's CPU router leaves out"),
     ]  # fmt: skip
     for present, what in unsupported:

@@ -20,7 +20,14 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.widths import FULL_PRECISION_BITS
-from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotPairs, SlotWeights
+from vllm_ndp.integration.hot_slots import (
+    CpuSlotKernel,
+    CudaSlotKernel,
+    HotSlots,
+    SlotPairs,
+    SlotWeights,
+    weighted_sums,
+)
 
 
 class QuantizedSlots(HotSlots):
@@ -94,15 +101,7 @@ class QuantizedSlots(HotSlots):
     ) -> torch.Tensor:
         """x [T, H]; rows, slots and weights of each pair [P]."""
         assert self._low is not None
-        used, places = np.unique(slots, return_inverse=True)
-        sums = self._low.execute(
-            x.detach().float().numpy(),
-            [self._experts[slot] for slot in used.tolist()],
-            rows.astype(np.int32),
-            places.astype(np.int32),
-            weights.astype(np.float32),
-        )
-        return torch.from_numpy(sums).to(x.dtype)
+        return weighted_sums(self._low, dict(enumerate(self._experts)), x, rows, slots, weights)
 
 
 class ReplicaFill:

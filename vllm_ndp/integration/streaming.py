@@ -114,7 +114,7 @@ class StagingStreamer:
                     held = self._staging[self._turn]
                     self._load(layer, expert, share, self._free[self._turn], held, 0)
                 index = torch.full((len(rows), 1), slot or 0, dtype=torch.int32, device=x.device)
-                part = self._kernel.run(x.index_select(0, rows), held, weights, index)
+                part = slots.kernel.run(x.index_select(0, rows), held, weights, index)
                 total.index_add_(0, rows, part.float())
                 if slot is None:
                     self._free[self._turn] = self._mark(x.device)
@@ -170,7 +170,7 @@ class PackedStreamer:
         rows = torch.from_numpy(pairs.rows)
         weights = torch.from_numpy(pairs.topk_weights).unsqueeze(1).contiguous()
         experts = torch.from_numpy(pairs.experts).unsqueeze(1).contiguous()
-        part = self._kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
+        part = slots.kernel.fused(x.index_select(0, rows), self._layers[layer], weights, experts)
         self._refuse_cut(layer)
         return torch.zeros(x.shape, dtype=torch.float32).index_add_(0, rows, part.float())
 

@@ -74,10 +74,10 @@ PreparedExpert PreparedExpert::masked(std::vector<Component> w13_components,
     return expert;
 }
 
-PreparedExpert PreparedExpert::with_activation(bool clamped_swiglu, const float* b1, const float* b3,
+PreparedExpert PreparedExpert::with_activation(const Activation& own, const float* b1, const float* b3,
                                                const float* b2_rows) const {
     PreparedExpert expert = *this;
-    expert.clamped = clamped_swiglu;
+    expert.activation = own;
     if (!b1) return expert;
     expert.b13.assign((intermediate + kBlockRows - 1) / kBlockRows * kUnitRows, 0.0f);
     for (int i = 0; i < intermediate; ++i) {
@@ -273,11 +273,11 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
         const int width = (last - first) * kUnitRows;
         multiply(*job, /*down=*/false, first, last, rows[thread], width, thread);
         const PreparedExpert& expert = *job->expert;
-        const auto activate = expert.clamped ? kernels_.clamped_swiglu : kernels_.swiglu;
         for (int t = 0; t < job->tokens; ++t) {
             float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
             if (!expert.b13.empty()) kernels_.add_scaled(y, expert.b13.data() + first * kUnitRows, 1.0f, width);
-            activate(y, last - first, job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
+            kernels_.activate(y, last - first, expert.activation,
+                              job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
         }
     });
 }

@@ -39,14 +39,14 @@ struct PreparedExpert {
     PackedMatrix w13, w2;
     FullView full_w13{}, full_w2{};
     std::shared_ptr<void> owner;
-    bool clamped = false;  // SwiGLU as gpt-oss computes it
+    Activation activation;
     std::vector<float> b13;  // empty: no biases; in units of 16 gates and 16 ups, like the rows of w13
     std::vector<float> b2;   // [hidden]
 
     double unit_bytes(int cols) const;  // what 32 rows of this many columns stream
 
     // The same weights with another activation, and biases [intermediate], [intermediate], [hidden] or none.
-    PreparedExpert with_activation(bool clamped_swiglu, const float* b1, const float* b3, const float* b2_rows) const;
+    PreparedExpert with_activation(const Activation& own, const float* b1, const float* b3, const float* b2_rows) const;
 
     // The same codes, scales and offsets out of components that hold one more bit, which does not count.
     PreparedExpert masked(std::vector<Component> w13_components, std::vector<Component> w2_components) const;

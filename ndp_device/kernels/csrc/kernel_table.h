@@ -82,6 +82,14 @@ struct PackJob {
 
 constexpr int kPackChunks = 16;  // the widest vector holds so many words of a row
 
+// (clamp(up, -limit, limit) + up_bias) * g * sigmoid(linear * g + cubic * g^3), where g = min(gate, limit); SiLU as it is.
+struct Activation {
+    float linear = 1.0f;
+    float cubic = 0.0f;
+    float up_bias = 0.0f;
+    float limit = __builtin_inff();  // none
+};
+
 struct KernelTable {
     const char* name;
     void (*pack)(const PackJob&);
@@ -91,10 +99,8 @@ struct KernelTable {
     void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, int first, int last,
                           float* y, ptrdiff_t y_stride);
     void (*quantize)(const QuantizeJob&);
-    // h[16 * u + r] = silu(y[32 * u + r]) * y[32 * u + 16 + r]
-    void (*swiglu)(const float* y, int units, float* h);
-    // h = (clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate), gate at most 7: gpt-oss, constants as in vLLM
-    void (*clamped_swiglu)(const float* y, int units, float* h);
+    // h[16 * u + r] of the gate y[32 * u + r] and the up y[32 * u + 16 + r]
+    void (*activate)(const float* y, int units, const Activation&, float* h);
     void (*add_scaled)(float* out, const float* y, float gate, int count);
     // Sum of all 64-byte lines, read as `streams` (1, 2 or 4) concurrent streams with a prefetch this far ahead.
     uint64_t (*read_stream)(const void* data, size_t bytes, int streams, int prefetch_bytes);

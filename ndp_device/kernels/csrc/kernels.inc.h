@@ -481,23 +481,18 @@ void quantize(const QuantizeJob& job) {
     }
 }
 
-void swiglu(const float* y, int units, float* h) {
-    for (int u = 0; u < units; ++u) {
-        f32x16 gate = load<f32x16>(y + u * kUnitRows);
-        f32x16 up = load<f32x16>(y + u * kUnitRows + kBlockRows);
-        store(h + u * kBlockRows, gate / (1.0f + exp_lanes(-gate)) * up);
-    }
-}
-
-void clamped_swiglu(const float* y, int units, float* h) {
-    const f32x16 limit = broadcast(7.0f);
+void activate(const float* y, int units, const Activation& a, float* h) {
+    const f32x16 limit = broadcast(a.limit), largest_square = broadcast(1e30f);
     for (int u = 0; u < units; ++u) {
         f32x16 gate = load<f32x16>(y + u * kUnitRows);
         f32x16 up = load<f32x16>(y + u * kUnitRows + kBlockRows);
         gate = gate > limit ? limit : gate;  // a NaN stays one
         up = up > limit ? limit : up;
         up = up < -limit ? -limit : up;
-        store(h + u * kBlockRows, gate / (1.0f + exp_lanes(-1.702f * gate)) * (up + 1.0f));
+        f32x16 square = gate * gate;
+        square = square > largest_square ? largest_square : square;  // infinity times a cubic of 0 would be a NaN
+        const f32x16 argument = gate * (a.linear + a.cubic * square);
+        store(h + u * kBlockRows, gate / (1.0f + exp_lanes(-argument)) * (up + a.up_bias));
     }
 }
 
@@ -657,7 +652,7 @@ uint64_t read_stream(const void* data, size_t bytes, int streams, int prefetch_b
 }
 
 constexpr KernelTable make_table(const char* name) {
-    return {name, pack, multiply, multiply_full, quantize, swiglu, clamped_swiglu, add_scaled, read_stream};
+    return {name, pack, multiply, multiply_full, quantize, activate, add_scaled, read_stream};
 }
 
 }  // namespace

@@ -79,14 +79,15 @@ std::shared_ptr<PreparedExpert> full_expert(int dtype, Weights w1, Weights w3, W
     return expert;
 }
 
-std::shared_ptr<PreparedExpert> with_activation(const PreparedExpert& expert, bool clamped, Vector<float> b1,
-                                                Vector<float> b3, Vector<float> b2) {
+std::shared_ptr<PreparedExpert> with_activation(const PreparedExpert& expert, float linear, float cubic,
+                                                float up_bias, float limit, Vector<float> b1, Vector<float> b3,
+                                                Vector<float> b2) {
     const size_t inner = expert.intermediate, outer = expert.hidden;
     const bool none = b1.size() == 0 && b3.size() == 0 && b2.size() == 0;
     if (!none && (b1.size() != inner || b3.size() != inner || b2.size() != outer))
         throw std::invalid_argument("biases must have the lengths of gate, up and down, or all be empty");
     return std::make_shared<PreparedExpert>(
-        expert.with_activation(clamped, none ? nullptr : b1.data(), b3.data(), b2.data()));
+        expert.with_activation({linear, cubic, up_bias, limit}, none ? nullptr : b1.data(), b3.data(), b2.data()));
 }
 
 void execute(Engine& engine, Matrix<float> x, const std::vector<const PreparedExpert*>& experts, Vector<int32_t> rows,
@@ -117,7 +118,8 @@ NB_MODULE(_native, m) {
         .def("masked", [](const PreparedExpert& narrow, const Components& w13, const Components& w2) {
             return std::make_shared<PreparedExpert>(narrow.masked(copied(w13), copied(w2)));
         })
-        .def("with_activation", with_activation, nb::arg("clamped"), nb::arg("b1"), nb::arg("b3"), nb::arg("b2"));
+        .def("with_activation", with_activation, nb::arg("linear"), nb::arg("cubic"), nb::arg("up_bias"),
+             nb::arg("limit"), nb::arg("b1"), nb::arg("b3"), nb::arg("b2"));
     m.def("quantized_expert", quantized_expert);
     m.def("full_expert", full_expert);
 

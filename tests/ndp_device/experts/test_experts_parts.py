@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from paths import MODEL, ROOT
 
+from ndp_device.activation import GPT_OSS
 from ndp_device.errors import ConfigError
 from ndp_device.experts.expert import Biases, Expert, FullExpert
 from ndp_device.experts.part import WHOLE, Part
@@ -49,7 +50,7 @@ def test_what_an_expert_adds_at_its_end_is_added_once() -> None:
     assert isinstance(full, FullExpert)
     hidden, units = full.w2.shape
     biases = Biases(*(rng.standard_normal(size, np.float32) for size in (units, units, hidden)))
-    expert = replace(full, biases=biases, activation="swigluoai")
+    expert = replace(full, biases=biases, activation=GPT_OSS)
     added = np.sum([computed(Part(index, 2).of(expert), "reference") for index in range(2)], axis=0)
     np.testing.assert_allclose(added, computed(expert, "reference"), rtol=1e-5, atol=1e-5)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ndp_device.activation import GPT_OSS, SILU
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import (
     Biases,
@@ -95,11 +96,9 @@ def exact(x: NDArray[np.float32], experts: Sequence[Expert], pairs: tuple[NDArra
         gate, up, down = v @ w1.T, v @ w3.T, 0.0
         if expert.biases is not None:
             gate, up, down = gate + expert.biases.gate, up + expert.biases.up, expert.biases.down
-        if expert.activation == "silu":
-            between = gate / (1 + np.exp(-gate)) * up
-        else:
-            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-            between = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+        act = expert.activation
+        gate, up = np.minimum(gate, act.largest), np.clip(up, -act.largest, act.largest)
+        between = (up + act.up_bias) * gate / (1 + np.exp(-act.linear * gate - act.cubic * gate**3))
         np.add.at(y, rows[mine], gates[mine, None] * (between @ w2.T + down))
     return y
 
@@ -166,7 +165,7 @@ def random_biases(rng: np.random.Generator, hidden: int, intermediate: int) -> B
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("hidden", "intermediate", "group"), [(64, 96, 32), (41, 23, 64), (136, 344, 128)])
 @pytest.mark.parametrize("bits", [2, 3, 4, "float32"])
-def test_biases_and_the_clamped_activation_match_fp64(
+def test_biases_and_a_clamped_activation_match_fp64(
     isa: str, hidden: int, intermediate: int, group: int, bits: int | str
 ) -> None:
     """Rows scaled so that gate and up pass the clamp at 7 on both sides."""
@@ -179,7 +178,7 @@ def test_biases_and_the_clamped_activation_match_fp64(
         else:
             plain = full_expert(rng, hidden, intermediate, bits)
         inner, outer = plain.w1.shape if isinstance(plain, FullExpert) else plain.w2.shape[::-1]
-        experts.append(replace(plain, biases=random_biases(rng, outer, inner), activation="swigluoai"))
+        experts.append(replace(plain, biases=random_biases(rng, outer, inner), activation=GPT_OSS))
     kernel = NativeKernel(isa=isa, threads=2)
     x = 8 * rng.standard_normal((9, outer)).astype(np.float32)
     pairs = random_pairs(rng, 9, 2, 2)
@@ -188,14 +187,14 @@ def test_biases_and_the_clamped_activation_match_fp64(
     assert relative_error(y, wanted) < (2e-6 if bits == "float32" else LIMIT["two_limb"])
     reference = ReferenceKernel()
     assert relative_error(reference.execute(x, [reference.prepare(e) for e in experts], *pairs), wanted) < 2e-6
-    unlike = [replace(expert, activation="silu") for expert in experts]
+    unlike = [replace(expert, activation=SILU) for expert in experts]
     assert relative_error(exact(x, unlike, pairs), wanted) > 0.1, "the clamp must matter here"
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
     rng = np.random.default_rng(7)
-    wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation="swigluoai")
+    wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation=GPT_OSS)
     w13, w2 = (
         NestedMatrix((3, 4), m.planes, np.stack([m.scale] * 2), np.stack([m.offset] * 2), m.group_size, m.perm)
         for m in (wide.w13, wide.w2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import safetensors.numpy
 from small_checkpoint import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, write_safetensors, write_small_checkpoint
 
 from ndp_device import sealed
+from ndp_device.activation import SILU, Activation
 from ndp_device.cache import default_cache_dir
 from ndp_device.calibration.build import build_data_free
 from ndp_device.calibration.loss_table import expert_losses
@@ -340,4 +342,33 @@ def test_a_manifest_whose_version_and_activation_disagree_is_refused(
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"version": 1}))
     with pytest.raises(ReplicaError, match="version 1, wanted 'ndp-moe-replicas' version 2"):
+        read_manifest(copy)
+
+
+def test_replicas_of_layers_that_clamp_at_different_limits_say_so_per_layer(tmp_path: Path) -> None:
+    limits = [0.0, *(0.5,) * (LAYERS - 1)]
+    model_dir, out = write_small_checkpoint(tmp_path / "model", swiglu_limits=limits), tmp_path / "replicas"
+    build_data_free(model_dir, out, group_size=8, show_progress=False)
+    manifest, files = read_manifest(out), ReplicaFiles(out)
+    wanted = (SILU, *(Activation(limit=0.5),) * (LAYERS - 1))
+    assert (manifest.version, manifest.activation) == (2, wanted)
+    assert tuple(files.expert(layer, 0, 2).activation for layer in range(LAYERS)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("activation", "why"),
+    [
+        ("swigluoaj", "must be one of silu"),
+        ([{"limit": 7.0}], "of .* layers, got 1"),
+        ([{"limit": -7.0}] * LAYERS, "a limit above 0"),
+        ([{"slope": 1.0}] * LAYERS, "slope"),
+    ],
+)
+def test_a_manifest_with_an_unknown_activation_is_refused(
+    clamped: tuple[Path, Path], tmp_path: Path, activation: Any, why: str
+) -> None:
+    copy = shutil.copytree(clamped[1], tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_bytes(sealed.seal(manifest | {"activation": activation}))
+    with pytest.raises(ReplicaError, match=why):
         read_manifest(copy)
