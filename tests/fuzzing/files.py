@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors.numpy import save_file
 from small_checkpoint import write_small_checkpoint
 
 from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
@@ -85,6 +86,16 @@ def kinds() -> list[Kind]:
         Kind("import-vllm", _make_vllm, _in_lines(""), lambda path: import_trace(path, "vllm", SETTINGS)),
         Kind("import-megatron", _make_megatron, _in_lines(""), lambda path: import_trace(path, "megatron", SETTINGS)),
         Kind("import-flame", _make_flame, _in_flame, lambda path: import_trace(path, "flame", SETTINGS)),
+        Kind("import-routelog", _make_routelog, _in_lines(""), lambda path: import_trace(path, "routelog", SETTINGS)),
+        Kind(
+            "import-moe-trace", _make_moe_trace, _in_bytes(""), lambda path: import_trace(path, "moe-trace", SETTINGS)
+        ),
+        Kind(
+            "import-selection", _make_selection, _in_json(""), lambda p: import_trace(p, "expert-selection", SETTINGS)
+        ),
+        Kind("import-columns", _make_columns, _in_header(""), lambda path: import_trace(path, "columns", SETTINGS)),
+        Kind("import-columns-bytes", _make_columns, _in_bytes(""), lambda p: import_trace(p, "columns", SETTINGS)),
+        Kind("import-dynande", _make_dynande, _in_bytes(""), lambda path: import_trace(path, "dynande", SETTINGS)),
         Kind("settings", _make_settings, _in_json(""), _read_settings),
         Kind("hardware", _make_hardware, _in_hardware, _read_hardware),
     ]
@@ -220,6 +231,42 @@ def _make_megatron(path: Path) -> None:
         for layer in range(2)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _cells() -> list[tuple[int, int, list[int]]]:
+    """(token, layer, ids), the ids of a cell two of eight."""
+    return [(token, layer, [token, (token + layer + 1) % 8]) for token in range(8) for layer in range(2)]
+
+
+def _make_routelog(path: Path) -> None:
+    names = ("type", "req_id", "token_idx", "layer", "topk_ids")
+    rows = [dict(zip(names, ("route", "a", *cell), strict=True)) for cell in _cells()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _make_moe_trace(path: Path) -> None:
+    rows = [f"{layer},{expert}\n" for _, layer, ids in _cells() for expert in ids]
+    path.write_text("layer,expert\n" + "".join(rows))
+
+
+def _make_selection(path: Path) -> None:
+    ids = _ids(8)
+    parts = (slice(0, 4), slice(4, 5), slice(5, 6))
+    path.write_text(json.dumps([{str(layer): ids[part, layer].tolist() for layer in range(2)} for part in parts]))
+
+
+def _make_columns(path: Path) -> None:
+    token, layer, ids = (np.array(column, np.int32) for column in zip(*_cells(), strict=True))
+    columns = {"prompt_idx": token * 0, "tok": token, "layer": layer, "top_indices": ids}
+    save_file(columns | {"logits": np.ones((len(ids), 8), np.float32)}, path)
+
+
+def _make_dynande(path: Path) -> None:
+    rows = [
+        f"{layer},{token}," + ",".join("0.5" if expert in ids else "0" for expert in range(8)) + "\n"
+        for token, layer, ids in _cells()
+    ]
+    path.write_text("layer_id,token_id," + ",".join(f"expert_{e}" for e in range(8)) + "\n" + "".join(rows))
 
 
 def _make_flame(path: Path) -> None:

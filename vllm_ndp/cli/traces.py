@@ -1,4 +1,4 @@
-"""Commands that make traces without vLLM: trace-import, trace-synth. Knows their options; traces/ does the work."""
+"""Commands on traces without vLLM: trace-import, -export, -synth. Knows their options; traces/ does the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ndp_device.command_line import command, print_json
-from vllm_ndp.cli.options import OutOption
+from vllm_ndp.cli.options import OutOption, TraceArgument
 
 if TYPE_CHECKING:
     from vllm_ndp.traces.trace import Trace
@@ -27,21 +27,44 @@ def trace_import(
     out: OutOption,
     kind: Annotated[
         str,
-        typer.Option("--format", help="vllm, sglang, megatron, flame, routelog, moe-trace, npz, or a package's own."),
+        typer.Option("--format", help="Who wrote it, as the list below has it, or a package's own."),
     ],
     model: Annotated[str, typer.Option(help="Name of the model, kept with the trace.")] = "unknown",
     num_experts: Annotated[int, typer.Option(help="Experts per layer; 0: largest id seen plus one.")] = 0,
     sequence_len: Annotated[int, typer.Option(help="Tokens per sequence where the source has no requests.")] = 512,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of those sequences.")] = 256,
+    top_k: Annotated[int, typer.Option(help="Experts a token, where the source has only logits.")] = 0,
 ) -> None:
     """Read routing that another program recorded into a trace.
 
-    Of vLLM, SGLang, Megatron or FLAME-MoE, or from .npz.
+    vllm, sglang, megatron, flame, routelog, moe-trace, expert-selection, columns, dynande, npz: docs/trace-format.md.
     """
     from vllm_ndp.traces.importers import ImportSettings, import_trace
 
-    trace = import_trace(source, kind, ImportSettings(model, num_experts, sequence_len, prompt_len))
+    settings = ImportSettings(model, num_experts, sequence_len, prompt_len, top_k=top_k)
+    trace = import_trace(source, kind, settings)
     _save(trace, out)
+
+
+@command(
+    app,
+    "trace-export",
+    examples=("vllm-ndp trace-export tests/data/tiny-mixtral-trace --format gate-stats --out exported",),
+)
+def trace_export(
+    trace: TraceArgument,
+    out: OutOption,
+    kind: Annotated[str, typer.Option("--format", help="dynande or gate-stats.")],
+) -> None:
+    """Write a trace's routing for another simulator.
+
+    dynande: CSV of DynaNDE. gate-stats: gate_stats.json for LLMServingSim.
+    """
+    from vllm_ndp.traces.exporters import export_trace
+    from vllm_ndp.traces.trace import Trace
+
+    files = export_trace(Trace.load(trace), kind, out)
+    print_json({"trace": str(trace), "format": kind, "out": str(out), "files": len(files)})
 
 
 @command(
@@ -102,5 +125,6 @@ def _save(trace: Trace, out: Path) -> None:
             "experts": p.num_experts,
             "top_k": p.top_k,
             "weights": p.weights,
+            **{name: p.settings[name] for name in ("left_out",) if name in p.settings},
         }
     )

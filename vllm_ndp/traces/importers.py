@@ -8,7 +8,10 @@
 | flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
 | routelog | JSON lines of vLLM loggers, or a directory of them (engine_logs.py) | yes    | if told |
 | moe-trace | CSV of llama.cpp forks, layer and expert a row (engine_logs.py) | no       | no      |
-| npz      | ids [R, T, L, k], weights, prompt_len: models/tiny-mixtral/traces | yes   | yes     |
+| expert-selection | JSON of MoE_expert_selection_trace, a file a request (published.py) | yes | no  |
+| columns  | .safetensors of rows: ids, router logits or both (published.py) | yes      | if told |
+| dynande  | CSV of DynaNDE, the score of every expert a row (published.py) | if told   | yes     |
+| npz      | ids [R, T, L, k] and weights, or logits [R, T, L, E]; prompt_len | yes    | yes     |
 
 Importers of other packages: entry point group `vllm_ndp.importers`, docs/extend.md shows one.
 Sources without requests are cut into sequences of a given length; sources without weights get 1/k each.
@@ -37,6 +40,8 @@ from ndp_device.strict_arrays import decode_array, read_arrays
 from ndp_device.strict_files import read_lines
 from vllm_ndp.traces.engine_logs import read_moe_trace, read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet
+from vllm_ndp.traces.published import read_columns, read_dynande, read_expert_selection
+from vllm_ndp.traces.rows import Logged, chosen
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 _MAX_LINE_VALUES = 3 << 20
@@ -52,6 +57,8 @@ class ImportSettings:
     sequence_len: int = 512
     prompt_len: int = 256
     max_tokens: int = 1 << 20
+    top_k: int = 0
+    """Experts a token, where the source has logits and no choices."""
 
     def __post_init__(self) -> None:
         if not 0 < self.prompt_len < self.sequence_len:
@@ -82,14 +89,10 @@ def import_trace(source: Path, kind: str, settings: ImportSettings | None = None
 
 
 def from_npz(source: Path, settings: ImportSettings) -> Trace:
-    """experts or idx [R, T, L, k], weights or w, optional prompt_len [R], domain or dom [R], domains (names)."""
+    """experts or idx [R, T, L, k] and weights or w, or logits [R, T, L, E]; optional prompt_len [R], domain or dom [R],
+    domains (names)."""
     arrays = read_arrays(source)
-    ids = arrays["experts"] if "experts" in arrays else arrays["idx"]
-    weights = (arrays["weights"] if "weights" in arrays else arrays["w"]).astype(np.float32)
-    if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
-        raise TraceError(
-            f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
-        )
+    ids, weights = _npz_choices(arrays, settings)
     num_requests, num_tokens = ids.shape[:2]
     prompt = arrays.get("prompt_len", np.full(num_requests, num_tokens // 2))
     if prompt.shape != (num_requests,) or prompt.dtype.kind not in "iu" or not 0 <= prompt.min() <= prompt.max():
@@ -101,6 +104,22 @@ def from_npz(source: Path, settings: ImportSettings) -> Trace:
     labels = domain.astype(str) if "domains" not in arrays else arrays["domains"][domain]
     sequences = [sequence_of(ids[r], weights[r], int(prompt[r]), str(labels[r])) for r in range(num_requests)]
     return trace_of(sequences, settings, "npz", "router")
+
+
+def _npz_choices(arrays: dict[str, NDArray[Any]], settings: ImportSettings) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """(ids, weights)"""
+    if "logits" in arrays:
+        logits = arrays["logits"]
+        if logits.ndim != 4 or not logits.size or logits.dtype.kind != "f" or not np.isfinite(logits).all():
+            raise TraceError(f"logits must be finite [requests, tokens, layers, experts], got {list(logits.shape)}")
+        return chosen(logits, settings.top_k)
+    ids = arrays["experts"] if "experts" in arrays else arrays["idx"]
+    weights = (arrays["weights"] if "weights" in arrays else arrays["w"]).astype(np.float32)
+    if ids.ndim != 4 or not ids.size or weights.shape != ids.shape:
+        raise TraceError(
+            f"experts and weights must be [requests, tokens, layers, k], got {list(ids.shape)} {list(weights.shape)}"
+        )
+    return ids, weights
 
 
 def from_vllm(source: Path, settings: ImportSettings) -> Trace:
@@ -246,18 +265,39 @@ def from_flame(source: Path, settings: ImportSettings) -> Trace:
 
 
 def from_routelog(source: Path, settings: ImportSettings) -> Trace:
-    """Prompts are as long as the log says, else as the settings do; a request of one token is all prompt."""
-    logged = read_routelog(source)
-    sequences = []
-    for one in logged:
-        prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
-        sequences.append(sequence_of(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
-    weights = "uniform" if any(one.weights is None for one in logged) else "router"
-    return trace_of(sequences, settings, "routelog", weights)
+    logged, left_out = read_routelog(source)
+    return _of_logged(logged, settings, "routelog", {why: count for why, count in left_out.items() if count})
 
 
 def from_moe_trace(source: Path, settings: ImportSettings) -> Trace:
-    return trace_of(list(_cut(read_moe_trace(source), None, settings)), settings, "moe-trace", "uniform")
+    return _of_logged([Logged("", read_moe_trace(source), None)], settings, "moe-trace")
+
+
+def from_expert_selection(source: Path, settings: ImportSettings) -> Trace:
+    return _of_logged(read_expert_selection(source), settings, "expert-selection")
+
+
+def from_columns(source: Path, settings: ImportSettings) -> Trace:
+    return _of_logged(read_columns(source, settings.top_k), settings, "columns")
+
+
+def from_dynande(source: Path, settings: ImportSettings) -> Trace:
+    return _of_logged(read_dynande(source), settings, "dynande")
+
+
+def _of_logged(
+    logged: list[Logged], settings: ImportSettings, kind: str, left_out: dict[str, int] | None = None
+) -> Trace:
+    """Prompts are as long as the source says, else as the settings do; a request of one token is all prompt."""
+    sequences: list[Sequence] = []
+    for one in logged:
+        if not one.name:
+            sequences += _cut(one.ids, one.weights, settings)
+            continue
+        prompt_len = settings.prompt_len if one.prompt_len is None else one.prompt_len
+        sequences.append(sequence_of(one.ids, one.weights, min(prompt_len, len(one.ids)), one.name))
+    weights = "uniform" if any(one.weights is None for one in logged) else "router"
+    return trace_of(sequences, settings, kind, weights, left_out)
 
 
 IMPORTERS: dict[str, Importer] = {
@@ -267,6 +307,9 @@ IMPORTERS: dict[str, Importer] = {
     "flame": from_flame,
     "routelog": from_routelog,
     "moe-trace": from_moe_trace,
+    "expert-selection": from_expert_selection,
+    "columns": from_columns,
+    "dynande": from_dynande,
     "npz": from_npz,
 }
 
@@ -309,8 +352,15 @@ def _cut(ids: NDArray[Any], weights: NDArray[Any] | None, settings: ImportSettin
         yield sequence_of(ids[part], None if weights is None else weights[part], settings.prompt_len, "")
 
 
-def trace_of(sequences: list[Sequence], settings: ImportSettings, kind: str, weights: str) -> Trace:
-    """The trace of these requests, checked. weights: `router`, or `uniform` where the source has none."""
+def trace_of(
+    sequences: list[Sequence],
+    settings: ImportSettings,
+    kind: str,
+    weights: str,
+    left_out: dict[str, int] | None = None,
+) -> Trace:
+    """The trace of these requests, checked. weights: `router`, or `uniform` where the source has none. left_out: rows
+    of the source that are in no request, by reason."""
     if not sequences:
         raise TraceError(f"the {kind} recording holds no request")
     shapes = {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}
@@ -329,6 +379,7 @@ def trace_of(sequences: list[Sequence], settings: ImportSettings, kind: str, wei
         top_k=top_k,
         source=f"import:{kind}",
         weights=weights,
+        settings={"left_out": left_out} if left_out else {},
     )
     return from_sequences(provenance, sequences)
 
