@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ndp.integration import known_prices
 from vllm_ndp.integration.known_prices import find_or_measure
 from vllm_ndp.integration.price_probe import _rising
 from vllm_ndp.simulation.prices import MeasuredPrices
@@ -24,6 +25,7 @@ PRICES = MeasuredPrices(
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NDP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(known_prices, "_waited_ns", lambda: 0)
     return tmp_path
 
 
@@ -35,7 +37,7 @@ def measured(facts: dict[str, object]) -> int:
         times.append(1)
         return PRICES
 
-    assert find_or_measure(facts, measure)[0] == PRICES
+    assert find_or_measure(MeasuredPrices, facts, measure)[0] == PRICES
     return len(times)
 
 
@@ -67,6 +69,13 @@ def test_a_cache_that_cannot_be_written_does_not_end_a_start(
     monkeypatch.setenv("NDP_CACHE_DIR", str(cache / "file"))
     assert [measured({}), measured({})] == [1, 1]
     assert "prices cannot be kept" in capfd.readouterr().err
+
+
+def test_prices_of_a_busy_moment_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was ready all the time and did not run measured the other programs."""
+    waited = iter(range(0, 1 << 62, 1 << 60))
+    monkeypatch.setattr(known_prices, "_waited_ns", lambda: next(waited))
+    assert [measured({}), measured({})] == [1, 1]
 
 
 def test_more_rows_never_cost_less() -> None:

@@ -195,7 +195,8 @@ class Assembly:
             wanted, address = self._asked_of_probe(device), device.members.address
             probe = PriceProbe(self.hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
             facts = self._facts_of_prices(device) | {"wanted": asdict(wanted), "shared experts": shared is not None}
-            prices, said = known_prices.find_or_measure(facts, lambda: probe.measure(wanted, address, self.digest))
+            measure = partial(probe.measure, wanted, address, self.digest)
+            prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
             say(f"prices of this machine: {said}")
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
