@@ -65,6 +65,8 @@ def _plugin(hot: int, bits: float, **settings: Any) -> System:
 
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
+    "defaults": System("vllm", 4, 0, {}),
+    "defaults-before": System("vllm", 3, 4, {"hardware": "h100-ndp512"}),
     "all-hot": System("vllm", 16, 8, {"hot_experts": 8, "cold_precision": "full"}),
     "hot4-cold3": _plugin(4, 3),
     "hot4-cold3-balanced": _plugin(4, 3, execution="balanced"),
@@ -80,7 +82,8 @@ SYSTEMS: dict[str, System] = {
     "llama-q3_k": System("llama", 3, file="q3_k"),
     "llama-q2_k": System("llama", 2, file="q2_k"),
 }
-"""By name, in the order of the table; hot4-cold3: 4 of 8 experts hot in bf16, the others at 3 bits on average."""
+"""By name, in the order of the table; hot4-cold3: 4 of 8 experts hot in bf16, the others at 3 bits on average.
+defaults: what a server chooses that is told nothing; defaults-before: by simulated prices, half of the experts hot."""
 
 
 class Unavailable(Exception):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 KV_BYTES = 256 << 20
 CORES = frozenset(os.sched_getaffinity(0))  # asked first: OpenMP may bind this thread to one of them later
+LOOK_EVERY_S = 0.25
 FIRST_TOKEN_ID = 3  # below: unknown, begin and end of text
 
 
@@ -218,19 +219,39 @@ class LlamaSystem:
 
 
 class StepClock:
-    """Laps of a pass: the first is its prefill. Beside each, what other programs took of the machine meanwhile."""
+    """Laps of a pass: the first is its prefill. Beside each, what other programs took of the machine meanwhile.
+
+    To look at them takes milliseconds, so it happens between laps, in no lap's time, and seldom: steps since the last
+    look share what was seen.
+    """
 
     def __init__(self) -> None:
-        self._seconds, self._foreign = [time.perf_counter()], [self._foreign_s()]
+        self._seconds: list[float] = []
+        self._foreign: list[float] = []
+        self._looked = self._seen = self._began = 0.0
+        self._look()
 
     def lap(self) -> None:
-        self._seconds.append(time.perf_counter())
-        self._foreign.append(self._foreign_s())
+        now = time.perf_counter()
+        self._seconds.append(now - self._began)
+        self._began = now
+        if len(self._seconds) == 1 or now - self._looked >= LOOK_EVERY_S:
+            self._note()
 
     def to_pass(self) -> Pass:
-        seconds = np.diff(self._seconds)
-        foreign = np.maximum(np.diff(self._foreign), 0.0) / seconds
-        return Pass(float(seconds[0]), seconds[1:].tolist(), foreign.tolist())
+        if len(self._foreign) < len(self._seconds):
+            self._note()
+        return Pass(self._seconds[0], self._seconds[1:], self._foreign)
+
+    def _note(self) -> None:
+        looked, seen = self._looked, self._seen
+        self._look()
+        foreign = max(self._seen - seen, 0.0) / (self._looked - looked)
+        self._foreign += [foreign] * (len(self._seconds) - len(self._foreign))
+
+    def _look(self) -> None:
+        self._looked, self._seen = time.perf_counter(), self._foreign_s()
+        self._began = time.perf_counter()
 
     def _foreign_s(self) -> float:
         """CPU seconds spent on our cores outside our tree, by programs here or by other guests of the hypervisor.

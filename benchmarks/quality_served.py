@@ -37,6 +37,7 @@ from vllm import LLM, SamplingParams
 
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.store import ExpertStore
+from vllm_ndp.config import DEFAULT_HARDWARE
 from vllm_ndp.integration.forced_tokens import FORCED, ForcedTokens
 from vllm_ndp.planning.importance import ImportanceScore
 
@@ -52,7 +53,7 @@ def served_nll(
         str(model_dir),
         dtype="float32",
         quantization="ndp",
-        additional_config={"ndp": {"deadline_ms": DEADLINE_MS, **settings}},
+        additional_config={"ndp": {"deadline_ms": DEADLINE_MS, "hardware": DEFAULT_HARDWARE, **settings}},
         logits_processors=[ForcedTokens],
         enforce_eager=True,
         async_scheduling=False,

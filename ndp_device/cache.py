@@ -11,6 +11,11 @@ def default_cache_dir(model_digest: str) -> Path:
     return _base() / "replicas" / model_digest
 
 
+def prices_file(key: str) -> Path:
+    """Where measured prices of one machine, shape and version are kept."""
+    return _base() / "prices" / f"{key}.json"
+
+
 def hub_cache_dir(repo: str) -> Path:
     """The place of a hub's repository, named as huggingface_hub names it, in plain files: its own cache has links."""
     return _base() / "hub" / f"models--{repo.replace('/', '--')}"

@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
 _LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 DEFAULT_OFFLOAD_BITS = 3
+DEFAULT_HARDWARE = "h100-ndp512"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "plan": ("fixed", "joint"),
     "tiers": ("gpu+device", "gpu+host+device"),
@@ -37,7 +38,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill": ("auto", "split", "streamed"),
     "migration": ("kept", "difference"),
     "replan": ("prefill", "drift"),
-    "prices": ("simulated", "measured"),
+    "prices": ("auto", "simulated", "measured"),
     "bits_for": BITS_FOR,
     "fallback": ("full", "same"),
     "pool": ("checkpoint", "packed"),
@@ -120,11 +121,13 @@ class NdpSettings:
     device_keys: str | tuple[str, ...] | None = None
     """Of `devices`, the key file of this host (`ndp-device keygen`), which every tcp address needs, or
     `insecure-loopback` for a device that was started with --insecure-loopback: one for all, or one for each."""
-    prices: str = "simulated"
+    prices: str = "auto"
     """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
-    start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case."""
-    hardware: str = "h100-ndp512"
-    """Timing preset; see docs/timing.md."""
+    start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case. `auto`
+    is measured where one worker on CPU and one embedded device run everything and no `hardware` is named."""
+    hardware: str | None = None
+    """Timing preset, by which who runs where is decided too once it is named; None = h100-ndp512 for simulated times
+    only. See docs/timing.md."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values of the preset that this run replaces, by `section.field` (`ndp-device time` lists them)."""
     pe_mode: str = "bit_scalable"
@@ -237,6 +240,20 @@ class NdpSettings:
                     f"{name!r} is {getattr(self, name)!r}: drop one of the two"
                 )
 
+    def with_prices(self, num_experts: int, *, one_worker_on_cpu: bool) -> NdpSettings:
+        """The same with `auto` for prices decided."""
+        if self.prices != "auto":
+            return self
+        asks_for_others = self.hardware is not None or bool(self.hardware_overrides) or self.device_hosts > 1
+        alone = one_worker_on_cpu and self.num_devices == 1 and not self.addresses
+        measured = alone and not asks_for_others and self._decides(num_experts)
+        return replace(self, prices="measured" if measured else "simulated")
+
+    def _decides(self, num_experts: int) -> bool:
+        """Whether anything is decided by prices."""
+        splits_prompts = self.prefill != "streamed" and self.resolve_hot_experts(num_experts) < num_experts
+        return self.plan == "joint" or splits_prompts or self.resolve_offload_bits(num_experts) > 0
+
     def _check_prices(self) -> None:
         if self.prices == "measured" and (self.addresses or self.devices > 1):
             raise ConfigError(
@@ -296,6 +313,11 @@ class NdpSettings:
         if self.device == EMBEDDED:
             return ()
         return (self.device,) if isinstance(self.device, str) else self.device
+
+    @property
+    def preset(self) -> str:
+        """Of simulated times."""
+        return self.hardware or DEFAULT_HARDWARE
 
     @property
     def num_devices(self) -> int:
@@ -396,9 +418,7 @@ class NdpSettings:
 
     def require_use_of_prices(self, num_experts: int) -> None:
         """Raises ConfigError where prices are to be measured and nothing is decided by any."""
-        splits_prompts = self.prefill != "streamed" and self.resolve_hot_experts(num_experts) < num_experts
-        decides = self.plan == "joint" or splits_prompts or self.resolve_offload_bits(num_experts) > 0
-        if self.prices == "measured" and not decides:
+        if self.prices == "measured" and not self._decides(num_experts):
             raise ConfigError(
                 "ndp setting 'prices' is 'measured', which has no effect where plans are fixed, prompts streamed and "
                 "no hot expert runs on the device: use 'prices': 'simulated', or 'auto' for 'execution' or 'prefill'"

@@ -65,14 +65,14 @@ _SMALL: dict[str, Any] = {
 def engine(model: Path = MODEL, *, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A small `vllm.LLM` in this process: stock, or with the plugin when `settings` is given (`{}` = its defaults).
 
-    `options` replace those of `_SMALL`, and `settings` the patient deadline. It is shut down at the end, so another
-    engine can follow.
+    `options` replace those of `_SMALL`, and `settings` the patient deadline and the named hardware, by whose prices
+    every machine decides alike. It is shut down at the end, so another engine can follow.
     """
     from vllm import LLM
 
     plugin: dict[str, Any] = {}
     if settings is not None:
-        ndp = {"deadline_ms": PATIENT_DEADLINE_MS} | settings
+        ndp = {"deadline_ms": PATIENT_DEADLINE_MS, "hardware": "h100-ndp512"} | settings
         plugin = {"quantization": "ndp", "additional_config": {"ndp": ndp}}
     llm = LLM(str(model), **(_SMALL | plugin | options))
     try:

@@ -88,7 +88,7 @@ def test_a_connector_that_saves_kv_runs_beside_ours(tmp_path: Path, capsys: pyte
         }
         assert counted["cold"] == report["cold_pairs"]
         assert counted["prefill"] == report["prefill_pairs"]
-    assert "settings given" in capsys.readouterr().err
+    assert "settings in force" in capsys.readouterr().err
 
 
 def test_new_weights_under_a_running_engine_are_refused_and_it_goes_on():

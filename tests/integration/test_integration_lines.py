@@ -47,7 +47,7 @@ def test_vllm_reads_the_line_that_plan_proposes(model: str, gpu: int | None) -> 
     assert settings_of(proposed.serve_options())["hot_experts"] == proposed.ways[0].option.num_hot
     given = parser().parse_args(proposed.serve_options())
     assert (given.max_model_len, given.max_num_seqs) == (2048, 2)
-    assert given.kv_cache_memory_bytes == (proposed.kv_cache_bytes if gpu is None else None)
+    assert given.kv_cache_memory_bytes == (proposed.sizing.kv_cache_with_spare if gpu is None else None)
 
 
 def test_vllm_reads_the_command_of_the_compose_file() -> None:

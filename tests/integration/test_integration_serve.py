@@ -64,6 +64,7 @@ pytestmark = pytest.mark.vllm
 
 ASKING = {"X-NDP-Report": "1"}
 SETTINGS = {"hot_experts": 2, "avg_bits": 2, "replicas": str(REPLICAS), "deadline_ms": PATIENT_DEADLINE_MS}
+SETTINGS |= {"hardware": "h100-ndp512"}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 

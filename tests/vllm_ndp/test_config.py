@@ -366,6 +366,29 @@ def test_prices_are_measured_on_one_embedded_device_only(others: dict[str, Any])
 @pytest.mark.parametrize(
     "others",
     [
+        {"hardware": "h100-ndp512"},
+        {"hardware_overrides": {"gpu.hbm_bytes_per_s": 1}},
+        {"device_hosts": 2},
+        {"device": "ipc:///run/ndp/a"},
+        {"devices": 2},
+    ],
+)
+def test_prices_are_this_machines_unless_others_are_named(others: dict[str, Any]):
+    """A named hardware is a researcher's; devices that others share or started are priced by the model of them."""
+    assert NdpSettings().with_prices(8, one_worker_on_cpu=True).prices == "measured"
+    assert NdpSettings().with_prices(8, one_worker_on_cpu=False).prices == "simulated"
+    assert NdpSettings(**others).with_prices(8, one_worker_on_cpu=True).prices == "simulated"
+    assert NdpSettings(prices="simulated").with_prices(8, one_worker_on_cpu=True).prices == "simulated"
+
+
+def test_simulated_times_have_a_hardware_where_none_is_named():
+    assert NdpSettings().preset == "h100-ndp512"
+    assert NdpSettings(hardware="h100-ndp512-lpddr5").preset == "h100-ndp512-lpddr5"
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
         {"execution": "paper", "prefill": "streamed"},
         {"cold_precision": "full", "prefill": "streamed"},
         {"hot_experts": 8},
@@ -375,5 +398,6 @@ def test_prices_are_not_measured_where_nothing_is_decided_by_them(others: dict[s
     with pytest.raises(ConfigError, match="'prices' is 'measured', which has no effect where plans are fixed"):
         NdpSettings(prices="measured", **others).require_use_of_prices(8)
     NdpSettings(**others).require_use_of_prices(8)
+    assert NdpSettings(**others).with_prices(8, one_worker_on_cpu=True).prices == "simulated"
     del others[min(others)]
     NdpSettings(prices="measured", **others).require_use_of_prices(8)

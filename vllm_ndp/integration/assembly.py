@@ -5,11 +5,12 @@ Knows which parts there are and what each needs. Keeps none that changes, and do
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm
 
 from ndp_device.cache import default_cache_dir
@@ -19,8 +20,10 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
-from vllm_ndp.integration import compat, host_replicas
+from vllm_ndp.integration import compat, host_replicas, known_prices
+from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
@@ -197,10 +200,32 @@ class Assembly:
             return None
         recorded = None
         if isinstance(device, DeviceLink):
+            wanted, address = self._asked_of_probe(device), device.members.address
             probe = PriceProbe(self.hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
-            prices = probe.measure(self._asked_of_probe(device), device.members.start_embedded, self.digest)
+            facts = self._facts_of_prices(device) | {"wanted": asdict(wanted), "shared experts": shared is not None}
+            measure = partial(probe.measure, wanted, address, self.digest)
+            prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
+            say(f"prices of this machine: {said}")
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
+
+    def _facts_of_prices(self, device: DeviceLink) -> dict[str, Any]:
+        """What measured prices depend on beside the processor and what is asked."""
+        shape, settings = self.pool.shape, self.settings
+        return {
+            "shape": [
+                shape.hidden_size,
+                shape.intermediate_size,
+                shape.num_experts,
+                shape.top_k,
+                self.pool.layout.activation,
+            ],
+            "dtype": str(self.hot.layers[0].held.w13.dtype),
+            "group size": device.group_size,
+            "kernels": [self.hot.slot_kernel, device.members.description.kernel, settings.pool, settings.pe_mode],
+            "cores": [sorted(compat.engine_cores()), device.members.cores],
+            "versions": [vllm.__version__, torch.__version__, __version__],
+        }
 
     def _asked_of_probe(self, device: DeviceLink) -> WantedPrices:
         settings, served = self.settings, sorted(device.expert_bytes)

@@ -68,6 +68,8 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
     if "ndp" not in additional:
         _refuse_misplaced(additional)
     settings = _parsed(additional.get("ndp"))
+    one_worker = on_cpu() and vllm_config.parallel_config.world_size == 1
+    settings = settings.with_prices(vllm_config.model_config.get_num_experts(), one_worker_on_cpu=one_worker)
     return settings if on_cpu() else limits.settings_on_gpu(settings)
 
 
@@ -93,7 +95,7 @@ def _refuse_misplaced(additional: dict[str, object]) -> None:
 
 
 def hardware_of(settings: NdpSettings) -> Hardware:
-    return load_hardware(settings.hardware, **hardware_overrides(settings))
+    return load_hardware(settings.preset, **hardware_overrides(settings))
 
 
 def hardware_overrides(settings: NdpSettings) -> dict[str, Any]:

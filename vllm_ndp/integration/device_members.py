@@ -114,7 +114,7 @@ class DeviceMembers:
         return DeviceProcess.spawn(
             self._model_dir,
             self.replicas,
-            hardware=settings.hardware,
+            hardware=settings.preset,
             hardware_overrides=settings.hardware_overrides,
             pe_mode=settings.pe_mode,
             kernel=settings.kernel,

@@ -56,12 +56,13 @@ def configure(vllm_config: VllmConfig) -> None:
     waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat
+    from vllm_ndp.integration import compat, self_sizing
     from vllm_ndp.integration.owner import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
     settings = compat.check(vllm_config)
+    self_sizing.choose(vllm_config, settings)
     if settings.record is not None:
         require_writable(Path(settings.record))
     own_engines()

@@ -1,19 +1,19 @@
-"""What experts take on this machine, measured for some seconds at start-up: `"prices": "measured"`.
+"""What experts take on this machine, measured for about a second at the first start (known_prices.py keeps it).
 
     slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
     copies     an expert from the pool into a slot, or through one for a prompt
 
-The device that is asked is a process of its own on the device's cores, started for this and ended after it: commands
-would leave their traces on the simulated clock of the run's own device. Experts take turns, so that none stays in a
-cache because the one before was itself. The least of some tries: what other programs add is no price. Knows kernels,
-pool and one device. Does not know plans.
+The run's own device is asked, in a session of its own: every session has a simulated clock of its own. Experts take
+turns, so that none stays in a cache because the one before was itself. The least of some tries: what other programs
+add is no price. Knows kernels, pool and one device. Does not know plans.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.client import DeviceClient
-from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.simulation.prices import MeasuredPrices
 
-ROWS = (1, 4, 16, 64)
-_REPEATS, _SECONDS = 7, 0.5
+ROWS = (1, 4, 16)
+_REPEATS, _SECONDS = 7, 0.03
 """Of one price: so many times, or for so long if that is over sooner; twice at least."""
+_EXPERTS, _ON_DEVICE = 2, 4
+"""That compute together, and that take turns on the device."""
 _PATIENCE_MS = 60_000.0
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
@@ -67,35 +68,36 @@ class PriceProbe:
         self._first_layer, self._shared = first_layer, shared
         self._shape, self._held = hot.pool.shape, hot.layers[0].held
         self._many = torch.randn(max(ROWS), self._shape.hidden_size).to(self._held.w13.dtype)
-        self._turn = 0
+        self._turn, self._two = 0, self._held.empty_like(_EXPERTS)
 
     @torch.inference_mode()
-    def measure(self, asked: WantedPrices, start_device: Callable[[], DeviceProcess], digest: str) -> MeasuredPrices:
-        """Raises ConfigError where a price that is asked for cannot be had, or DeviceUnavailable."""
+    def measure(self, asked: WantedPrices, device: str, digest: str) -> MeasuredPrices:
+        """device: its address. Raises ConfigError where a price that is asked for cannot be had."""
+        for slot in range(_EXPERTS):
+            self._hot.streamer.fill(0, self._next(), self._two, slot)
         experts: dict[str, tuple[int, ...]] = {}
         if asked.engine_widths:
             kernel, store = self._kernel(), ExpertStore(self._model_dir, self._replicas, kernel=self._kernel())
             for bits in asked.engine_widths:
-                prices = [self._in_engine(kernel, store, bits, rows) for rows in ROWS]
-                experts |= {f"{tier}:{bits}": tuple(prices) for tier in asked.tiers}
+                prices = _rising(self._in_engine(kernel, store, bits, rows) for rows in ROWS)
+                experts |= {f"{tier}:{bits}": prices for tier in asked.tiers}
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
-            experts["gpu:16"] = tuple(self._in_slots(rows) for rows in ROWS)
-        messages, on_device, beside = self._on_device(asked.device_widths, start_device, digest)
-        staging = self._held.empty_like(1)
+            experts["gpu:16"] = _rising(self._in_slots(rows) for rows in ROWS)
+        messages, on_device, beside = self._on_device(asked.device_widths, device, digest)
         return MeasuredPrices(
             rows=ROWS,
             experts=experts | on_device,
             slot_bits=asked.slot_bits,
             messages=messages,
-            streamed=tuple(self._streamed(rows) for rows in ROWS),
-            copied=_least_ps(lambda: self._hot.streamer.fill(0, self._next(), staging, 0)),
+            streamed=self._streamed(),
+            copied=_least_ps(lambda: self._hot.streamer.fill(0, self._next(), self._two, 0)),
             expert_bytes=self._hot.pool.expert_bytes,
             beside=beside,
             shared=() if self._shared is None else tuple(self._of_shared(self._shared, rows) for rows in ROWS),
         )
 
     def _next(self) -> int:
-        self._turn = (self._turn + 1) % self._shape.num_experts
+        self._turn = (self._turn + 1) % min(_EXPERTS, self._shape.num_experts)
         return self._turn
 
     def _in_slots(self, rows: int) -> int:
@@ -103,9 +105,7 @@ class PriceProbe:
         return max(_least_ps(self._slots_of_two(rows)) // 2, 1)
 
     def _slots_of_two(self, rows: int) -> Callable[[], object]:
-        slots, held = self._hot.layers[0], self._held.empty_like(2)
-        for slot in range(2):
-            self._hot.streamer.fill(0, self._next(), held, slot)
+        slots, held = self._hot.layers[0], self._two
         x, ids = self._many[:rows], torch.tensor([[0, 1]], dtype=torch.int32).repeat(rows, 1)
         weights = torch.full((rows, 2), 0.5)
         return lambda: slots.kernel.run(x, held, weights, ids)
@@ -122,8 +122,12 @@ class PriceProbe:
 
         return max(_least_ps(run) // 2, 1)
 
-    def _streamed(self, rows: int) -> int:
-        """Rows of a prompt through an expert that has no slot."""
+    def _streamed(self) -> tuple[int, ...]:
+        """Rows of a prompt through an expert that has no slot: the fewest and the most, in between a straight line."""
+        few, many = self._through(ROWS[0]), self._through(ROWS[-1])
+        return tuple(few + (many - few) * (rows - ROWS[0]) // (ROWS[-1] - ROWS[0]) for rows in ROWS)
+
+    def _through(self, rows: int) -> int:
         x, owner = self._many[:rows], np.arange(rows, dtype=np.int64)
         weights = np.ones(rows, np.float32)
 
@@ -136,18 +140,17 @@ class PriceProbe:
         return _least_ps(lambda: shared(self._many[:rows]))
 
     def _on_device(
-        self, widths: Sequence[int], start_device: Callable[[], DeviceProcess], digest: str
+        self, widths: Sequence[int], device: str, digest: str
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
         """(What a command takes by its rows, `device:bits` -> what one expert more does, how much of the shorter side
         runs beside the longer one)."""
-        process = start_device()
-        client = DeviceClient(process.address, digest, deadline_ms=_PATIENCE_MS)
+        client = DeviceClient(device, digest, deadline_ms=_PATIENCE_MS)
         try:
             client.connect()
-            num_asked = min(4, self._shape.num_experts)
+            num_asked, num_there = (min(count, self._shape.num_experts) for count in (_EXPERTS, _ON_DEVICE))
             asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
             for bits in widths:
-                asked[self._first_layer, :num_asked] |= FLAG_OF_BITS[bits]
+                asked[self._first_layer, :num_there] |= FLAG_OF_BITS[bits]
             if missing := client.install_plan(1, asked):
                 layer, expert, bits = missing[0]
                 raise ConfigError(
@@ -155,9 +158,9 @@ class PriceProbe:
                     f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
                 )
             client.activate_plan(1)
-            messages = tuple(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
+            messages = _rising(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
             prices = {
-                f"device:{bits}": tuple(
+                f"device:{bits}": _rising(
                     self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
                     for rows, message in zip(ROWS, messages, strict=True)
                 )
@@ -166,12 +169,11 @@ class PriceProbe:
             return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
         except (DeviceError, DeviceUnavailable) as error:
             raise ConfigError(
-                f"prices are to be measured, but the device that was started for it gave none ({error}): use 'prices': "
-                "'simulated', or look at the device's own words above"
+                f"prices are to be measured, but the device gave none ({error}): use 'prices': 'simulated', or look at "
+                "the device's own words above"
             ) from error
         finally:
             client.close()
-            process.terminate()
 
     @staticmethod
     def _one_more(took: int, message: int, experts: int) -> int:
@@ -205,15 +207,19 @@ class PriceProbe:
         def ask() -> Callable[[], object]:
             nonlocal ids
             handle = client.begin_execute(self._first_layer, 0, 0, x, owner, ids, widths, weights)
-            ids = (ids + 2) % min(4, self._shape.num_experts) if experts else ids
+            ids = (ids + experts) % min(_ON_DEVICE, self._shape.num_experts)
             return lambda: client.finish_execute(handle)
 
         return ask
 
 
+def _rising(prices: Iterable[int]) -> tuple[int, ...]:
+    """More rows never take less: where noise says so, what they took holds for fewer rows too."""
+    return tuple(accumulate(reversed([*prices]), min))[::-1]
+
+
 def _least_ps(run: Callable[[], object]) -> int:
-    """Picoseconds on the wall, the first time apart."""
-    run()
+    """Picoseconds on the wall."""
     taken: list[int] = []
     while len(taken) < 2 or (len(taken) < _REPEATS and sum(taken) < _SECONDS * 1e9):
         begin = time.perf_counter_ns()

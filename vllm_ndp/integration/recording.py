@@ -201,12 +201,12 @@ def run_provenance(
         if tokenizer.exists()
         else "",
         source="recorded",
-        hardware=settings.hardware,
+        hardware=settings.preset,
         hardware_hash=hardware.config_hash,
         policy=settings.policy,
         settings=settings.recorded(),
         live=LiveSetup(
-            preset=settings.hardware,
+            preset=settings.preset,
             overrides=compat.hardware_overrides(settings),
             host_dims=model.recorded(),
             hot_experts=settings.resolve_hot_experts(shape.num_experts),

@@ -203,7 +203,7 @@ def startup_table(status: dict[str, Any]) -> Table:
     table.add_column("value")
     given = ", ".join(f"{name}={value}" for name, value in status["settings"].items())
     rows = [
-        ("settings given", given or "none: all are defaults"),
+        ("settings in force", given or "none beside defaults"),
         ("MoE layers attached", f"{status['moe_layers']} of {status['model_layers']}"),
         ("ranks", status["ranks"]),
         ("experts per layer", _tiers(status)),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ndp_device.errors import NdpError
+from vllm_ndp.operating.memory import memory_found
 from vllm_ndp.operating.mending import CUDA_BUILDS
 from vllm_ndp.operating.sizing import human
 from vllm_ndp.operating.versions import TESTED, Version, newest_tested
@@ -224,19 +225,14 @@ def _cpu_quota(machine: Machine) -> float | None:
 
 
 def _memory(machine: Machine) -> Iterator[Check]:
-    lines = (line.split() for line in (machine.read("proc/meminfo") or "").splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    if "MemAvailable" not in kib:
+    memory = memory_found(machine.read)
+    if memory is None:
         yield Check("memory", "skipped", "/proc/meminfo does not say")
         return
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    limit = machine.read("sys/fs/cgroup/memory.max") or machine.read("sys/fs/cgroup/memory/memory.limit_in_bytes")
-    limited = limit is not None and limit.isdigit() and int(limit) < total
-    found = f"{human(available)} of {human(total)} available" + (
-        f", limited to {human(int(limit))}" if limited and limit is not None else ""
-    )
-    room = min(available, int(limit)) if limited and limit is not None else available
-    low = room < 3 * GB
+    found = f"{human(memory.available)} of {human(memory.total)} available, {human(memory.cached)} page cache in use"
+    if memory.limit is not None:
+        found += f", limited to {human(memory.limit)}"
+    low = memory.room < 3 * GB
     fix = (
         "free memory, or plan with vllm-ndp plan: a server alone takes 1.4 GB before it holds an expert" if low else ""
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_ndp.config import DEFAULT_OFFLOAD_BITS
-from vllm_ndp.operating.sizing import KV_BLOCK, Option, Sizing
+from vllm_ndp.operating.sizing import Option, Sizing
 from vllm_ndp.operating.sources import CheckpointSource
 from vllm_ndp.operating.speed import Measured, Simulated, simulated
 from vllm_ndp.planning.bitwidths import verdict_on
@@ -65,16 +65,10 @@ class Proposal:
         words += ["--max-model-len", str(demand.context), "--max-num-seqs", str(demand.batch)]
         words += ["--max-num-batched-tokens", str(max(demand.step_tokens, demand.batch))]
         if machine.gpu_bytes is None:
-            words += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
+            words += ["--kv-cache-memory-bytes", str(self.sizing.kv_cache_with_spare)]
         else:
             words += ["--gpu-memory-utilization", f"{machine.gpu_share:g}"]
         return [*words, "--additional-config", json.dumps({"ndp": settings})]
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """What the demand fills, and a block more, which vLLM keeps for itself."""
-        sizing = self.sizing
-        return sizing.kv_cache + sizing.kv_per_request * KV_BLOCK // max(sizing.demand.context, KV_BLOCK)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; simulated_* is the modelled hardware's, measured_* this machine's."""
@@ -127,8 +121,10 @@ def propose(
 ) -> Proposal:
     """measure: asked once, at the width that the recommended way uses on average. Raises ConfigError: nothing fits."""
     options = sizing.require()
-    best = options[0]
-    measured = None if measure is None else measure(round(best.avg_bits))
+    measured = None if measure is None else measure(round(options[0].avg_bits))
+    if measured is not None and measured.hot_is_faster(sizing.model):
+        sizing = replace(sizing, hot_is_faster=True)
+        options = sizing.require()
     ways = []
     for option in options:
         speed = simulated(costs, option.num_hot, option.avg_bits, sizing.demand.batch, sizing.demand.context)

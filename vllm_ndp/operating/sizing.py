@@ -99,8 +99,9 @@ class Option:
 
     @property
     def avg_bits(self) -> float:
-        """The plugin's own default, or the widest there is."""
-        return min(DEFAULT_AVG_BITS, float(self.widest))
+        """Beside a GPU the plugin's own default, or the widest there is. Without one the widest: what the memory holds
+        anyway, of least loss, and 4 bits take hardly longer than 3 (docs/performance.md)."""
+        return min(DEFAULT_AVG_BITS, float(self.widest)) if self.gpu else float(self.widest)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ class Sizing:
     model: WholeModel
     machine: MachineSize
     demand: Demand
+    hot_is_faster: bool = False
+    """Without a GPU: whether an expert in full precision was measured to be faster than a cold one."""
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,11 @@ class Sizing:
     @property
     def kv_cache(self) -> int:
         return self.demand.batch * self.kv_per_request
+
+    @property
+    def kv_cache_with_spare(self) -> int:
+        """What the demand fills, and a block more, which vLLM keeps for itself."""
+        return self.kv_cache + self.kv_per_request * KV_BLOCK // max(self.demand.context, KV_BLOCK)
 
     @property
     def sidecar(self) -> int:
@@ -212,10 +220,12 @@ class Sizing:
 
     @property
     def most_hot(self) -> int:
-        """What is worth holding, whatever the memory: on a CPU low-bit experts are the faster ones, so that half of
-        them hot, the plugin's default, is the most that is proposed; and its kernel has a limit of its own."""
+        """What is worth holding, whatever the memory: on a CPU low-bit experts are the faster ones, unless measured
+        otherwise, so that none is; else half of them, the plugin's default. vLLM's kernel has a limit of its own."""
         if self.machine.gpu_bytes is not None:
             return self.model.num_experts
+        if not self.hot_is_faster:
+            return 0
         elements = 2 * self.model.intermediate_size * self.model.hidden_size
         return min(self.model.num_experts // 2, (CPU_KERNEL_ELEMENTS - 1) // elements)
 

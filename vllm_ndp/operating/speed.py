@@ -25,7 +25,7 @@ from vllm_ndp.simulation.costs import Costs
 _LAYERS_DRAWN = 4096
 """Steps of one layer that are averaged over: the mean of a step is then within 1 % of a replay."""
 _PROBE_BYTES = 256 << 20
-_KERNEL_S = 1.0
+_KERNEL_S = 0.3
 _ENOUGH = 3
 
 
@@ -48,6 +48,10 @@ class Measured:
     expert_s: float
     bits: int
     isa: str
+
+    def hot_is_faster(self, model: WholeModel) -> bool:
+        """Whether to read an expert in full precision takes less than a cold one takes."""
+        return model.expert_bytes / self.read_bytes_per_s < self.expert_s
 
     def decode_step_s(self, model: WholeModel, num_hot: int, other_weights: int) -> float:
         """At best, for one request at even routing on these cores: weights are read once, experts one after another."""
@@ -114,7 +118,7 @@ def _prefill_ps(costs: Costs, num_hot: int, rows: int) -> int:
 
 
 def measure(model: WholeModel, bits: int) -> Measured:
-    """Some seconds of reading and computing on the cores that this process may use."""
+    """A second of reading and computing on the cores that this process may use."""
     kernel = NativeKernel()
     return Measured(read_bytes_per_s(kernel.threads), _expert_s(kernel, model, bits), bits, kernel.isa)
 

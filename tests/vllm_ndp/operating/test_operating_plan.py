@@ -225,7 +225,7 @@ def test_the_serve_line_holds_settings_that_the_plugin_accepts(name: str, gpu: i
 def test_on_a_cpu_the_kv_cache_is_the_demand_and_one_block() -> None:
     proposed = proposal(str(TINY), None, 8 * GB, context=2048, batch=3)
     per_token = 4 * 2 * 2 * 32 * 2
-    assert proposed.kv_cache_bytes == (3 * 2048 + KV_BLOCK) * per_token
+    assert proposed.sizing.kv_cache_with_spare == (3 * 2048 + KV_BLOCK) * per_token
 
 
 def test_the_two_clocks_of_a_proposal_have_names_of_their_own() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.checkpoint.opening import open_checkpoint
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
 
 PROMPTS = {
     "python": "def read_config(path):\n    with open(path) as f:\n        data = json.load(f)\n    return",
@@ -36,7 +36,7 @@ def run(model: Path, replicas: Path | None, hot_experts: int, avg_bits: float, t
     from vllm import LLM, SamplingParams
 
     imported = time.perf_counter()
-    settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits}
+    settings: dict[str, Any] = {"hot_experts": hot_experts, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE}
     if replicas is not None:
         settings["replicas"] = str(replicas.resolve())
     llm = LLM(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError
-from vllm_ndp.config import NdpSettings
+from vllm_ndp.config import DEFAULT_HARDWARE, NdpSettings
 
 
 def run(
@@ -23,6 +23,7 @@ def run(
     shape = open_checkpoint(model).shape
     hot = shape.num_experts if hot_experts is None else hot_experts
     NdpSettings(hot_experts=hot, avg_bits=avg_bits).resolve_hot_experts(shape.num_experts)
+    settings = {"hot_experts": hot, "avg_bits": avg_bits, "hardware": DEFAULT_HARDWARE, "record": str(out.resolve())}
     prompts = _read_prompts(prompts_file)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
@@ -30,7 +31,7 @@ def run(
     llm = LLM(
         str(model),
         quantization="ndp",
-        additional_config={"ndp": {"hot_experts": hot, "avg_bits": avg_bits, "record": str(out.resolve())}},
+        additional_config={"ndp": settings},
         enforce_eager=True,
         max_num_seqs=batch,
         kv_cache_memory_bytes=1 << 30,

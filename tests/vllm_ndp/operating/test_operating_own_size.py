@@ -1,0 +1,62 @@
+"""The size that a server gives itself: widest replicas, bf16 experts only where they are faster, KV from the rest."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from ndp_device.errors import ConfigError
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.operating.own_size import OwnSize, own_size
+from vllm_ndp.operating.sizing import GB, Demand, MachineSize, Sizing
+from vllm_ndp.operating.sources import source_named
+from vllm_ndp.operating.speed import Measured
+
+MODEL = source_named("mixtral-8x7b").model
+SLOW_READS = Measured(read_bytes_per_s=20e9, expert_s=6e-3, bits=4, isa="any")
+"""352 MB in full precision take 17.6 ms to read, an expert at 4 bits 6 ms."""
+FAST_READS = Measured(read_bytes_per_s=200e9, expert_s=6e-3, bits=4, isa="any")
+
+
+def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4) -> OwnSize:
+    return own_size(Sizing(MODEL, MachineSize(host), Demand(context=4096)), batch, measured)
+
+
+def test_bf16_experts_that_are_slower_than_narrow_ones_are_not_held() -> None:
+    assert size_of(256 * GB).settings == {"hot_experts": 0, "avg_bits": 4.0}
+    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0}
+
+
+def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
+    assert [size_of(gb * GB).option.widest for gb in (64, 30, 20)] == [4, 3, 2]
+    with pytest.raises(ConfigError, match=r"does not fit: .* of host memory"):
+        size_of(6 * GB)
+
+
+def test_the_kv_cache_grows_to_what_may_be_asked_at_once_and_leaves_half_of_the_rest_to_files() -> None:
+    """One request of 4096 tokens is 4096 x 131072 bytes; a block of 32 is spare."""
+    one = 4096 * 131072
+    spare = one * 32 // 4096
+    assert size_of(256 * GB, batch=4).kv_cache_bytes == pytest.approx(4 * one + spare, abs=4)
+    roomy = size_of(64 * GB, batch=1)
+    left = 64 * GB - sum(roomy.option.host.values())
+    crowded = size_of(64 * GB, batch=1000).kv_cache_bytes - roomy.kv_cache_bytes
+    assert 0.4 * left < crowded <= left / 2
+
+
+def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
+    size = size_of(64 * GB)
+    chosen, expected, by_hand = size.said(0.03, with_kv=True)
+    words = shlex.split(by_hand.removeprefix("by hand: "))
+    settings = NdpSettings.from_mapping(json.loads(words[words.index("--additional-config") + 1])["ndp"])
+    assert (settings.hot_experts, settings.avg_bits) == (0, 4.0)
+    assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)
+    assert "0 of 8 experts hot" in chosen
+    assert "mapped 93.4 GB of checkpoint" in chosen
+    assert "loss 3.0% of an expert" in expected
+    step_s = 64 * 6e-3 + size.sizing.other_weights / 20e9  # 32 layers, 2 of 8 experts each
+    assert f"at most {1 / step_s:.1f} tokens/s" in expected
+    assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
+    assert "--kv-cache" not in size.said(None, with_kv=False)[2]

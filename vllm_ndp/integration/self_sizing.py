@@ -1,0 +1,85 @@
+"""Chooses what nobody has chosen, once, while the engine is configured: experts' places, widths and the KV cache.
+
+`vllm serve MODEL --quantization ndp` on a machine without a GPU. What it chooses is written into vLLM's configuration
+as if it had been given, so every process sees the same; and said, with the line that says so by hand. Whoever gives
+one of LAYOUT, names a hardware or other devices, or has several workers, chooses everything. Knows vLLM's
+configuration. Does not know how much anything takes (operating/own_size.py).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ndp_device.cache import default_cache_dir
+from ndp_device.checkpoint.files import model_digest
+from ndp_device.errors import ConfigError, NdpError
+from ndp_device.replicas.loss_table import load_losses
+from vllm_ndp import __version__
+from vllm_ndp.integration import compat
+from vllm_ndp.integration.checkpoint_dir import model_dir
+from vllm_ndp.integration.known_prices import find_or_measure
+from vllm_ndp.operating import speed
+from vllm_ndp.operating.memory import memory_found
+from vllm_ndp.operating.own_size import OwnSize, own_size
+from vllm_ndp.operating.sizing import Demand, MachineSize, Sizing
+from vllm_ndp.operating.sources import source_named
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_ndp.config import NdpSettings
+
+LAYOUT = frozenset(
+    {"hot_experts", "slot_bits", "plan", "warm_experts", "avg_bits", "cold_precision", "execution", "offload_bits"}
+    | {"replan", "max_moves"}
+)
+"""Settings that say what is held where, and at how many bits."""
+_WIDEST = 4
+"""Bits of the experts that are measured."""
+
+
+def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
+    """Write the choice into `vllm_config`. settings: in force so far."""
+    if not compat.on_cpu() or settings.prices != "measured" or LAYOUT & set(settings.changed()):
+        return
+    try:
+        size = _own_size(vllm_config)
+    except ConfigError as error:
+        compat.say(f"not sized to this machine: {error}")
+        return
+    keeps_kv = vllm_config.cache_config.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    if keeps_kv:
+        vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
+    raw = vllm_config.additional_config.get("ndp") or {}
+    vllm_config.additional_config = {**vllm_config.additional_config, "ndp": {**raw, **size.settings}}
+    for sentence in size.said(_loss(settings, model_dir(vllm_config), size.option.widest), with_kv=keeps_kv):
+        compat.say(sentence)
+
+
+def _own_size(vllm_config: VllmConfig) -> OwnSize:
+    """Raises ConfigError where not even one request fits."""
+    found = memory_found()
+    if found is None:
+        raise ConfigError("/proc/meminfo does not say how much memory there is")
+    scheduler, context = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    model = source_named(str(model_dir(vllm_config))).model
+    demand = Demand(context, batch=1, step_tokens=scheduler.max_num_batched_tokens)
+    sizing = Sizing(model, MachineSize(found.room), demand)
+    facts = {"expert": [model.hidden_size, model.intermediate_size], "bits": _WIDEST, "version": __version__}
+    measured, _ = find_or_measure(speed.Measured, facts, partial(speed.measure, model, _WIDEST))
+    return own_size(sizing, scheduler.max_num_seqs, measured)
+
+
+def _loss(settings: NdpSettings, model: Path, bits: int) -> float | None:
+    """Mean over the experts, relative to their outputs; None where there are no replicas yet."""
+    replicas = Path(settings.replicas) if settings.replicas else default_cache_dir(model_digest(model))
+    try:
+        relative: Any = load_losses(replicas, "relative")[0]
+    except (NdpError, OSError):
+        return None
+    return float(np.nanmean(relative[:, :, bits - 1]))

@@ -1,0 +1,43 @@
+"""How much memory this machine has and how much of it may be used now. Knows Linux's files. Does not know models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class FoundMemory:
+    total: int
+    available: int
+    """Without the swapping of anybody: page cache counts, since it gives way."""
+    cached: int
+    """Of files, mapped ones among them: what a checkpoint that is read in place takes."""
+    limit: int | None = None
+    """Of the control group, where it is below the total."""
+
+    @property
+    def room(self) -> int:
+        return self.available if self.limit is None else min(self.available, self.limit)
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path("/", path).read_text().strip()
+    except OSError:
+        return None
+
+
+def memory_found(read: Callable[[str], str | None] = _first_line) -> FoundMemory | None:
+    """read: a file's text by its path below the root. None where the kernel does not say."""
+    lines = (line.split() for line in (read("proc/meminfo") or "").splitlines())
+    sizes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    if "MemAvailable" not in sizes:
+        return None
+    total = sizes["MemTotal"]
+    limits = [int(text) for path in _LIMITS if (text := read(path)) is not None and text.isdigit()]
+    limit = min((one for one in limits if one < total), default=None)
+    return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit)

@@ -1,0 +1,71 @@
+"""The size that `vllm serve MODEL --quantization ndp` gives itself on a machine without a GPU.
+
+    widest replicas that fit beside one request  ->  hot experts, where bf16 ones are the faster ones  ->  KV cache
+
+What is left is shared by the KV cache, up to what may be asked at once, and by the page cache, from where prompts read
+the checkpoint. Knows sizes and measured speeds. Does not know this machine, vLLM or files.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_ndp.operating.sizing import Option, Sizing, human
+from vllm_ndp.operating.speed import Measured
+
+_KV_SHARE = 2
+"""One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
+
+
+@dataclass(frozen=True)
+class OwnSize:
+    sizing: Sizing
+    """Of one request."""
+    option: Option
+    measured: Measured
+    kv_cache_bytes: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"hot_experts": self.option.num_hot, "avg_bits": self.option.avg_bits}
+
+    def words(self, *, with_kv: bool) -> list[str]:
+        """What a person would write to say the same. with_kv: its size was not given."""
+        kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
+        return [*kv, "--additional-config", json.dumps({"ndp": self.settings})]
+
+    def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
+        """What was chosen, what is expected of it, and how to say it by hand. loss: of an expert's output, relative,
+        at the average width; None: the replicas do not exist yet."""
+        option, model, measured = self.option, self.sizing.model, self.measured
+        step_s = measured.decode_step_s(model, option.num_hot, self.sizing.other_weights)
+        lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
+        kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
+        room, mapped = self.sizing.machine.host_bytes, self.sizing.checkpoint_bytes
+        return [
+            f"sized to {human(room)} of memory: {option.num_hot} of {model.num_experts} experts hot in full precision, "
+            f"the others at {option.avg_bits:g} bits{kept}; held {human(self._held)}; mapped {human(mapped)} of "
+            f"checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache",
+            f"expected: at most {1 / step_s:.1f} tokens/s for one request (this machine reads "
+            f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
+            f"{measured.bits} bits); loss {lost}",
+            f"by hand: {shlex.join(self.words(with_kv=with_kv))}",
+        ]
+
+    @property
+    def _held(self) -> int:
+        return sum(self.option.host.values()) - self.sizing.kv_cache + self.kv_cache_bytes
+
+
+def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:
+    """sizing: of one request. batch: how many may be asked at once. Raises ConfigError where not even one fits."""
+    sizing = replace(sizing, hot_is_faster=measured.hot_is_faster(sizing.model))
+    option = sizing.require()[0]
+    per_request = sizing.kv_per_request + sizing.sidecar
+    left = sizing.machine.host_bytes - sum(option.host.values())
+    more = min((batch - 1) * per_request, left // _KV_SHARE)
+    kv_cache = sizing.kv_cache_with_spare + more * sizing.kv_per_request // per_request
+    return OwnSize(sizing, option, measured, kv_cache)
