@@ -218,7 +218,7 @@ class Assembly:
                 shape.intermediate_size,
                 shape.num_experts,
                 shape.top_k,
-                self.pool.layout.activation,
+                sorted(map(str, set(self.pool.layout.activations))),
             ],
             "dtype": str(self.hot.layers[0].held.w13.dtype),
             "group size": device.group_size,

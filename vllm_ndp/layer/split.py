@@ -188,8 +188,10 @@ class Splitter:
         if (known := self._views.get(key)) is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            sent, *of_pairs = self._parts[place]
-            known = self._views[key] = Pairs(sent[:num_rows], *(each[:count] for each in of_pairs))
+            rows, local, experts, bits, weights = self._parts[place]
+            known = self._views[key] = Pairs(
+                rows[:num_rows], local[:count], experts[:count], bits[:count], weights[:count]
+            )
         return known
 
     def fall_back(self) -> int:
