@@ -122,7 +122,8 @@ class Floor:
 
     def __init__(self, controller: Any, batch: int) -> None:
         self._replica_bytes = controller.device.served.expert_bytes
-        self._shape, self._pairs = controller.shape, batch * controller.shape.top_k
+        self._shape = controller.worker.made.shape
+        self._pairs = batch * self._shape.top_k
         self._stream = NativeKernel(threads=1)
         self._data = np.ones(STREAM_BYTES, np.uint8)
         self.seconds_per_byte = float("inf")

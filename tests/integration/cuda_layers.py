@@ -34,7 +34,7 @@ from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.rows import Gather
 from vllm_ndp.integration.slot_pairs import HotViews
-from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
+from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
 from vllm_ndp.layer.split import Pairs, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
@@ -183,8 +183,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         )
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
-    sidecar = RoutingSidecar(num_layers, top_k, GPU)
-    sidecar.allocate(ENTRIES, 1)
+    sidecar = RoutingSidecar(num_layers, top_k, GPU, ENTRIES, 1)
     spans = spans_of(setup)
     entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
     kernel = CudaSlotKernel("silu", num_experts, fused, lambda *key: nullcontext())
@@ -194,7 +193,10 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         tiers.where[index] = of_layer.where
     splitter = Splitter(tiers, top_k, weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
-    step = Step(1, {span.request.request_id: span for span in spans}, sizes, clock, splitter)
+    locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
+    step = Step(
+        1, {span.request.request_id: span for span in spans}, StepParts(sizes, clock, splitter, locator, sidecar)
+    )
     hot = SimpleNamespace(
         layers=slots,
         wait=lambda layer: None,
@@ -206,8 +208,6 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         hot,  # type: ignore[arg-type]
         link,
         None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
-        sidecar,
-        SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
         running,
         HotViews(splitter, GPU),
         None,  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         by_layer.append(len(gpu.waits) - before)
     waits, launches = list(gpu.waits), gpu.launches
     gpu.waits.clear()
-    report = step.report({})
+    report = step.report()
     assert report is not None
     if messenger is not None:
         messenger.close()

@@ -69,13 +69,12 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     replayed = RecordedRun(trace, setup, rules)
 
     noted: Any = Noted()
-    tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"))
-    sidecar.allocate(16, BLOCK)
+    tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"), 16, BLOCK)
     request = tracker.requests["a"] = TrackedRequest("a", PROMPT, list(range(12, 0, -1)))
     costs = replayed.engine.costs
     clock = StepClock(costs.gpu)
     replanner = Replanner(on_hardware(rules, costs, ""), LAYERS, EXPERTS)
-    planner = PlanRunner(replanner, tracker, sidecar, noted, noted, clock)
+    planner = PlanRunner(replanner, tracker, noted, noted, clock)
     planner.start()
     position, changes = 0, 0
     for number in replayed.steps.tolist():
@@ -101,7 +100,11 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
             sidecar.write(layer, entries, ids.to(torch.int64), weights)
         streamed = np.zeros((LAYERS, EXPERTS), np.bool_)
         step: Any = SimpleNamespace(
-            started=True, rows=rows, ending=[request] if span.ends_prefill else [], streamed=streamed
+            parts=SimpleNamespace(sidecar=sidecar),
+            started=True,
+            rows=rows,
+            ending=[request] if span.ends_prefill else [],
+            streamed=streamed,
         )
         planner.score_ended(step)
         position += span.num_tokens

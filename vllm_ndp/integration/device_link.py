@@ -244,7 +244,7 @@ class DeviceLink:
         if self.devices is None and self.members.clients[0].refuses():
             return DeviceCall(pairs, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
         rows = self._gather.rows(x, pairs.sent_rows)
-        return self.send(step, layer, step.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
+        return self.send(step, layer, step.parts.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
 
     def send(
         self,

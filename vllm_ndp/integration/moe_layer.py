@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from ndp_device.timing.work import Timing
-from vllm_ndp.integration.batch import RowLocator
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
@@ -23,7 +22,6 @@ from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.planner import PlanRunner
-from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.integration.streamed_experts import StreamedExperts
@@ -43,8 +41,6 @@ class LayerParts:
     hot: HotExperts
     device: Device
     planner: PlanRunner
-    sidecar: RoutingSidecar
-    locator: RowLocator
     running: RunningStep
     views: HotViews
     stream: StreamedExperts
@@ -108,7 +104,7 @@ class MoELayer:
     ) -> torch.Tensor:
         self._parts.hot.wait(self.index)
         if not step.started:
-            step.start(*self._parts.locator.locate(step.spans))
+            step.start()
         num_rows = step.rows.num_rows
         x = self._weighed(x, topk_weights)
         if num_rows == x.shape[0]:
@@ -135,8 +131,7 @@ class MoELayer:
     ) -> torch.Tensor:
         """Split, start what runs beside, compute the hot pairs, collect, account."""
         parts = self._parts
-        if not step.splitter.notes:
-            parts.sidecar.write(self.index, step.slot_mapping, topk_ids, topk_weights)
+        step.note_routing(self.index, topk_ids, topk_weights)
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()

@@ -29,13 +29,12 @@ class PlanRunner:
         self,
         replanner: Replanner,
         requests: RequestTracker,
-        sidecar: RoutingSidecar,
         hot: HotExperts,
         device: Device,
         clock: StepClock,
     ) -> None:
         self.replanner = replanner
-        self._requests, self._sidecar, self._hot = requests, sidecar, hot
+        self._requests, self._hot = requests, hot
         self._device, self._clock = device, clock
         self._ended: list[TrackedRequest] = []  # their prefill ended in the step before
         self.checksum = 0
@@ -123,11 +122,10 @@ class PlanRunner:
         """A step has ended: score the prompts that ended in it, and note which of its experts the slots keep. Where
         plans follow decode, look at what its decode rows chose."""
         if self.replanner.follows and step.started:
-            rows = step.rows
-            entries = rows.expected_slot_mapping(self._sidecar.block_size)[rows.decode]
-            self.replanner.see(self._sidecar.read_ids(entries))
+            rows, sidecar = step.rows, step.parts.sidecar
+            self.replanner.see(sidecar.read_ids(rows.expected_slot_mapping(sidecar.block_size)[rows.decode]))
         for request in step.ending:
-            request.score = self.replanner.score(self.stats(request))
+            request.score = self.replanner.score(self._stats(request, step.parts.sidecar))
             request.prefilled = True
             self._ended.append(request)
         if self._ended:
@@ -138,7 +136,7 @@ class PlanRunner:
         ending = step.ending
         if not (ending and self.replanner.rules.keeps_streamed and self._hot.streamer.keeps):
             return {}
-        stats = [self.stats(request, layer) for request in ending]
+        stats = [self._stats(request, step.parts.sidecar, layer) for request in ending]
         resident = self.replanner.predict_resident(layer, self._scores(), stats, np.unique(pairs.experts).tolist())
         return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
 
@@ -146,9 +144,8 @@ class PlanRunner:
         """Of every request whose prefill has ended."""
         return [request.score for request in self._requests.requests.values() if request.score is not None]
 
-    def stats(self, request: TrackedRequest, layer: int | None = None) -> RoutingStats:
-        """The prompt's routing, of one layer if one is named, gathered from the sidecar whoever wrote it."""
-        positions = np.arange(request.prompt_len)
-        entries = slot_mapping(request.blocks, positions, self._sidecar.block_size)
-        ids, weights = self._sidecar.read(entries, layer)
+    def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
+        """The prompt's routing, of one layer if one is named, whoever wrote it."""
+        entries = slot_mapping(request.blocks, np.arange(request.prompt_len), sidecar.block_size)
+        ids, weights = sidecar.read(entries, layer)
         return RoutingStats.from_choices(ids, weights, self.replanner.placement.hot.shape[1])

@@ -13,11 +13,10 @@ from rich.table import Table
 from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.assembly import LoadedWorker
+from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.host_cpu import HostCpuExperts
-from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device, LeadersDevice
-from vllm_ndp.integration.ranks import Ranks
+from vllm_ndp.integration.leaders_device import LeadersDevice
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
@@ -30,26 +29,16 @@ _PRICES = {
 _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
 
 
-def status(
-    settings: NdpSettings,
-    hot: HotExperts,
-    device: Device,
-    sidecar: RoutingSidecar,
-    ranks: Ranks,
-    *,
-    host: HostCpuExperts | None,
-    decode_layers: str,
-    has_report: bool,
-    unsimulated: str,
-) -> dict[str, Any]:
-    """What is effective, as data. unsimulated: what runs here and is in no simulated clock."""
-    shape = hot.pool.shape
+def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
+    """What is effective, as data."""
+    made, parts = worker.made, worker.parts
+    settings, shape, hot, device = made.settings, made.pool.shape, parts.hot, parts.device
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
         "plugin_active": True,
         "settings": settings.changed(),
         "engine_pid": os.getpid(),
-        "ranks": ranks.description,
+        "ranks": made.ranks.description,
         "moe_layers": len(hot.layers),
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
@@ -58,7 +47,7 @@ def status(
         "plan": settings.plan,
         "joint_tiers": settings.joint_tiers,
         "warm_experts": settings.warm_experts,
-        "warm": "" if host is None else host.description,
+        "warm": "" if parts.host is None else parts.host.description,
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
         "hot_bytes": hot.num_bytes,
@@ -77,12 +66,16 @@ def status(
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
         "replan": settings.replan,
-        "slot_kernel": hot.slot_kernel,
-        "decode_layers": decode_layers,
+        "slot_kernel": hot.layers[0].kernel_name,
+        "decode_layers": _decode_layers(parts.messenger),
         "record": settings.record or "off",
-        "report": _report(unsimulated) if has_report else "off (a KV connector of yours, or report=false)",
+        "report": _report(made.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
         **({} if isinstance(device, LeadersDevice) else _device(device, settings)),
     }
+
+
+def _decode_layers(messenger: Messenger | None) -> str:
+    return "native" if messenger is None else f"asynchronous up to {messenger.most_rows} rows"
 
 
 def _report(unsimulated: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepReport
 
@@ -18,6 +19,22 @@ class Totals:
     """Pairs without an answer of the device, by cause."""
     device: Counter[str] = field(default_factory=Counter)
     device_bounds: Counter[str] = field(default_factory=Counter)
+
+    def begin_step(self, *, num_resumed: int) -> None:
+        """num_resumed: requests that were preempted before."""
+        self.steps += 1
+        self.preempted += num_resumed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "preempted": self.preempted,
+            **{f"{phase}_rows": count for phase, count in self.rows.items()},
+            **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
+            "fallback_causes": dict(self.fallbacks),
+            "simulated_device": dict(self.device),
+            "simulated_device_bound": dict(self.device_bounds),
+        }
 
     def add(self, report: StepReport) -> None:
         """A step has ended; it was counted when it began."""

@@ -188,8 +188,9 @@ class Splitter:
         if (known := self._views.get(key)) is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            sent, *of_pairs = self._parts[place]
-            known = self._views[key] = Pairs(sent[:num_rows], *(each[:count] for each in of_pairs))
+            sent, local, experts, bits, weights = self._parts[place]
+            of_pairs = local[:count], experts[:count], bits[:count], weights[:count]
+            known = self._views[key] = Pairs(sent[:num_rows], *of_pairs)
         return known
 
     def fall_back(self) -> int:

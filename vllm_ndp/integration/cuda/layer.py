@@ -79,7 +79,7 @@ class AsideLayer:
         messenger, buffers = self._messenger, self._messenger.buffers(len(x))
         packet = buffers.here
         self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
-        submit_ps = step.clock.now_ps
+        submit_ps = step.parts.clock.now_ps
         messenger.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
         try:
             beside()
