@@ -27,7 +27,8 @@ from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
@@ -206,7 +207,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     running.step = step
     parts = LayerParts(
         hot,  # type: ignore[arg-type]
-        link,
+        DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
         None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
         running,
         HotViews(splitter, GPU),
@@ -246,9 +247,8 @@ def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     """A real link around a client that computes here."""
     link: Any = DeviceLink.__new__(DeviceLink)
     link.client = link._executes = client
-    link.members, link.devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
-    link._layers, link._installing = range(num_layers), None
-    link._agreed, link._local, link.offload_bits = None, None, 0
+    link.members, link._devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
+    link._layers, link._installing, link._local = range(num_layers), None, None
     link._round_trips_s = deque()
     link._fallbacks = Counter()
     return link

@@ -42,7 +42,7 @@ def watched(llm: Any) -> list[tuple[str, int]]:
     runners = [module for module in worker.model_runner.model.modules() if isinstance(module, MoERunner)]
     for layer, runner in enumerate(runners):
         runner.shared_experts._layer.register_forward_hook(lambda *_, layer=layer: events.append(("shared", layer)))
-    client = worker.ndp.device.client
+    client = worker.ndp.device.link.client
     begin, finish = client.begin_execute, client.finish_execute
     sent: dict[int, int] = {}
 

@@ -32,10 +32,14 @@ LAYERS, EXPERTS, PROMPT, DECODE, BLOCK = 32, 8, 64, 110, 16
 
 
 class Noted:
-    """Slots and device in one: what they are told, in order."""
+    """Slots, device and its link in one: what they are told, in order."""
 
     devices = None
-    computes_prompts = False
+    facts = SimpleNamespace(computes_prompts=False)
+
+    @property
+    def link(self) -> Noted:
+        return self
 
     def __init__(self) -> None:
         self.placed: list[NDArray[np.bool_]] = []

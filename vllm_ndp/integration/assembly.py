@@ -22,6 +22,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
+from ndp_device.protocol.messages import Served
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, host_replicas
@@ -32,7 +33,8 @@ from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.engine_kernel import load_engine_kernel
 from vllm_ndp.integration.experts_pool import ExpertsPool
@@ -40,7 +42,6 @@ from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
-from vllm_ndp.integration.leaders_device import Device, LeadersDevice
 from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
@@ -154,21 +155,18 @@ class Assembly:
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
             )
         replicas, planned = self.agree_on_replicas()
-        device = self.open_device(replicas, planned)
-        opened.callback(device.close)
+        device, costs = self.open_device(replicas, planned)
         hot = self.open_pool(replicas)
         opened.callback(hot.close)
         late_check = self.make_late_check()
-        losses, costs = self.load_losses(replicas), self.make_costs(device)
-        shared = compat.shared_experts(runner.model)
+        losses, shared = self.load_losses(replicas), compat.shared_experts(runner.model)
         prices = self.measure_prices(hot, device, replicas, next(iter(shared.values()), None))
         rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers, prices)
         replanner = Replanner(rules, shape.num_layers, shape.num_experts)
         requests, clock = RequestTracker(), StepClock(replace(self.gpu_model, slot_bytes=costs.slot_bytes))
         planner = PlanRunner(replanner, requests, hot, device, clock)
         planner.start()
-        self.share_among_devices(device, costs)
-        messenger = self.make_messenger(device.offload_bits)
+        messenger = self.make_messenger(device.facts.offload_bits)
         if messenger is not None:
             opened.callback(messenger.close)
         splitter = self.make_splitter(device, costs, prices)
@@ -180,13 +178,13 @@ class Assembly:
         opened.callback(layers.clear)
         return LoadedWorker(self, parts, layers, runner, requests, clock, splitter, late_check, prices)
 
-    def make_splitter(self, device: Device, costs: Costs, prices: MeasuredPrices | None) -> Splitter:
+    def make_splitter(self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None) -> Splitter:
         settings, first = self.settings, self.attached[0]
         return Splitter(
             self.tiers,
             self.pool.shape.top_k,
             balancers=self._balancers(device, costs, prices),
-            prompts=PrefillSplit(costs, prices) if device.computes_prompts else None,
+            prompts=PrefillSplit(costs, prices) if device.facts.computes_prompts else None,
             host=costs if settings.has_warm_experts else None,
             bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
             weighs_input=first.weighs_input,
@@ -194,12 +192,12 @@ class Assembly:
         )
 
     def _balancers(
-        self, device: Device, costs: Costs, prices: MeasuredPrices | None
+        self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None
     ) -> list[Balancer | DevicesBalancer] | None:
         """The rule of each layer; None where hot experts never leave the GPU."""
-        if not device.offload_bits:
+        if not device.facts.offload_bits:
             return None
-        rule = Balancer(costs, device.offload_bits, self.settings.device_hosts, prices)
+        rule = Balancer(costs, device.facts.offload_bits, self.settings.device_hosts, prices)
         if device.devices is None:
             return [rule] * len(self.layers)
         return [device.devices.balancer(rule, layer, device.counted_on) for layer in range(len(self.layers))]
@@ -269,36 +267,41 @@ class Assembly:
         )
         return replicas, planned
 
-    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
+    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> tuple[DeviceView, Costs]:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
-        settings, shape = self.settings, self.pool.model
-        offload_bits = settings.resolve_offload_bits(shape.num_experts)
-        cores = self.ranks.merge(compat.bound_cores())
-        if not self.ranks.leads:
-            group_size, expert_bytes, computes_prompts = self.ranks.from_leader()
-            alive = (True,) * settings.num_devices
-            return LeadersDevice(offload_bits, group_size, expert_bytes, computes_prompts, alive)
-        agreement = Agreement(
-            shape,
-            self.hardware,
-            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
-            quantized=self.is_quantized,
-            replicas=planned,
-        )
-        wants_prompts = self._splits_prefill()
-        local = LocalReplicas(self.model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
-        device = DeviceLink(
-            DeviceMembers(settings, agreement, self.model_dir, self.digest, replicas, cores),
-            shape,
-            self.layers,
-            local,
-            self._held.w13.dtype,
-            offload_bits=offload_bits,
-            deadline_ms=settings.deadline_ms,
-            wants_prompts=wants_prompts,
-        )
-        self.ranks.from_leader((device.group_size, device.expert_bytes, device.computes_prompts))
-        return device
+        settings, cores, members = self.settings, self.ranks.merge(compat.bound_cores()), None
+        if self.ranks.leads:
+            agreement = Agreement(
+                self.pool.model,
+                self.hardware,
+                full_precision=settings.cold_precision == "full" or settings.prefill == "split",
+                quantized=self.is_quantized,
+                replicas=planned,
+            )
+            wants_prompts = self._splits_prefill()
+            members = DeviceMembers(settings, agreement, self.model_dir, self.digest, replicas, cores)
+            self.opened.callback(members.close)
+            self.ranks.from_leader(facts := self._facts_of(members.served, wants_prompts=wants_prompts))
+        else:
+            facts = self.ranks.from_leader()
+        costs = self.make_costs(facts)
+        devices = self.share_among_devices(facts, costs)
+        link = None if members is None else self._make_link(members, facts, devices, replicas)
+        agreed = (True,) * settings.num_devices if link is None else None
+        return DeviceView(facts, devices, link, agreed), costs
+
+    def _facts_of(self, served: Served, *, wants_prompts: bool) -> DeviceFacts:
+        """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
+        offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts)
+        computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
+        return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts)
+
+    def _make_link(
+        self, members: DeviceMembers, facts: DeviceFacts, devices: Devices | None, replicas: Path | None
+    ) -> DeviceLink:
+        same = self.settings.fallback == "same"
+        local = LocalReplicas(self.model_dir, replicas, self.settings.kernel) if same else None
+        return DeviceLink(members, facts, devices, self.pool.model, self.layers, self._held.w13.dtype, local)
 
     def _splits_prefill(self) -> bool:
         """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
@@ -313,11 +316,11 @@ class Assembly:
             raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
         return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
 
-    def share_among_devices(self, device: Device, costs: Costs) -> None:
+    def share_among_devices(self, facts: DeviceFacts, costs: Costs) -> Devices | None:
         """Where there are several devices: who holds what, the same on every rank."""
         settings = self.settings
         if not settings.shares_experts:
-            return
+            return None
         rules = DeviceRules.that_fit(
             costs,
             settings.num_devices,
@@ -326,7 +329,7 @@ class Assembly:
             full_precision=settings.cold_precision == "full",
             splits_experts=settings.splits_experts,
         )
-        device.share_among(Devices(costs, rules, device.expert_bytes, device.offload_bits))
+        return Devices(costs, rules, facts.expert_bytes, facts.offload_bits)
 
     # -- of this worker -------------------------------------------------------------------------------------------
 
@@ -335,33 +338,33 @@ class Assembly:
             return LossTable.nominal(self.pool.shape.num_layers, self.pool.shape.num_experts)
         return host_replicas.load_losses(replicas, self.layers, self.settings.losses)
 
-    def make_costs(self, device: Device) -> Costs:
-        group_size, bits = device.group_size, self.settings.slot_bits
-        return Costs(self.hardware, self.shape, group_size=group_size, num_gpus=self.ranks.size, slot_bits=bits)
+    def make_costs(self, facts: DeviceFacts) -> Costs:
+        bits = self.settings.slot_bits
+        return Costs(self.hardware, self.shape, group_size=facts.group_size, num_gpus=self.ranks.size, slot_bits=bits)
 
     def measure_prices(
-        self, hot: HotExperts, device: Device, replicas: Path | None, shared: Shared | None
+        self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
     ) -> MeasuredPrices | None:
         """By the leader, for all ranks; None where prices are those of the simulated hardware. shared: the shared
         experts of a layer, where there are any."""
         if self.settings.prices != "measured":
             return None
         recorded = None
-        if isinstance(device, DeviceLink):
+        if (link := device.link) is not None:
             probe = PriceProbe(hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
-            prices = probe.measure(self._asked_of_probe(device), device.members.start_embedded, self.digest)
+            prices = probe.measure(self._asked_of_probe(device.facts), link.members.start_embedded, self.digest)
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
 
-    def _asked_of_probe(self, device: DeviceLink) -> WantedPrices:
-        settings, served = self.settings, sorted(device.expert_bytes)
+    def _asked_of_probe(self, facts: DeviceFacts) -> WantedPrices:
+        settings, served = self.settings, sorted(facts.expert_bytes)
         engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
         tiers = ["gpu"]
         if settings.plan == "joint":
             tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
             engine = set(LIVE_WIDTHS["gpu"])
         device_widths = [bits for bits in served if bits in WIDTHS and self.is_quantized]
-        if FULL_PRECISION_BITS in served and (device.computes_prompts or settings.cold_precision == "full"):
+        if FULL_PRECISION_BITS in served and (facts.computes_prompts or settings.cold_precision == "full"):
             device_widths.append(FULL_PRECISION_BITS)
         return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)
 

@@ -19,8 +19,7 @@ from vllm_ndp.integration import compat, startup_table
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
-from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.leaders_device import Device
+from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
@@ -84,7 +83,7 @@ class NdpController:
             _current = None
 
     @property
-    def device(self) -> Device:
+    def device(self) -> DeviceView:
         return self.worker.parts.device
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -101,7 +100,8 @@ class NdpController:
             return
         began_s = time.perf_counter()
         log.totals.begin_step(num_resumed=len(scheduler_output.scheduled_cached_reqs.resumed_req_ids))
-        parts.device.revive()
+        if parts.device.link is not None:
+            parts.device.link.revive()
         if log.recorder is not None:
             log.recorder.note_requests(log.totals.steps, spans)
         planned = parts.planner.replan()
@@ -122,7 +122,7 @@ class NdpController:
     def _agree_among_ranks(self) -> None:
         ranks, device = self.worker.made.ranks, self.device
         if ranks.size > 1:
-            device.steer(ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum))
+            device.agreed = ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum)
 
     def take_report(self) -> StepReport | None:
         """What happened in the running step, or in the last one, once, as the leader tells it."""
@@ -163,14 +163,14 @@ class NdpController:
                 f"the device at {address} cannot be added to this engine: start it with ndp setting 'devices' as a "
                 f"list of addresses, perhaps of one{whole}"
             )
-        elif isinstance(self.device, DeviceLink):
+        elif (link := self.device.link) is not None:
             try:
-                self.device.members.reach_another(address, keys)
+                link.members.reach_another(address, keys)
             except (NdpError, OSError) as error:
                 refusal = str(error)
         if ranks.any_says(bool(refusal)):
-            if isinstance(self.device, DeviceLink):
-                self.device.members.leave_newcomer()
+            if (link := self.device.link) is not None:
+                link.members.leave_newcomer()
             return {"address": address, "refused": refusal or f"another rank refused the device at {address}"}
         devices = self.device.devices
         assert devices is not None
@@ -205,12 +205,12 @@ class NdpController:
 
     def live(self) -> dict[str, Any] | None:
         """What goes on now, for a status page; None where another rank tells."""
-        if not isinstance(self.device, DeviceLink):
+        if (link := self.device.link) is None:
             return None
         return {
             "effective": self.status(),
             "totals": self.totals_dict(),
-            "device": self.device.members.look(self.device.state),
+            "device": link.members.look(link.state),
             "plan": live.plan_in_force(self.worker.parts.planner.replanner, self._last_planned),
             "running": live.running(self.worker.requests),
         }

@@ -16,11 +16,11 @@ import torch
 from ndp_device.timing.work import Timing
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.executor import Executor, Pending
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
@@ -39,7 +39,7 @@ class LayerParts:
     """What the layers of a worker share."""
 
     hot: HotExperts
-    device: Device
+    device: DeviceView
     planner: PlanRunner
     running: RunningStep
     views: HotViews
@@ -59,12 +59,11 @@ class MoELayer:
         """shared: the shared experts, where they are ours to run. fixed: where a captured graph reads what this layer
         gives."""
         self.index, self._parts = index, parts
-        self._slots, self._device = parts.hot.layers[index], parts.device
-        self._link = parts.device if isinstance(parts.device, DeviceLink) else None  # None: another rank sends
+        self._slots, self._device, self._link = parts.hot.layers[index], parts.device, parts.device.link
         self._shared, self._fixed = shared, fixed
         self._aside = None
         if parts.messenger is not None:
-            self._aside = AsideLayer(index, self._slots, parts.device, parts.messenger, self._compute_here)
+            self._aside = AsideLayer(index, self._slots, self._link, parts.messenger, self._compute_here)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
+from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs
@@ -30,7 +30,7 @@ class PlanRunner:
         replanner: Replanner,
         requests: RequestTracker,
         hot: HotExperts,
-        device: Device,
+        device: DeviceView,
         clock: StepClock,
     ) -> None:
         self.replanner = replanner
@@ -51,8 +51,8 @@ class PlanRunner:
         hot = self.replanner.placement.hot
         self._place()
         self._hot.wait_for_all()
-        if self._device.computes_prompts:  # the first prompt runs before there is a plan
-            self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
+        if (link := self._device.link) is not None and self._device.facts.computes_prompts:
+            link.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
 
     def replan(self) -> dict[str, TrackedRequest]:
         """Make new plans if a prefill has ended whose request is still there, or if decode asks for it. Returns the
@@ -68,7 +68,6 @@ class PlanRunner:
             self._migrate(int(self.replanner.restore().sum()))
             return {}
         running = {name: request for name, request in self._requests.requests.items() if request.score is not None}
-        self._device.wait_installed()
         change = self.replanner.replan({name: r.score for name, r in running.items() if r.score is not None})
         self._carry_out(change, running)
         self._migrate(change.num_moved, change.moved_bytes)
@@ -83,7 +82,6 @@ class PlanRunner:
         running = {name: request for name, request in self._requests.requests.items() if request.plan is not None}
         followed = self.replanner.follow({name: r.plan for name, r in running.items() if r.plan is not None})
         if (change := followed.change) is not None:
-            self._device.wait_installed()
             self._clock.wait_until(self._arrives_ps)
             for request in running.values():
                 request.score = change.score
@@ -97,6 +95,8 @@ class PlanRunner:
 
     def _carry_out(self, change: PlanChange[str], running: Mapping[str, TrackedRequest]) -> None:
         """Give the requests their plans, and say to the device what may be asked for under them."""
+        if (link := self._device.link) is not None:
+            link.wait_installed()
         for name, plan in change.plans.items():
             running[name].plan = plan
         if (devices := self._device.devices) is not None:
@@ -104,7 +104,8 @@ class PlanRunner:
             self._clock.wait_until(self._clock.now_ps + devices.follow(change.plans.values(), scores))
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
         widths[change.placement.warm] = 0  # no decode row of theirs goes to the device
-        self._device.begin_install(change.epoch, widths, change.placement.hot)
+        if (link := self._device.link) is not None:
+            link.begin_install(change.epoch, widths, change.placement.hot)
         placement = change.placement
         self.checksum = zlib.crc32(placement.tiers.tobytes(), change.epoch)
         for plan in change.plans.values():

@@ -15,8 +15,8 @@ from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.leaders_device import LeadersDevice
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
@@ -61,8 +61,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "avg_bits": settings.avg_bits,
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
-        "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
-        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
+        "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
+        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
         "replan": settings.replan,
@@ -70,7 +70,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "decode_layers": _decode_layers(parts.messenger),
         "record": settings.record or "off",
         "report": _report(made.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
-        **({} if isinstance(device, LeadersDevice) else _device(device, settings)),
+        **({} if device.link is None else _device(device.link, device, settings)),
     }
 
 
@@ -92,24 +92,20 @@ def _layers(replicas: Path | None, losses: str) -> str:
     return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
 
 
-def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
-    description = device.members.description
+def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
+    description = link.members.description
     return {
-        "device_pid": device.members.pids[0],
-        "device_pids": device.members.pids,
-        "device_cores": device.members.cores,
-        "device_address": device.members.address,
-        "device_bytes": sum(one.resident_bytes for one in device.members.descriptions),
+        "device_pid": link.members.pids[0],
+        "device_pids": link.members.pids,
+        "device_cores": link.members.cores,
+        "device_address": link.members.address,
+        "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
         "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "layers": _layers(device.members.replicas, settings.losses)
-        if settings.bit_rule_in_force == OVER_LAYERS
-        else "",
-        "replicas": f"{description.replicas} in {device.members.replicas}"
-        if device.members.replicas
-        else "none needed",
+        "layers": _layers(link.members.replicas, settings.losses) if settings.bit_rule_in_force == OVER_LAYERS else "",
+        "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
         "hardware": description.hardware,
         "pe_mode": description.pe_mode,
     }

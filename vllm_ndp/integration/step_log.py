@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 from vllm_ndp.integration.assembly import LoadedWorker
-from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.recording import RunRecorder
 from vllm_ndp.integration.report import StepCosts, StepReport
 from vllm_ndp.integration.serving.finished import FinishedRequests
@@ -36,9 +35,9 @@ class StepLog:
         report.costs = self._costs(step)
         if self.recorder is not None:
             device, epoch = self._worker.parts.device, self._worker.parts.planner.replanner.epoch
-            assert isinstance(device, DeviceLink)  # the leader's
+            assert device.link is not None  # the leader's
             took_s = time.perf_counter() - step.before.began_s
-            self.recorder.note_step(step, epoch, time_of_step, took_s, device.take_presence())
+            self.recorder.note_step(step, epoch, time_of_step, took_s, device.link.take_presence())
         self.totals.add(report)
         return report if ranks.leads else None
 
@@ -55,8 +54,10 @@ class StepLog:
         planner, device, before = self._worker.parts.planner, self._worker.parts.device, self._counted
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
-        round_trips, is_up = device.take_round_trips(), any(device.up)
-        return StepCosts(step.before.plan_s, round_trips, migrated, kept, prefills, is_up, device.take_fallbacks())
+        costs = StepCosts(step.before.plan_s, [], migrated, kept, prefills, any(device.up))
+        if device.link is not None:
+            costs.round_trips_s, costs.fallbacks = device.link.take_round_trips(), device.link.take_fallbacks()
+        return costs
 
     def note_plan(self, step: int) -> None:
         """A plan is in force from this step on."""
