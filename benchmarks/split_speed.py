@@ -32,7 +32,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, Step, StepParts
 from vllm_ndp.layer import account
-from vllm_ndp.layer.split import Splitter
+from vllm_ndp.layer.split import SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
 from vllm_ndp.simulation.balance import Balancer
@@ -61,7 +61,7 @@ class Layers:
         tiers.activate(hot)
         tiers.name_all()
         balancers = [Balancer(costs, 2)] * shape.num_layers if offloads else None
-        splitter = Splitter(tiers, shape.top_k, balancers=balancers)
+        splitter = Splitter(tiers, shape.top_k, SplitRules(balancers))
         noted = shape.num_layers, ENTRIES, shape.top_k
         splitter.note_into(np.zeros(noted, np.int16), np.zeros(noted, np.float32))
         sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)

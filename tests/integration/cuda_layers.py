@@ -36,7 +36,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.rows import Gather
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
-from vllm_ndp.layer.split import Pairs, Splitter
+from vllm_ndp.layer.split import Pairs, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
@@ -192,7 +192,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     tiers = Tiers(num_layers, num_experts)
     for index, of_layer in slots.items():
         tiers.where[index] = of_layer.where
-    splitter = Splitter(tiers, top_k, weighs_input=setup.weighs_input, aliases=False)
+    splitter = Splitter(tiers, top_k, SplitRules(), weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
     step = Step(

@@ -6,7 +6,6 @@ test_integration_replay.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.simulation.gpu_timing import StepClock
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -63,13 +62,8 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     sizes: dict[str, Any] = {"num_requests": 1, "prompt_len": PROMPT, "decode_len": DECODE}
     trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.5, turns=2, seed=9))
     policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
-    setup, rules = modelled_host(
-        *(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}),
-        policy=policy,
-        budget=Budget(4, 3.0),
-        loss=loss,
-    )
-    rules = replace(rules, follow=FollowRules())
+    rules = PlannerRules(policy, Budget(4, 3.0), loss, follow=FollowRules())
+    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
     replayed = RecordedRun(trace, setup, rules)
 
     noted: Any = Noted()

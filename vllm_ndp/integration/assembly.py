@@ -51,7 +51,7 @@ from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep
 from vllm_ndp.integration.streamed_experts import StreamedExperts
 from vllm_ndp.integration.streaming import Streamer, make_streamer
-from vllm_ndp.layer.split import Splitter
+from vllm_ndp.layer.split import SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
@@ -183,9 +183,11 @@ class Assembly:
         return Splitter(
             self.tiers,
             self.pool.shape.top_k,
-            balancers=self._balancers(device, costs, prices),
-            prompts=PrefillSplit(costs, prices) if device.facts.computes_prompts else None,
-            host=costs if settings.has_warm_experts else None,
+            SplitRules(
+                self._balancers(device, costs, prices),
+                PrefillSplit(costs, prices) if device.facts.computes_prompts else None,
+                costs if settings.has_warm_experts else None,
+            ),
             bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
             weighs_input=first.weighs_input,
             aliases=first.slots.aliases,
