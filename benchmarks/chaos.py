@@ -112,7 +112,7 @@ class Disturbance:
         from vllm_ndp.integration.controller import current_controller
 
         while self._left and not self._closed.is_set():
-            member = current_controller().device.members.each[0]  # type: ignore[union-attr]
+            member = current_controller().device.link.members.each[0]  # type: ignore[union-attr]
             member.process._next_spawn_s = 0.0  # the pause between two starts would leave nothing to kill
             if member.client.state != "up":
                 time.sleep(0.005)

@@ -55,7 +55,7 @@ class Cuts:
         controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
         self._before(moe_layer.MoELayer, "_run")
         self._after(step.Step, "split")
-        self._after(type(controller.device), "start")
+        self._after(type(controller.device.link), "start")
         self._after(hot_slots.HotSlots, "run")
         self._after(device_link.DeviceCall, "result")
         self._after(moe_layer.MoELayer, "_run")
@@ -121,7 +121,7 @@ def run(model: Path, num_experts: int, num_tokens: int, num_rounds: int) -> dict
         enable_prefix_caching=False,
     )
     controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-    client, floor, cuts = controller.device.client, Floor(controller, 1), Cuts(llm)
+    client, floor, cuts = controller.device.link.client, Floor(controller, 1), Cuts(llm)
     begin, last = client.begin_execute, list[tuple[Any, ...]]()
 
     def begin_and_note(*message: Any) -> Any:

@@ -25,6 +25,7 @@ import random
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,7 @@ class NoCall:
 
 
 class NoDevice:
-    """Where a layer has its device: only the arithmetic that a real one has for the time it is away."""
-
-    is_up = False
+    """Where a layer has its link: only the arithmetic that a real one has for the time it is away."""
 
     def __init__(self, device: Any) -> None:
         self.compute_locally = device.compute_locally
@@ -92,7 +91,7 @@ def run_arm(given: argparse.Namespace) -> None:
         llm.generate(prompts, params, use_tqdm=False)
         return statistics.median(watch.layers[len(watch.layers) // 8 :]) * 1e6
 
-    member = None if given.arm == "hot" else controller.device.members.each[0]
+    member = None if given.arm == "hot" else controller.device.link.members.each[0]
     if member is not None:
         respawn, member.process.respawn = member.process.respawn, lambda: False
 
@@ -111,9 +110,9 @@ def run_arm(given: argparse.Namespace) -> None:
 
     def in_turns() -> dict[str, list[float]]:
         """Microseconds of a layer in each step of each kind, pair by pair."""
-        real, taken = controller.device, {"away": list[float](), "local": list[float]()}
-        devices = {"away": real, "local": NoDevice(real)}
-        layers = [layer for layer in LAYERS.values() if layer._device is real]
+        real, taken = controller.device.link, {"away": list[float](), "local": list[float]()}
+        devices = {"away": (controller.device, real), "local": (SimpleNamespace(is_up=False), NoDevice(real))}
+        layers = [layer for layer in LAYERS.values() if layer._link is real]
         assert layers
         begin(given.tokens)
         order: list[str] = []
@@ -121,18 +120,18 @@ def run_arm(given: argparse.Namespace) -> None:
             order = order or rng.sample(sorted(devices), 2)
             kind = order.pop()
             for layer in layers:
-                layer._device = layer._link = devices[kind]
+                layer._device, layer._link = devices[kind]
             watch.clear()
             llm.llm_engine.step()
             taken[kind].append(sum(watch.layers) / len(layers) * 1e6)
         for layer in layers:
-            layer._device = layer._link = real
+            layer._device, layer._link = devices["away"]
         count = min(map(len, taken.values()))
         return {kind: times[:count] for kind, times in taken.items()}
 
     def back() -> dict[str, Any]:
         """The device goes and comes: seconds of the steps that did something about it, of a median one, of others."""
-        client, process = controller.device.client, member.process
+        client, process = controller.device.link.client, member.process
         member.process._next_spawn_s, after = 0.0, 0
         steps: list[float] = []
         begin(980)

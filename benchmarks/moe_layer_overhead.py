@@ -121,8 +121,9 @@ class Floor:
     """Bytes that each layer with a call reads, on either side, from its messages; and what limits reading them."""
 
     def __init__(self, controller: Any, batch: int) -> None:
-        self._replica_bytes = controller.device.served.expert_bytes
-        self._shape, self._pairs = controller.shape, batch * controller.shape.top_k
+        self._replica_bytes = controller.device.facts.expert_bytes
+        self._shape = controller.worker.made.shape
+        self._pairs = batch * self._shape.top_k
         self._stream = NativeKernel(threads=1)
         self._data = np.ones(STREAM_BYTES, np.uint8)
         self.seconds_per_byte = float("inf")
@@ -180,7 +181,7 @@ def run_arm(arguments: argparse.Namespace) -> None:
         **plugin,
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    client = worker.ndp.device.client if settings is not None else None
+    client = worker.ndp.device.link.client if settings is not None else None
     floor = None if client is None or arguments.batch != 1 else Floor(worker.ndp, arguments.batch)
     last: list[tuple[Any, ...]] = []
     calls: list[float] = []  # when they were made

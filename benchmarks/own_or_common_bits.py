@@ -29,6 +29,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.simulation.joint_menu import relative_losses
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -52,15 +53,9 @@ def together(trace: Trace) -> Trace:
 def stepwise(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float) -> tuple[float, float]:
     """(tokens/s of decode, loss of the plans' bits; what is offloaded on top is not in it)."""
     policy, budget = load_policy("prefill", PolicySettings()), Budget(EXPERTS // 2, avg_bits)
-    setup, rules = modelled_host(
-        *(trace.provenance, MODEL, HARDWARE, IDEAL),
-        policy=policy,
-        budget=budget,
-        loss=loss,
-        offload_bits=OFFLOAD,
-        keeps_streamed=True,
-    )
-    host = RecordedRun(trace, setup, dataclasses.replace(rules, bits_for=bits_for))
+    rules = PlannerRules(policy, budget, loss, keeps_streamed=True, bits_for=bits_for)
+    setup = modelled_host(trace.provenance, MODEL, HARDWARE, IDEAL, rules, offload_bits=OFFLOAD)
+    host = RecordedRun(trace, setup, rules)
     runs = [host.run(step) for step in host.steps.tolist()][len(trace.prompt_len) :]
     decode_ps = runs[-1].time.end_ps - runs[0].time.start_ps
     table, lost, weight = relative_losses(loss), 0.0, 0.0

@@ -18,6 +18,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from measured import Measurement, add_json_option
 from ndp_device.timing.shapes import SHAPES, public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.slot_pairs import HotViews
-from vllm_ndp.integration.step import ModelSizes, Step
+from vllm_ndp.integration.step import ModelSizes, Step, StepParts
 from vllm_ndp.layer import account
-from vllm_ndp.layer.split import Splitter
+from vllm_ndp.layer.split import SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
 from vllm_ndp.simulation.balance import Balancer
@@ -59,15 +61,17 @@ class Layers:
         tiers.activate(hot)
         tiers.name_all()
         balancers = [Balancer(costs, 2)] * shape.num_layers if offloads else None
-        splitter = Splitter(tiers, shape.top_k, balancers=balancers)
+        splitter = Splitter(tiers, shape.top_k, SplitRules(balancers))
         noted = shape.num_layers, ENTRIES, shape.top_k
         splitter.note_into(np.zeros(noted, np.int16), np.zeros(noted, np.float32))
         sizes = ModelSizes(shape.num_layers, shape.num_experts, shape.top_k)
         plan = Plan(0, Placement(hot), BitwidthPlan((3 * ~hot).astype(np.uint8)))
         requests = [TrackedRequest(str(row), 1, [0], prefilled=True, plan=plan) for row in range(num_rows)]
         spans = {request.request_id: Span(request, 1000, 1) for request in requests}
-        step = Step(1, spans, sizes, StepClock(GpuModel(hardware, shape)), splitter)
-        step.start(BatchRows(tuple(spans.values())), torch.arange(num_rows))
+        locator: Any = SimpleNamespace(locate=lambda spans: (BatchRows(tuple(spans.values())), torch.arange(num_rows)))
+        clock, sidecar = StepClock(GpuModel(hardware, shape)), RoutingSidecar(*noted[::2], torch.device("cpu"), 0, 16)
+        step = Step(1, spans, StepParts(sizes, clock, splitter, locator, sidecar))
+        step.start()
         ranks = np.argsort(random.random((CALLS, num_rows, shape.num_experts)), axis=2)
         ids = torch.from_numpy(ranks[:, :, : shape.top_k].astype(np.int32))
         weights = torch.rand(ids.shape)
@@ -84,9 +88,9 @@ class Layers:
                 if is_viewed:
                     views.of(found, None, ids, weights)  # type: ignore[arg-type]  # slots are looked at on a GPU
                 if ends:
-                    answer(step.clock, step.splitter, found, 5_000_000)
+                    answer(step.parts.clock, step.parts.splitter, found, 5_000_000)
                 else:
-                    step.clock._layer = None
+                    step.parts.clock._layer = None
 
         one = fastest_us(lambda: split(is_viewed=False, ends=False))
         two = fastest_us(lambda: split(is_viewed=True, ends=False))

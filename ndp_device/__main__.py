@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ndp_device import timing_cli
-from ndp_device.command_line import SetOption, assignments, command, print_json, program, run
+from ndp_device.command_line import HardwareOption, SetOption, assignments, command, print_json, program, run
 from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import PE_MODES
 from ndp_device.transport.address import INSECURE_LOOPBACK
@@ -44,9 +44,7 @@ TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for an answe
 class DeviceHardwareOptions:
     """Which hardware the simulated times are for."""
 
-    hardware: Annotated[
-        str, typer.Option(help="Hardware preset (see ndp-device time hardware); none: answers have no simulated time.")
-    ] = "h100-ndp512"
+    hardware: HardwareOption = "h100-ndp512"
     set_: SetOption = None
     pe_mode: Annotated[str | None, typer.Option(help=f"How arrays compute: {', '.join(PE_MODES)}.")] = None
 
@@ -86,6 +84,24 @@ class FailpointOptions:
     failpoint_seed: Annotated[int, typer.Option(hidden=True)] = 0
 
 
+@dataclass(frozen=True)
+class ExpertsOptions:
+    """What is computed, and by what."""
+
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
+    ] = None
+    replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None
+    kernel: Annotated[
+        str, typer.Option(help="What computes experts: auto, reference, native, or one that a package adds.")
+    ] = "auto"
+    prepare: Annotated[
+        Literal["idle", "asked"],
+        typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
+    ] = "idle"
+    cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = ""
+
+
 @command(
     app,
     "serve",
@@ -101,18 +117,7 @@ def serve(
     access: AccessOptions,
     parent: ParentOptions,
     failpoints: FailpointOptions,
-    model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")
-    ] = None,
-    replicas: Annotated[Path | None, typer.Option(help="Replica directory: 1 to 4 bit experts.")] = None,
-    kernel: Annotated[
-        str, typer.Option(help="What computes experts: auto, reference, native, or one that a package adds.")
-    ] = "auto",
-    prepare: Annotated[
-        Literal["idle", "asked"],
-        typer.Option(help="When experts are converted: before a plan needs them, in idle time; or once one does."),
-    ] = "idle",
-    cores: Annotated[str, typer.Option(help="Run on these processor cores only, such as 4,5,6.")] = "",
+    experts: ExpertsOptions,
 ) -> None:
     """Load the experts and serve them until SIGTERM.
 
@@ -133,17 +138,17 @@ def serve(
     owner = None if parent.die_with_parent is None else Parent(parent.die_with_parent, parent.private_dir)
     if owner is not None:
         owner.follow()
-    if cores:
-        _run_on(cores)
+    if experts.cores:
+        _run_on(experts.cores)
     config = DeviceConfig(
         address=address,
-        model_dir=model,
-        replicas_dir=replicas,
+        model_dir=experts.model,
+        replicas_dir=experts.replicas,
         hardware=where.hardware,
         hardware_overrides=tuple(assignments(where.set_, "--set", "section.field=value").items()),
         pe_mode=where.pe_mode,
-        kernel=kernel,
-        prepare=prepare,
+        kernel=experts.kernel,
+        prepare=experts.prepare,
     )
     damage = [Failpoint.parse(text) for text in failpoints.failpoint or ()]
     points = Failpoints(damage, failpoints.failpoint_seed) if damage else None

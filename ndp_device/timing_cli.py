@@ -6,7 +6,7 @@ Prints a table for people, then one JSON object as the last line of stdout.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,6 +39,37 @@ OLD_PRESET: dict[str, str | None] = {"--preset": "--hardware"}
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What of the DRAM and its controller is another than in the preset."""
+
+    refresh: Annotated[str | None, typer.Option(help=f"{', '.join(REFRESH_MODES)}.")] = None
+    bank_group_interleave: Annotated[str | None, typer.Option(help="on, off.")] = None
+    outstanding: Annotated[int | None, typer.Option(help="Lines in flight per channel; 0: a full queue.")] = None
+    density: Annotated[int | None, typer.Option(help="Gbit of a DRAM part: 16, 32.")] = None
+
+    def overrides(self, hardware: str) -> dict[str, Any]:
+        return {
+            **({} if self.density is None else density_overrides(hardware, self.density)),
+            "dram.refresh": self.refresh,
+            "dram.bank_group_interleave": self.bank_group_interleave,
+            "dram.outstanding": self.outstanding,
+        }
+
+
+@dataclass(frozen=True)
+class ArrayOptions:
+    """How the device is told, and how it computes."""
+
+    pe_mode: Annotated[str | None, typer.Option(help=f"{', '.join(PE_MODES)}.")] = None
+    launch: Annotated[str | None, typer.Option(help=f"{', '.join(LAUNCH_PATHS)}.")] = None
+    hardware: HardwareOption = "h100-ndp512"
+    set_: SetOption = None
+
+    def in_mode(self, pe_mode: str | None) -> Hardware:
+        return _hardware(self.hardware, self.set_, {"array.pe_mode": pe_mode, "link.launch": self.launch})
+
+
 @command(
     app,
     "dram",
@@ -50,26 +81,17 @@ _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**1
 )
 def dram(
     num_bytes: Annotated[str, typer.Argument(metavar="BYTES", help="Bytes read in all: 65536, 64KiB, 352MB, …")],
+    memory: MemoryOptions,
     hardware: HardwareOption = "h100-ndp512",
     streams: Annotated[int, typer.Option(help="Sequential streams that share the bytes.")] = 1,
     placement: Annotated[str, typer.Option(help=f"{', '.join(PLACEMENTS)}.")] = "natural",
-    refresh: Annotated[str | None, typer.Option(help=f"{', '.join(REFRESH_MODES)}.")] = None,
-    bank_group_interleave: Annotated[str | None, typer.Option(help="on, off.")] = None,
-    outstanding: Annotated[int | None, typer.Option(help="Lines in flight per channel; 0: a full queue.")] = None,
-    density: Annotated[int | None, typer.Option(help="Gbit of a DRAM part: 16, 32.")] = None,
     set_: SetOption = None,
 ) -> None:
     """Time a read from DRAM.
 
     Mean, fastest and slowest of start times that are spread across one refresh interval.
     """
-    options: dict[str, Any] = {
-        **({} if density is None else density_overrides(hardware, density)),
-        "dram.refresh": refresh,
-        "dram.bank_group_interleave": bank_group_interleave,
-        "dram.outstanding": outstanding,
-    }
-    chosen = _hardware(hardware, set_, options)
+    chosen = _hardware(hardware, set_, memory.overrides(hardware))
     size = _parse_size(num_bytes)
     transfer = dram_timing.transfer(chosen.dram, size, streams, placement)
     lines = dram_timing.channel_lines(chosen.dram, size)
@@ -113,26 +135,19 @@ def idle(
 )
 def expert(
     bits: Annotated[int, typer.Option(help="1, 2, 3, 4, 8 or 16.")],
+    array: ArrayOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=f"Public shape: {', '.join(SHAPES)}.")] = "mixtral-8x7b",
     tokens: Annotated[int, typer.Option(help="Rows that the expert serves.")] = 1,
-    pe_mode: Annotated[str | None, typer.Option(help=f"{', '.join(PE_MODES)}.")] = None,
-    launch: Annotated[str | None, typer.Option(help=f"{', '.join(LAUNCH_PATHS)}.")] = None,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale and an offset.")] = 128,
     scales: Annotated[bool, typer.Option(help="Count the scales and offsets.")] = True,
-    hardware: HardwareOption = "h100-ndp512",
-    set_: SetOption = None,
 ) -> None:
     """Time one expert on the idle device, from launch to completion."""
-    chosen = _hardware(hardware, set_, {"array.pe_mode": pe_mode, "link.launch": launch})
     if tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, got {tokens}")
     work = single_expert_work(public_shape(model), bits, tokens, group_size, scales=scales)
-    timing = DeviceModel(chosen).execute(work, 0)
-    beside = {
-        mode: DeviceModel(_hardware(hardware, set_, {"array.pe_mode": mode, "link.launch": launch})).execute(work, 0)
-        for mode in PE_MODES
-    }
-    _stage_table(f"{model}, one expert, {bits} bits, {tokens} tokens, {hardware}", beside)
+    timing = DeviceModel(array.in_mode(array.pe_mode)).execute(work, 0)
+    beside = {mode: DeviceModel(array.in_mode(mode)).execute(work, 0) for mode in PE_MODES}
+    _stage_table(f"{model}, one expert, {bits} bits, {tokens} tokens, {array.hardware}", beside)
     print_json(
         {
             "model": model,

@@ -27,15 +27,16 @@ from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.rows import Gather
 from vllm_ndp.integration.slot_pairs import HotViews
-from vllm_ndp.integration.step import ModelSizes, RunningStep, Step
-from vllm_ndp.layer.split import Pairs, Splitter
+from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
+from vllm_ndp.layer.split import Pairs, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
@@ -183,8 +184,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         )
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
-    sidecar = RoutingSidecar(num_layers, top_k, GPU)
-    sidecar.allocate(ENTRIES, 1)
+    sidecar = RoutingSidecar(num_layers, top_k, GPU, ENTRIES, 1)
     spans = spans_of(setup)
     entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
     kernel = CudaSlotKernel("silu", num_experts, fused, lambda *key: nullcontext())
@@ -192,9 +192,12 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     tiers = Tiers(num_layers, num_experts)
     for index, of_layer in slots.items():
         tiers.where[index] = of_layer.where
-    splitter = Splitter(tiers, top_k, weighs_input=setup.weighs_input, aliases=False)
+    splitter = Splitter(tiers, top_k, SplitRules(), weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
-    step = Step(1, {span.request.request_id: span for span in spans}, sizes, clock, splitter)
+    locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
+    step = Step(
+        1, {span.request.request_id: span for span in spans}, StepParts(sizes, clock, splitter, locator, sidecar)
+    )
     hot = SimpleNamespace(
         layers=slots,
         wait=lambda layer: None,
@@ -204,10 +207,8 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     running.step = step
     parts = LayerParts(
         hot,  # type: ignore[arg-type]
-        link,
+        DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
         None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
-        sidecar,
-        SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries)),  # type: ignore[arg-type]
         running,
         HotViews(splitter, GPU),
         None,  # type: ignore[arg-type]
@@ -231,7 +232,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         by_layer.append(len(gpu.waits) - before)
     waits, launches = list(gpu.waits), gpu.launches
     gpu.waits.clear()
-    report = step.report({})
+    report = step.report()
     assert report is not None
     if messenger is not None:
         messenger.close()
@@ -246,9 +247,8 @@ def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     """A real link around a client that computes here."""
     link: Any = DeviceLink.__new__(DeviceLink)
     link.client = link._executes = client
-    link.members, link.devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
-    link._layers, link._installing = range(num_layers), None
-    link._agreed, link._local, link.offload_bits = None, None, 0
+    link.members, link._devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
+    link._layers, link._installing, link._local = range(num_layers), None, None
     link._round_trips_s = deque()
     link._fallbacks = Counter()
     return link

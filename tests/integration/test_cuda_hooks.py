@@ -218,13 +218,16 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
 
     allocated = [1000]
 
-    def start(runner: Any) -> None:
-        allocated[0] += 5536
+    made = SimpleNamespace(pool=SimpleNamespace(shape=SimpleNamespace(num_layers=1, top_k=1)))
 
-    made = SimpleNamespace(start=start, sidecar=SimpleNamespace(bytes_per_entry=4))
+    def finish(runner: Any) -> Any:
+        allocated[0] += 5536
+        return SimpleNamespace(made=made)
+
     monkeypatch.setattr(worker, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
-    monkeypatch.setattr(worker.NdpController, "create", lambda config: made)
+    monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: SimpleNamespace(finish=finish))
+    monkeypatch.setattr(worker, "bytes_per_entry", lambda num_layers, top_k: 4)
     monkeypatch.setattr(worker._Base, "load_model", lambda self: allocated.__setitem__(0, 4096))  # its own counting
 
     def profile(self: Any) -> int:
@@ -234,7 +237,7 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
     monkeypatch.setattr(worker._Base, "determine_available_memory", profile)
     monkeypatch.setattr(worker.limits, "kv_bytes_per_token", lambda specs: 36)
     sized = object.__new__(worker.NdpWorker)
-    sized.vllm_config = sized.model_runner = None  # type: ignore[assignment]
+    sized.vllm_config = sized.model_runner = sized._opened = None  # type: ignore[assignment]
     sized.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
     sized.get_kv_cache_spec = dict  # type: ignore[method-assign]
     sized.load_model()

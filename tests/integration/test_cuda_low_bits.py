@@ -17,7 +17,6 @@ from fp8_rows import encode_fp8_rows
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
 
 from ndp_device.errors import ConfigError
-from ndp_device.kernels.reference import ReferenceKernel
 from vllm_ndp.integration.cuda import low_bit_slots
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.low_bit_slots import (
@@ -111,21 +110,23 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
 
     from vllm_ndp.integration import hot_experts
     from vllm_ndp.integration.experts_pool import ExpertsPool
+    from vllm_ndp.integration.streaming import make_streamer
+    from vllm_ndp.layer.tiers import Tiers
 
     pool = ExpertsPool(MODEL)
     plain = CudaSlotKernel("silu", 8, None, lambda *key: nullcontext())  # type: ignore[arg-type]
     form = Fp8Rows(encode_fp8_rows, dict) if bits == 8 else Int4Groups(128, torch.bfloat16, dict)
-    monkeypatch.setattr(hot_experts, "make_slot_kernel", lambda *arguments: plain)
     monkeypatch.setattr(hot_experts, "form_of_vllm", lambda *asked: form)
-    hot = hot_experts.HotExperts(
-        pool, os.sched_getaffinity(0), load_kernel=ReferenceKernel, num_quantized=3, slot_bits=bits
-    )
+    tiers = Tiers(pool.shape.num_layers, 8)
     one = pool.expert(0, 0)
     empty = {"w13_weight": (0, 2 * len(one.w1), one.w1.shape[1]), "w2_weight": (0, *one.w2.shape)}
     layer = SimpleNamespace(**{name: torch.empty(shape, dtype=pool.dtype) for name, shape in empty.items()})
-    for index in range(pool.shape.num_layers):
-        hot.attach(index, layer)
-    hot.open_pool("checkpoint", Path("/nonexistent"))
+    layers = {
+        index: hot_experts.slots_of_module(layer, plain, tiers, index, num_quantized=3, slot_bits=bits)
+        for index in range(pool.shape.num_layers)
+    }
+    streamer = make_streamer("checkpoint", pool, layers[0], Path("/nonexistent"))
+    hot = hot_experts.HotExperts(pool, tiers, layers, streamer, os.sched_getaffinity(0))
     wanted = np.zeros((pool.shape.num_layers, 8), dtype=bool)
     for experts in ([0, 3, 5], [3, 6, 7]):
         wanted[:] = [expert in experts for expert in range(8)]
@@ -139,7 +140,7 @@ def test_a_worker_s_hot_experts_are_quantized_from_the_checkpoint(
     for slot, number in enumerate(slots.expert_in.tolist()):
         again.load(slot, pool.expert(2, number))
     assert all(torch.equal(a, b) for a, b in zip(bits_of(slots.codes), bits_of(again.codes), strict=True))
-    assert hot.slot_kernel == name
+    assert slots.kernel_name == name
     assert hot.num_bytes == 4 * slots.codes.num_bytes
 
 

@@ -30,8 +30,7 @@ def located(moved: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[RowLoca
         monkeypatch.setattr(batch, "get_forward_context", lambda: context)
         late = LateCheck(LazyLane(gpu.waits.append), gpu.pinned, GPU, 8)
         runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
-        locator = RowLocator(runner, late)
-        locator.group = KvGroup(0, BLOCK, "layer")
+        locator = RowLocator(runner, KvGroup(0, BLOCK, "layer"), late)
         rows, found = locator.locate(spans)
     assert rows.num_rows == len(found) == 2
     return locator, gpu

@@ -94,7 +94,7 @@ def executed(llm: Any) -> list[int]:
     """Answers of each device that were used."""
     from vllm_ndp.integration.controller import current_controller
 
-    return [client.counters.executed for client in current_controller().device.client.clients]  # type: ignore[union-attr]
+    return [client.counters.executed for client in current_controller().device.link.client.clients]  # type: ignore[union-attr]
 
 
 def wait_until_it_serves_again(llm: Any) -> None:

@@ -42,7 +42,7 @@ def watched(llm: Any) -> list[tuple[str, int]]:
     runners = [module for module in worker.model_runner.model.modules() if isinstance(module, MoERunner)]
     for layer, runner in enumerate(runners):
         runner.shared_experts._layer.register_forward_hook(lambda *_, layer=layer: events.append(("shared", layer)))
-    client = worker.ndp.device.client
+    client = worker.ndp.device.link.client
     begin, finish = client.begin_execute, client.finish_execute
     sent: dict[int, int] = {}
 
@@ -113,8 +113,8 @@ def test_the_message_leaves_before_the_shared_expert_runs_tokens_are_stocks_and_
         tokens = generate(llm)
         totals = llm.collective_rpc("ndp_totals")[0]
         controller = llm.llm_engine.model_executor.driver_worker.worker.ndp
-        num_layers, is_native = len(controller.hot.layers), controller.status()["decode_layers"]
-        kinds = controller.shape.kinds
+        num_layers, is_native = len(controller.worker.parts.hot.layers), controller.status()["decode_layers"]
+        kinds = controller.worker.made.shape.kinds
     assert tokens == stock_tokens[family]
     assert totals["fallback_pairs"] == 0
     assert "native" in is_native, "few decode rows take the native layer in every family"
@@ -132,7 +132,7 @@ def test_the_message_leaves_before_the_shared_expert_runs_in_a_compiled_model_to
         events = watched(llm)
         tokens = generate(llm)
         totals = llm.collective_rpc("ndp_totals")[0]
-        num_layers = len(llm.llm_engine.model_executor.driver_worker.worker.ndp.hot.layers)
+        num_layers = len(llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.parts.hot.layers)
     assert tokens == stock_tokens[FAMILIES[0]]
     assert totals["fallback_pairs"] == 0
     assert_the_message_leaves_first(events, num_layers, totals["steps"])
@@ -144,6 +144,6 @@ def test_layers_with_and_without_a_window_take_their_simulated_time_again_when_r
     settings = {"cold_precision": "full", "record": str(tmp_path / "trace")}
     with engine(models / WINDOWS, settings=settings, **OPTIONS) as llm:
         generate(llm)
-        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.shape
+        shape = llm.llm_engine.model_executor.driver_worker.worker.ndp.worker.made.shape
     assert len(shape.kinds) >= 2, "decoder layers of several kinds"
     assert_replays(models / WINDOWS, tmp_path / "trace")

@@ -53,12 +53,12 @@ def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-
     import numpy as np
 
     from vllm_ndp.integration.slot_pairs import HotViews
-    from vllm_ndp.layer.split import Splitter
+    from vllm_ndp.layer.split import SplitRules, Splitter
     from vllm_ndp.layer.tiers import Tiers
 
     tiers = Tiers(1, EXPERTS)
     tiers.where[0] = slots.where
-    splitter = Splitter(tiers, TOP_K, aliases=aliases)
+    splitter = Splitter(tiers, TOP_K, SplitRules(), aliases=aliases)
     plan = np.zeros((1, EXPERTS), np.uint8)
     splitter.begin_step(np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_), [plan])
     split = splitter.split(0, ids.data_ptr(), weights.data_ptr(), with_device=False)

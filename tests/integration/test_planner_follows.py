@@ -6,7 +6,6 @@ test_integration_replay.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget, Placement
 from vllm_ndp.planning.policies import PolicySettings, load_policy
-from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.simulation.gpu_timing import StepClock
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -32,10 +31,14 @@ LAYERS, EXPERTS, PROMPT, DECODE, BLOCK = 32, 8, 64, 110, 16
 
 
 class Noted:
-    """Slots and device in one: what they are told, in order."""
+    """Slots, device and its link in one: what they are told, in order."""
 
     devices = None
-    computes_prompts = False
+    facts = SimpleNamespace(computes_prompts=False)
+
+    @property
+    def link(self) -> Noted:
+        return self
 
     def __init__(self) -> None:
         self.placed: list[NDArray[np.bool_]] = []
@@ -59,23 +62,17 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     sizes: dict[str, Any] = {"num_requests": 1, "prompt_len": PROMPT, "decode_len": DECODE}
     trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.5, turns=2, seed=9))
     policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
-    setup, rules = modelled_host(
-        *(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}),
-        policy=policy,
-        budget=Budget(4, 3.0),
-        loss=loss,
-    )
-    rules = replace(rules, follow=FollowRules())
+    rules = PlannerRules(policy, Budget(4, 3.0), loss, follow=FollowRules())
+    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
     replayed = RecordedRun(trace, setup, rules)
 
     noted: Any = Noted()
-    tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"))
-    sidecar.allocate(16, BLOCK)
+    tracker, sidecar = RequestTracker(), RoutingSidecar(LAYERS, 2, torch.device("cpu"), 16, BLOCK)
     request = tracker.requests["a"] = TrackedRequest("a", PROMPT, list(range(12, 0, -1)))
     costs = replayed.engine.costs
     clock = StepClock(costs.gpu)
     replanner = Replanner(on_hardware(rules, costs, ""), LAYERS, EXPERTS)
-    planner = PlanRunner(replanner, tracker, sidecar, noted, noted, clock)
+    planner = PlanRunner(replanner, tracker, noted, noted, clock)
     planner.start()
     position, changes = 0, 0
     for number in replayed.steps.tolist():
@@ -101,7 +98,11 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
             sidecar.write(layer, entries, ids.to(torch.int64), weights)
         streamed = np.zeros((LAYERS, EXPERTS), np.bool_)
         step: Any = SimpleNamespace(
-            started=True, rows=rows, ending=[request] if span.ends_prefill else [], streamed=streamed
+            parts=SimpleNamespace(sidecar=sidecar),
+            started=True,
+            rows=rows,
+            ending=[request] if span.ends_prefill else [],
+            streamed=streamed,
         )
         planner.score_ended(step)
         position += span.num_tokens

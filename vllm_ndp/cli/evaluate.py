@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,18 @@ app = typer.Typer()
 SERVER = "http://127.0.0.1:8000"
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """What of lm-eval is run."""
+
+    tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, with commas between them.")]
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many examples of each task.")] = None
+    fewshot: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Examples in each context; default: the task's.")
+    ] = None
+    include: Annotated[Path | None, typer.Option(help="Directory with tasks of your own.")] = None
+
+
 @command(
     app,
     "lm-eval",
@@ -26,7 +39,7 @@ SERVER = "http://127.0.0.1:8000"
 )
 def lm_eval(
     server: Annotated[str, typer.Argument(metavar="ADDR", help="http:// of vllm serve with --logits-processors.")],
-    tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, with commas between them.")],
+    what: TaskOptions,
     decode_from: Annotated[
         int | None,
         typer.Option(
@@ -34,11 +47,6 @@ def lm_eval(
         ),
     ] = None,
     concurrent: Annotated[int, typer.Option(metavar="N", min=1, help="Requests at once, which share hot slots.")] = 1,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many examples of each task.")] = None,
-    fewshot: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Examples in each context; default: the task's.")
-    ] = None,
-    include: Annotated[Path | None, typer.Option(help="Directory with tasks of your own.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or id; default: the served checkpoint's.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="The server's key.")] = None,
 ) -> None:
@@ -57,8 +65,9 @@ def lm_eval(
             f"this command needs lm-eval, which cannot be imported ({error}): pip install 'vllm-ndp[lm-eval]'"
         ) from None
     model = harness.NdpServer(asked, decode_from=decode_from, concurrent=concurrent, tokenizer=tokenizer)
-    names = [name for name in tasks.split(",") if name]
-    results: dict[str, Any] = harness.evaluate(model, names, include=include, limit=limit, num_fewshot=fewshot)
+    names = [name for name in what.tasks.split(",") if name]
+    how = {"include": what.include, "limit": what.limit, "num_fewshot": what.fewshot}
+    results: dict[str, Any] = harness.evaluate(model, names, **how)
     for task, values in results.items():
         print(task, *(f"{name} {value}" for name, value in values.items()), sep="  ")
     if late := model.counts["fallback_pairs"]:

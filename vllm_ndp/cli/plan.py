@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from vllm_ndp.operating.proposal import Proposal
 
 app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class DemandOptions:
+    """What is there, and what is asked of it."""
+
+    gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None
+    host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: this machine's.")] = None
+    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer.")] = 4096
+    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1
 
 
 @command(
@@ -31,10 +42,7 @@ def plan(
         str,
         typer.Argument(metavar="MODEL", help="Checkpoint directory, config.json, public shape, or id of the hub."),
     ],
-    gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: this machine's.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a request, prompt and answer.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Requests at once.")] = 1,
+    asked: DemandOptions,
     hardware: Annotated[str, typer.Option(help="What simulated times are for (ndp-device time hardware).")] = (
         "h100-ndp512"
     ),
@@ -57,11 +65,11 @@ def plan(
     from vllm_ndp.simulation.costs import Costs
 
     machine = MachineSize(
-        host_bytes=_this_machine() if host_memory is None else parse_bytes(host_memory, "--host-memory"),
-        gpu_bytes=None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory"),
+        host_bytes=_this_machine() if asked.host_memory is None else parse_bytes(asked.host_memory, "--host-memory"),
+        gpu_bytes=None if asked.gpu_memory is None else parse_bytes(asked.gpu_memory, "--gpu-memory"),
     )
     source = source_named(model)
-    sizing = Sizing(source.model, machine, Demand(context, batch))
+    sizing = Sizing(source.model, machine, Demand(asked.context, asked.batch))
     costs = Costs(load_hardware(hardware, **hardware_values(set_)), source.model)
     with waiting("measuring this machine" if probe else "laying out the model"):
         proposal = propose(source, sizing, costs, partial(measure, source.model) if probe else None)

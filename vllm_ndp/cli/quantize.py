@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +19,39 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
+@dataclass(frozen=True)
+class SolverOptions:
+    """What replicas are made, and how."""
+
+    bits: Annotated[
+        str | None, typer.Option(help="Widths with commas between them, such as 1,2,3,4; default: all of the solver's.")
+    ] = None
+    solver: Annotated[
+        Literal["nested", "independent", "auto-gptq"],
+        typer.Option(help="nested stores 4 bit planes for all widths, the others 10."),
+    ] = "nested"
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
+    ] = None
+    shrink: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."
+        ),
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """How a text passes through the model."""
+
+    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
+    ] = "auto"
+    seed: Annotated[int, typer.Option(help="Chooses the text, and what else is drawn.")] = 0
+
+
 @command(
     app,
     "quantize",
@@ -31,34 +65,14 @@ def quantize(
     out: Annotated[
         Path, typer.Option(help="Directory of the replicas; an interrupted job continues where it stopped.")
     ],
+    by: SolverOptions,
+    way: PassOptions,
     calibration: Annotated[
         Path | None, typer.Option(help="UTF-8 text to calibrate with; default: replicas from the weights alone.")
     ] = None,
-    bits: Annotated[
-        str | None, typer.Option(help="Widths with commas between them, such as 1,2,3,4; default: all of the solver's.")
-    ] = None,
-    solver: Annotated[
-        Literal["nested", "independent", "auto-gptq"],
-        typer.Option(help="nested stores 4 bit planes for all widths, the others 10."),
-    ] = "nested",
-    group_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
-    ] = None,
-    shrink: Annotated[
-        float,
-        typer.Option(
-            metavar="X", min=0, help="Distrust the text by this much: 0.3 if what is served is of other subjects."
-        ),
-    ] = 0.0,
     samples: Annotated[
         int, typer.Option(metavar="N", min=8, help="Calibration sequences; every 8th is held out.")
     ] = 128,
-    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per calibration sequence.")] = 512,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Where calibration computes; auto: on a GPU where there is one."),
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Chooses which sequences are drawn.")] = 0,
 ) -> None:
     """Quantize every expert of a model.
 
@@ -70,26 +84,26 @@ def quantize(
 
     started = time.monotonic()
     model = checkpoint_dir(str(model))
-    widths = None if bits is None else integers(bits, "--bits")
+    widths = None if by.bits is None else integers(by.bits, "--bits")
     if calibration is None:
-        if solver != "nested":
-            raise ConfigError(f"--solver {solver} needs text: add --calibration FILE")
-        if shrink:
+        if by.solver != "nested":
+            raise ConfigError(f"--solver {by.solver} needs text: add --calibration FILE")
+        if by.shrink:
             raise ConfigError("--shrink says how far to distrust a text: add --calibration FILE")
-        manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=group_size)
+        manifest = build_data_free(model, out, bits=widths or WIDTHS, group_size=by.group_size)
     else:
         manifest = build_calibrated(
             model,
             out,
             calibration,
             bits=widths,
-            group_size=group_size,
-            solver=solver,
+            group_size=by.group_size,
+            solver=by.solver,
             num_sequences=samples,
-            sequence_length=sequence_length,
-            seed=seed,
-            shrink=shrink,
-            device_name=device,
+            sequence_length=way.sequence_length,
+            seed=way.seed,
+            shrink=by.shrink,
+            device_name=way.device,
         )
     _print_summary(manifest, out, started)
 
@@ -107,13 +121,9 @@ def tune(
     replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` wrote.")],
     out: Annotated[Path, typer.Option(help="Directory of the tuned replicas.")],
     calibration: Annotated[Path, typer.Option(help="UTF-8 text to train on.")],
+    way: PassOptions,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 300,
     samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text; every 8th is held out.")] = 256,
-    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where training computes; auto: on a GPU where there is one.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Chooses text and widths of the steps.")] = 0,
 ) -> None:
     """Train the scales and offsets of replicas through the model.
 
@@ -130,9 +140,9 @@ def tune(
         calibration,
         steps=steps,
         num_sequences=samples,
-        sequence_length=sequence_length,
-        seed=seed,
-        device_name=device,
+        sequence_length=way.sequence_length,
+        seed=way.seed,
+        device_name=way.device,
     )
     _print_summary(manifest, out, started)
 
@@ -146,12 +156,8 @@ def weigh(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
     replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` or `tune` wrote.")],
     calibration: Annotated[Path, typer.Option(help="UTF-8 text to weigh on.")],
+    way: PassOptions,
     samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text.")] = 16,
-    sequence_length: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per sequence.")] = 512,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes; auto: on a GPU where there is one.")
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Chooses the text.")] = 0,
 ) -> None:
     """Measure how much each layer's losses matter.
 
@@ -166,9 +172,9 @@ def weigh(
         replicas,
         calibration,
         num_sequences=samples,
-        sequence_length=sequence_length,
-        seed=seed,
-        device_name=device,
+        sequence_length=way.sequence_length,
+        seed=way.seed,
+        device_name=way.device,
     )
     seconds = round(time.monotonic() - started, 3)
     print_json({"layer_weights": manifest.layer_weights, "seconds": seconds, "replicas": str(replicas)})

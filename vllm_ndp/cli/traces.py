@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,6 +46,29 @@ def trace_import(
     _save(trace, out)
 
 
+@dataclasses.dataclass(frozen=True)
+class RequestOptions:
+    """Of how many tokens."""
+
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 32
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256
+    decode_len: Annotated[int, typer.Option(help="Decode tokens of each.")] = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TasteOptions:
+    """What the router chooses by."""
+
+    concentration: Annotated[
+        float | None, typer.Option(help="Popularity of experts: small is skewed, large is even (5).")
+    ] = None
+    signal: Annotated[float | None, typer.Option(help="How much requests differ; 0 is the null (1).")] = None
+    persistence: Annotated[float | None, typer.Option(help="0 to 1: what a token keeps of those before.")] = None
+
+    def given(self) -> dict[str, float]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
 @command(
     app,
     "trace-export",
@@ -79,20 +102,14 @@ def trace_export(
 )
 def trace_synth(
     out: OutOption,
+    asked: RequestOptions,
+    taste: TasteOptions,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Public shape whose layers, experts and top-k are used.")
     ] = "mixtral-8x7b",
-    requests: Annotated[int, typer.Option(help="How many requests.")] = 32,
-    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256,
-    decode_len: Annotated[int, typer.Option(help="Decode tokens of each.")] = 256,
     routing: Annotated[
         str, typer.Option(help="Measured model to resemble: its name, a file of locality --fit, or auto (MODEL's own).")
     ] = "",
-    concentration: Annotated[
-        float | None, typer.Option(help="Popularity of experts: small is skewed, large is even (5).")
-    ] = None,
-    signal: Annotated[float | None, typer.Option(help="How much requests differ; 0 is the null (1).")] = None,
-    persistence: Annotated[float | None, typer.Option(help="0 to 1: what a token keeps of those before.")] = None,
     drift: Annotated[float, typer.Option(help="0 to 1: how far a request's taste has turned by its end.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
 ) -> None:
@@ -103,12 +120,10 @@ def trace_synth(
     from vllm_ndp.traces.routing import read_routing
     from vllm_ndp.traces.synthetic import synthetic_trace
 
-    settings = read_routing(routing, model).settings(
-        model, num_requests=requests, prompt_len=prompt_len, decode_len=decode_len, drift=drift, seed=seed
-    )
-    told: dict[str, Any] = {"concentration": concentration, "signal": signal, "persistence": persistence}
-    if changed := {name: value for name, value in told.items() if value is not None}:
-        settings = dataclasses.replace(settings, **changed, routing="fitted to nothing")
+    sizes = {"num_requests": asked.requests, "prompt_len": asked.prompt_len, "decode_len": asked.decode_len}
+    settings = read_routing(routing, model).settings(model, **sizes, drift=drift, seed=seed)
+    if changed := taste.given():
+        settings = dataclasses.replace(settings, **changed, routing="fitted to nothing")  # type: ignore[arg-type]
     _save(synthetic_trace(settings, model), out)
 
 

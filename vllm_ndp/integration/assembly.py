@@ -1,11 +1,15 @@
-"""Makes the parts of one worker from the settings, the checkpoint, vLLM's configuration and what the other ranks say.
+"""A worker in the making: from the settings, the checkpoint, vLLM's configuration and what the other ranks say.
 
-Knows which parts there are and what each needs. Keeps none that changes, and does not know steps.
+While the model loads, each MoE layer hands over its hot slots (`attach`); then `finish` makes every other part, each
+complete, and gives the worker whose model is loaded. Knows which parts there are and what each needs. Does not know
+steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import itertools
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,70 +23,226 @@ from ndp_device.errors import ConfigError
 from ndp_device.kernels.kernel import Kernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
+from ndp_device.protocol.messages import Served
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, host_replicas, known_prices
+from vllm_ndp.integration.batch import RequestTracker
+from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
+from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.engine_kernel import load_engine_kernel
 from vllm_ndp.integration.experts_pool import ExpertsPool
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas
-from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device, LeadersDevice
+from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
+from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
+from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
+from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
 from vllm_ndp.integration.quantized_slots import ReplicaFill
 from vllm_ndp.integration.ranks import Ranks
+from vllm_ndp.integration.report import DEVICE_TIME
+from vllm_ndp.integration.slot_pairs import HotViews
+from vllm_ndp.integration.step import RunningStep
+from vllm_ndp.integration.streamed_experts import StreamedExperts
+from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.layer.split import SplitRules, Splitter
+from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.owners import Owners
+from vllm_ndp.planning.replanner import Replanner
+from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import DeviceRules, Devices
-from vllm_ndp.simulation.gpu_timing import GpuModel
+from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
+from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
+from vllm_ndp.simulation.live_rules import on_hardware
+from vllm_ndp.simulation.prefill_split import PrefillSplit
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_ndp.config import NdpSettings
+
+_current: Assembly | None = None
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class AttachedLayer:
+    """A MoE layer whose weights would be ready, as it has handed itself over."""
+
+    operator: str  # the name that its operator is called by
+    slots: HotSlots
+    weighs_input: bool
+
+
+@dataclass(frozen=True)
+class LoadedWorker:
+    """A worker whose model is loaded, before there is a KV cache."""
+
+    made: Assembly
+    parts: LayerParts
+    layers: list[MoELayer]  # as long as the engine lives
+    runner: Any  # vLLM's
+    requests: RequestTracker
+    clock: StepClock
+    splitter: Splitter
+    late_check: LateCheck | None
+    prices: MeasuredPrices | None
+    """Measured ones; None: those of the simulated hardware."""
+
+    @property
+    def unsimulated(self) -> str:
+        """What runs here and is in no simulated clock; empty where nothing is."""
+        link = self.parts.device.link
+        of_device = DEVICE_TIME if link is not None and not link.members.simulate else ""
+        return self.made.unsimulated or of_device
+
+    @property
+    def device_rules(self) -> DeviceRules | None:
+        """Where there are several."""
+        devices = self.parts.device.devices
+        return None if devices is None else devices.rules
 
 
 class Assembly:
-    def __init__(self, settings: NdpSettings, model_dir: Path, vllm_config: VllmConfig) -> None:
-        self.settings, self.model_dir = settings, model_dir
+    def __init__(self, vllm_config: VllmConfig, opened: ExitStack) -> None:
+        """opened: what is closed with the worker, the last first, whether or not it comes to start."""
+        self.settings, self.model_dir = compat.check(vllm_config), model_dir(vllm_config)
+        self.vllm_config, self.opened = vllm_config, opened
         whole_experts = vllm_config.parallel_config.enable_expert_parallel
-        self.ranks = Ranks.of_this_worker(holds_whole_experts=whole_experts)
-        self.pool = ExpertsPool(model_dir, self.ranks.share)
-        decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, self.ranks.stage)
+        self.ranks = ranks = Ranks.of_this_worker(holds_whole_experts=whole_experts)
+        self.pool = ExpertsPool(self.model_dir, ranks.share)
+        decoder, self.layers = compat.layers_of_stage(vllm_config, self.pool.layout, ranks.stage)
         self.pool.restrict(self.layers)
-        self.hardware = compat.hardware_of(settings)
+        self.hardware = compat.hardware_of(self.settings)
         self.shape = _model_of_stage(vllm_config, self.pool, decoder)
-        self.hot = self._make_hot_experts()
-        self._most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        sizes = self.pool.shape.num_layers, self.pool.shape.num_experts
+        owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
+        self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
+        self.attached: dict[int, AttachedLayer] = {}
 
-    def _make_hot_experts(self) -> HotExperts:
-        settings, ranks, shape, owners = self.settings, self.ranks, self.pool.shape, None
-        if ranks.holds_whole_experts:
-            owners = Owners(ranks.size, shape.num_layers, shape.num_experts)
-        num_quantized = settings.resolve_hot_experts(shape.num_experts) if settings.has_quantized_slots else 0
+    @classmethod
+    def begin(cls, vllm_config: VllmConfig, opened: ExitStack) -> Assembly:
+        """Layers attach themselves to this one from now on."""
+        global _current
+        _current = cls(vllm_config, opened)
+        return _current
+
+    # -- while the model loads ------------------------------------------------------------------------------------
+
+    def attach(self, module: Any) -> str:
+        """Take vLLM's module of a MoE layer whose weights would be ready; the name that its operator is called by."""
+        settings, num_experts = self.settings, self.pool.shape.num_experts
+        index = compat.moe_index(module, self.pool.layout, self.ranks.share) - self.layers.start
+        num_quantized = settings.resolve_hot_experts(num_experts) if settings.has_quantized_slots else 0
         if settings.plan == "joint":
-            num_quantized = shape.num_experts
-        cores, bits = compat.engine_cores(), settings.slot_bits
-        return HotExperts(
-            self.pool,
-            cores,
-            owners,
-            ranks.rank,
-            load_kernel=lambda: self._kernel,
-            num_quantized=num_quantized,
-            slot_bits=bits,
+            num_quantized = num_experts
+        bits = settings.slot_bits
+        pool, load_kernel = self.pool, lambda: self._kernel
+        kernel = make_slot_kernel(module, pool.activation_of(index), pool.layout.activations, load_kernel)
+        slots = slots_of_module(module, kernel, self.tiers, index, num_quantized=num_quantized, slot_bits=bits)
+        name = f"{next(_numbers)}:{module.layer_name}"
+        self.attached[index] = AttachedLayer(name, slots, bool(module.apply_router_weight_on_input))
+        return name
+
+    # -- once it is loaded ----------------------------------------------------------------------------------------
+
+    def finish(self, runner: Any) -> LoadedWorker:
+        """Find the device, make the first placement, connect the layers. Raises ConfigError, also where the model has
+        not attached all its layers."""
+        shape, settings, opened = self.pool.shape, self.settings, self.opened
+        if len(self.attached) != shape.num_layers:
+            raise ConfigError(
+                f"quantization 'ndp' was asked for but only {len(self.attached)} of {shape.num_layers} "
+                "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
+            )
+        replicas, planned = self.agree_on_replicas()
+        device, costs = self.open_device(replicas, planned)
+        hot = self.open_pool(replicas)
+        opened.callback(hot.close)
+        late_check = self.make_late_check()
+        losses, shared = self.load_losses(replicas), compat.shared_experts(runner.model)
+        prices = self.measure_prices(hot, device, replicas, next(iter(shared.values()), None))
+        rules = on_hardware(settings.planner_rules(shape.num_experts, losses), costs, settings.joint_tiers, prices)
+        replanner = Replanner(rules, shape.num_layers, shape.num_experts)
+        requests, clock = RequestTracker(), StepClock(replace(self.gpu_model, slot_bytes=costs.slot_bytes))
+        planner = PlanRunner(replanner, requests, hot, device, clock)
+        planner.start()
+        messenger = self.make_messenger(device.facts.offload_bits)
+        if messenger is not None:
+            opened.callback(messenger.close)
+        splitter = self.make_splitter(device, costs, prices)
+        views, stream = HotViews(splitter, self._held.w13.device), StreamedExperts(hot, planner)
+        first = self.attached[0]
+        running, host = RunningStep(), self.make_host()
+        parts = LayerParts(hot, device, planner, running, views, stream, host, messenger, first.weighs_input)
+        layers = self._connect_layers(parts, shared)
+        opened.callback(layers.clear)
+        return LoadedWorker(self, parts, layers, runner, requests, clock, splitter, late_check, prices)
+
+    def make_splitter(self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None) -> Splitter:
+        settings, first = self.settings, self.attached[0]
+        return Splitter(
+            self.tiers,
+            self.pool.shape.top_k,
+            SplitRules(
+                self._balancers(device, costs, prices),
+                PrefillSplit(costs, prices) if device.facts.computes_prompts else None,
+                costs if settings.has_warm_experts else None,
+            ),
+            bytes_of_width=costs.bytes_of_width if settings.plan == "joint" else None,
+            weighs_input=first.weighs_input,
+            aliases=first.slots.aliases,
         )
+
+    def _balancers(
+        self, device: DeviceView, costs: Costs, prices: MeasuredPrices | None
+    ) -> list[Balancer | DevicesBalancer] | None:
+        """The rule of each layer; None where hot experts never leave the GPU."""
+        if not device.facts.offload_bits:
+            return None
+        rule = Balancer(costs, device.facts.offload_bits, self.settings.device_hosts, prices)
+        if device.devices is None:
+            return [rule] * len(self.layers)
+        return [device.devices.balancer(rule, layer, device.counted_on) for layer in range(len(self.layers))]
+
+    def _connect_layers(self, parts: LayerParts, shared: dict[str, Shared]) -> list[MoELayer]:
+        """shared: the shared experts of a layer by the name of its module, where they are ours to run."""
+        if rows := limits.rows_in_graphs(self.vllm_config):
+            limits.refuse_shared_experts_in_pieces(shared)
+        layers = []
+        for index, attached in self.attached.items():
+            fixed = FixedOutput(rows, self._held.w13) if rows else None
+            layer = MoELayer(index, parts, shared=shared.get(attached.operator.partition(":")[2]), fixed=fixed)
+            layers.append(layer)
+            LAYERS[attached.operator] = layer
+        return layers
+
+    @property
+    def has_report(self) -> bool:
+        """Whether answers carry one: vLLM hands it over as a KV connector does."""
+        return self.vllm_config.kv_transfer_config is not None and self.settings.report
+
+    @property
+    def unsimulated(self) -> str:
+        """What runs here and is in no simulated clock."""
+        return compat.unsimulated(self.vllm_config)
+
+    @property
+    def _held(self) -> SlotWeights:
+        """Of any layer, for dtype and place."""
+        return self.attached[0].slots.held
 
     @property
     def gpu_model(self) -> GpuModel:
@@ -122,36 +282,41 @@ class Assembly:
         )
         return replicas, planned
 
-    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> Device:
+    def open_device(self, replicas: Path | None, planned: PlannedReplicas | None) -> tuple[DeviceView, Costs]:
         """The leader finds or starts the device; the others hear from it what they need to plan alike."""
-        settings, shape = self.settings, self.pool.model
-        offload_bits = settings.resolve_offload_bits(shape.num_experts)
-        cores = self.ranks.merge(compat.bound_cores())
-        if not self.ranks.leads:
-            group_size, expert_bytes, computes_prompts = self.ranks.from_leader()
-            alive = (True,) * settings.num_devices
-            return LeadersDevice(offload_bits, group_size, expert_bytes, computes_prompts, alive)
-        agreement = Agreement(
-            shape,
-            self.hardware,
-            full_precision=settings.cold_precision == "full" or settings.prefill == "split",
-            quantized=self.is_quantized,
-            replicas=planned,
-        )
-        wants_prompts = self._splits_prefill()
-        local = LocalReplicas(self.model_dir, replicas, settings.kernel) if settings.fallback == "same" else None
-        device = DeviceLink(
-            DeviceMembers(settings, agreement, self.model_dir, self.digest, replicas, cores),
-            shape,
-            self.layers,
-            local,
-            self.hot.layers[0].held.w13.dtype,
-            offload_bits=offload_bits,
-            deadline_ms=settings.deadline_ms,
-            wants_prompts=wants_prompts,
-        )
-        self.ranks.from_leader((device.group_size, device.expert_bytes, device.computes_prompts))
-        return device
+        settings, cores, members = self.settings, self.ranks.merge(compat.bound_cores()), None
+        if self.ranks.leads:
+            agreement = Agreement(
+                self.pool.model,
+                self.hardware,
+                full_precision=settings.cold_precision == "full" or settings.prefill == "split",
+                quantized=self.is_quantized,
+                replicas=planned,
+            )
+            wants_prompts = self._splits_prefill()
+            members = DeviceMembers(settings, agreement, self.model_dir, self.digest, replicas, cores)
+            self.opened.callback(members.close)
+            self.ranks.from_leader(facts := self._facts_of(members.served, wants_prompts=wants_prompts))
+        else:
+            facts = self.ranks.from_leader()
+        costs = self.make_costs(facts)
+        devices = self.share_among_devices(facts, costs)
+        link = None if members is None else self._make_link(members, facts, devices, replicas)
+        agreed = (True,) * settings.num_devices if link is None else None
+        return DeviceView(facts, devices, link, agreed), costs
+
+    def _facts_of(self, served: Served, *, wants_prompts: bool) -> DeviceFacts:
+        """wants_prompts: whether the device is to compute for prompts, if it holds the checkpoint."""
+        offload_bits = self.settings.resolve_offload_bits(self.pool.model.num_experts)
+        computes_prompts = wants_prompts and FULL_PRECISION_BITS in served.expert_bytes
+        return DeviceFacts(offload_bits, served.group_size, served.expert_bytes, computes_prompts)
+
+    def _make_link(
+        self, members: DeviceMembers, facts: DeviceFacts, devices: Devices | None, replicas: Path | None
+    ) -> DeviceLink:
+        same = self.settings.fallback == "same"
+        local = LocalReplicas(self.model_dir, replicas, self.settings.kernel) if same else None
+        return DeviceLink(members, facts, devices, self.pool.model, self.layers, self._held.w13.dtype, local)
 
     def _splits_prefill(self) -> bool:
         """Whether the device is to compute cold experts of prompts. Raises ConfigError where that was asked in vain."""
@@ -166,7 +331,7 @@ class Assembly:
             raise ConfigError(f"ndp setting 'prefill' is 'split', but {reason}: use 'auto' or 'streamed'")
         return not reason and (settings.prefill == "split" or (settings.prefill == "auto" and compat.on_cpu()))
 
-    def share_among_devices(self, device: Device, costs: Costs) -> DeviceRules | None:
+    def share_among_devices(self, facts: DeviceFacts, costs: Costs) -> Devices | None:
         """Where there are several devices: who holds what, the same on every rank."""
         settings = self.settings
         if not settings.shares_experts:
@@ -179,8 +344,7 @@ class Assembly:
             full_precision=settings.cold_precision == "full",
             splits_experts=settings.splits_experts,
         )
-        device.share_among(Devices(costs, rules, device.expert_bytes, device.offload_bits))
-        return rules
+        return Devices(costs, rules, facts.expert_bytes, facts.offload_bits)
 
     # -- of this worker -------------------------------------------------------------------------------------------
 
@@ -189,67 +353,66 @@ class Assembly:
             return LossTable.nominal(self.pool.shape.num_layers, self.pool.shape.num_experts)
         return host_replicas.load_losses(replicas, self.layers, self.settings.losses)
 
-    def make_costs(self, device: Device) -> Costs:
-        group_size, bits = device.group_size, self.settings.slot_bits
-        return Costs(self.hardware, self.shape, group_size=group_size, num_gpus=self.ranks.size, slot_bits=bits)
+    def make_costs(self, facts: DeviceFacts) -> Costs:
+        bits = self.settings.slot_bits
+        return Costs(self.hardware, self.shape, group_size=facts.group_size, num_gpus=self.ranks.size, slot_bits=bits)
 
-    def measure_prices(self, device: Device, replicas: Path | None, shared: Shared | None) -> MeasuredPrices | None:
+    def measure_prices(
+        self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
+    ) -> MeasuredPrices | None:
         """By the leader, for all ranks; None where prices are those of the simulated hardware. shared: the shared
         experts of a layer, where there are any."""
         if self.settings.prices != "measured":
             return None
         recorded = None
-        if isinstance(device, DeviceLink):
-            wanted, address = self._asked_of_probe(device), device.members.address
-            probe = PriceProbe(self.hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
-            facts = self._facts_of_prices(device) | {"wanted": asdict(wanted), "shared experts": shared is not None}
+        if (link := device.link) is not None:
+            wanted, address = self._asked_of_probe(device.facts), link.members.address
+            probe = PriceProbe(hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
+            facts = self._facts_of_prices(hot, link) | {"wanted": asdict(wanted), "shared experts": shared is not None}
+            facts["group size"] = device.facts.group_size
             measure = partial(probe.measure, wanted, address, self.digest)
             prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
             say(f"prices of this machine: {said}")
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
 
-    def _facts_of_prices(self, device: DeviceLink) -> dict[str, Any]:
+    def _facts_of_prices(self, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
         """What measured prices depend on beside the processor and what is asked."""
-        shape, settings = self.pool.shape, self.settings
+        shape, settings, members = self.pool.shape, self.settings, link.members
+        sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
         return {
-            "shape": [
-                shape.hidden_size,
-                shape.intermediate_size,
-                shape.num_experts,
-                shape.top_k,
-                sorted(map(str, set(self.pool.layout.activations))),
-            ],
-            "dtype": str(self.hot.layers[0].held.w13.dtype),
-            "group size": device.group_size,
-            "kernels": [self.hot.slot_kernel, device.members.description.kernel, settings.pool, settings.pe_mode],
-            "cores": [sorted(compat.engine_cores()), device.members.cores],
+            "shape": [*sizes, sorted(map(str, set(self.pool.layout.activations)))],
+            "dtype": str(self._held.w13.dtype),
+            "kernels": [hot.layers[0].kernel_name, members.description.kernel, settings.pool, settings.pe_mode],
+            "cores": [sorted(compat.engine_cores()), members.cores],
             "versions": [vllm.__version__, torch.__version__, __version__],
         }
 
-    def _asked_of_probe(self, device: DeviceLink) -> WantedPrices:
-        settings, served = self.settings, sorted(device.expert_bytes)
+    def _asked_of_probe(self, facts: DeviceFacts) -> WantedPrices:
+        settings, served = self.settings, sorted(facts.expert_bytes)
         engine = {settings.slot_bits} - {FULL_PRECISION_BITS}
         tiers = ["gpu"]
         if settings.plan == "joint":
             tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
             engine = set(LIVE_WIDTHS["gpu"])
         device_widths = [bits for bits in served if bits in WIDTHS and self.is_quantized]
-        if FULL_PRECISION_BITS in served and (device.computes_prompts or settings.cold_precision == "full"):
+        if FULL_PRECISION_BITS in served and (facts.computes_prompts or settings.cold_precision == "full"):
             device_widths.append(FULL_PRECISION_BITS)
         return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)
 
-    def open_pool(self, replicas: Path | None) -> None:
-        """Where the hot slots are filled from."""
-        self.hot.open_pool(self.settings.pool, self._packed_dir(), self._make_replica_fill(replicas))
+    def open_pool(self, replicas: Path | None) -> HotExperts:
+        """The hot slots of all layers, and where they are filled from."""
+        layers = {index: attached.slots for index, attached in self.attached.items()}
+        streamer, fill = self._make_streamer(layers[0]), self._make_replica_fill(replicas, layers)
+        return HotExperts(self.pool, self.tiers, layers, streamer, compat.engine_cores(), fill)
 
-    def _packed_dir(self) -> Path:
+    def _make_streamer(self, slots: HotSlots) -> Streamer:
         """The layout depends on the kernel, the dtype and the build of vLLM: each combination has its own copy."""
-        dtype = str(self.hot.layers[0].held.w13.dtype).removeprefix("torch.")
-        name = f"{self.digest}-packed-{self.hot.slot_kernel}-{dtype}-{vllm.__version__}"
-        return default_cache_dir(self.digest).with_name(name)
+        dtype = str(slots.held.w13.dtype).removeprefix("torch.")
+        name = f"{self.digest}-packed-{slots.kernel_name}-{dtype}-{vllm.__version__}"
+        return make_streamer(self.settings.pool, self.pool, slots, default_cache_dir(self.digest).with_name(name))
 
-    def _make_replica_fill(self, replicas: Path | None) -> ReplicaFill | None:
+    def _make_replica_fill(self, replicas: Path | None, slots: dict[int, HotSlots]) -> ReplicaFill | None:
         """What fills hot slots with replicas; None where they are filled from the checkpoint."""
         if not (self.settings.has_quantized_slots and compat.on_cpu()):
             return None
@@ -258,7 +421,6 @@ class Assembly:
                 f"ndp setting 'slot_bits' is {self.settings.slot_bits}, which needs the replicas in this process too: "
                 "name their directory in 'replicas'"
             )
-        slots = self.hot.layers
         return ReplicaFill(self.model_dir, replicas, self.settings.slot_bits, self._kernel, self.layers, slots)
 
     def make_host(self) -> HostCpuExperts | None:
@@ -278,7 +440,7 @@ class Assembly:
 
     def make_messenger(self, offload_bits: int) -> Messenger | None:
         """Where decode layers do not wait for the GPU: their way to the device and back."""
-        weights = self.hot.layers[0].held.w13
+        weights = self._held.w13
         if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda):
             return None
         device, shape = weights.device, self.pool.shape
@@ -293,15 +455,26 @@ class Assembly:
         )
 
     def make_late_check(self) -> LateCheck | None:
-        device = self.hot.layers[0].held.w13.device
+        device = self._held.w13.device
         if device.type == "cpu":
             return None
-        return LateCheck(make_lane(device), pinned_for(device), device, self._most_rows)
+        most_rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+        return LateCheck(make_lane(device), pinned_for(device), device, most_rows)
 
     @cached_property
     def _kernel(self) -> Kernel:
         """The device's, in this process."""
         return load_engine_kernel(self.settings.kernel, compat.engine_cores())
+
+
+def current_assembly() -> Assembly:
+    """Of the engine that is being built in this process. Raises when it runs without our worker."""
+    if _current is None:
+        raise ConfigError(
+            "quantization 'ndp' needs the worker class vllm_ndp.integration.worker.NdpWorker, which is not running: "
+            "drop --worker-cls, and check that VLLM_PLUGINS includes 'ndp'"
+        )
+    return _current
 
 
 def _model_of_stage(vllm_config: VllmConfig, pool: ExpertsPool, decoder: range) -> WholeModel:

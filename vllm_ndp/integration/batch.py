@@ -87,11 +87,9 @@ class Span:
 class RequestTracker:
     def __init__(self) -> None:
         self.requests: dict[str, TrackedRequest] = {}
-        self.kv_group = 0
-        """Index of the group whose blocks count."""
 
-    def update(self, scheduler_output: SchedulerOutput) -> dict[str, Span]:
-        """Apply one scheduler message; the spans it schedules, by request id."""
+    def update(self, scheduler_output: SchedulerOutput, kv_group: int = 0) -> dict[str, Span]:
+        """Apply one scheduler message; the spans it schedules, by request id. kv_group: whose blocks count."""
         for request_id in scheduler_output.finished_req_ids:
             self.requests.pop(request_id, None)
         starts: dict[str, int] = {}
@@ -99,16 +97,16 @@ class RequestTracker:
             known, prompt_len = self.requests.get(new.req_id), _prompt_len(new)
             if known is None or known.prompt_len != prompt_len:
                 known = self.requests[new.req_id] = TrackedRequest(new.req_id, prompt_len, [])
-            known.blocks = list(new.block_ids[self.kv_group])
+            known.blocks = list(new.block_ids[kv_group])
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                request.blocks = list(blocks[self.kv_group]) if blocks else []
+                request.blocks = list(blocks[kv_group]) if blocks else []
             elif blocks:
-                request.blocks.extend(blocks[self.kv_group])
+                request.blocks.extend(blocks[kv_group])
             request.num_output_tokens = cached.num_output_tokens[index]
             starts[request_id] = cached.num_computed_tokens[index]
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -223,10 +221,9 @@ def slot_mapping(blocks: Sequence[int], positions: NDArray[np.int64], block_size
 class RowLocator:
     """Which row of the running forward pass belongs to whom; known only once vLLM's runner has ordered its batch."""
 
-    def __init__(self, runner: Any, late: LateCheck | None = None) -> None:
+    def __init__(self, runner: Any, group: KvGroup, late: LateCheck | None = None) -> None:
         """late: where entries lie on a GPU, so that to look at them at once would wait for it."""
-        self._runner, self._late = runner, late
-        self.group: KvGroup  # when the KV cache exists
+        self._runner, self.group, self._late = runner, group, late
         self.row_checks = 0
         self.mismatches = 0
 

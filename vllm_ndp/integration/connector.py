@@ -83,7 +83,7 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(connector_metadata, FinishedReports):
             self._running_step = connector_metadata.step
             if connector_metadata.reports:
-                current_controller().finished.note(connector_metadata.reports)
+                current_controller().log.finished.note(connector_metadata.reports)
 
     def has_connector_metadata(self) -> bool:
         """Never, as attention layers see it: they then skip their two calls to us, in each layer of each step."""

@@ -77,86 +77,81 @@ class DeviceCall:
                 self._client.finish_execute(self._handle)
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What plans are made from, the same on every rank and for all devices."""
+
+    offload_bits: int
+    """Of hot experts that run on the device; 0 where none ever does."""
+    group_size: int
+    """Weights that share a scale in the device's replicas."""
+    expert_bytes: dict[int, int]
+    """What one read of an expert moves in the device's DRAM, by width."""
+    computes_prompts: bool
+    """Whether it computes prompt rows too."""
+
+
 class DeviceLink:
-    """`client` speaks to the device, or to all of them; `served` is what plans are made from. `devices` says who holds
-    and serves what where there are several."""
+    """Speaks to the device, or to all of them, by `client`."""
 
     def __init__(
         self,
         members: DeviceMembers,
+        facts: DeviceFacts,
+        devices: Devices | None,
         shape: ModelShape,
         layers: range,
-        local: LocalReplicas | None,
         dtype: torch.dtype,
-        *,
-        offload_bits: int,
-        deadline_ms: float,
-        wants_prompts: bool,
+        local: LocalReplicas | None,
     ) -> None:
-        """shape: of the whole model; layers: those of its MoE layers that this worker runs, which it counts from 0.
-
-        local: computes what a call did not bring, None where that is done in full precision. dtype: of activations.
-        offload_bits: of hot experts that run on the device, 0 where none ever does. wants_prompts: whether it is to
-        compute for prompts, if it holds the checkpoint.
+        """devices: where there are several, who holds and serves what. shape: of the whole model; layers: those of its
+        MoE layers that this worker runs, which it counts from 0. dtype: of activations. local: computes what a call did
+        not bring, None where that is done in full precision.
         """
-        self.members, self.served = members, members.served
-        self._shape, self._layers, self._local, self._deadline_ms = shape, layers, local, deadline_ms
-        self.offload_bits = offload_bits
+        self.members = members
+        self.client: DeviceClient | DeviceSet = members.clients[0]
+        if devices is not None:
+            self.client = self._all_of(devices)
+        self._executes: Executes = self.client
+        self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
-        self.computes_prompts = wants_prompts and FULL_PRECISION_BITS in self.served.expert_bytes
-        self.devices: Devices | None = None
         self._installing: int | None = None  # epoch whose plan is on its way
         self._announced: tuple[int, NDArray[np.uint8]] | None = None  # the last plan: its epoch, and widths [L, E]
         self._num_joined = 0
-        self._agreed: tuple[bool, ...] | None = None  # among several ranks: what all of them go by in this step
         self._round_trips_s: deque[float] = deque(maxlen=_MOST_ROUND_TRIPS)
         self._fallbacks = Counter[str]()
-        self.client: DeviceClient | DeviceSet = members.clients[0]
-        self._executes: Executes = self.client
+
+    def _all_of(self, devices: Devices) -> DeviceSet:
+        clients, copies, deadline_ms = self.members.clients, devices.rules.num_copies, self.members.deadline_ms
+        return DeviceSet(clients, self._route, self._holds, slowest, num_copies=copies, deadline_ms=deadline_ms)
 
     def join(self) -> None:
         """The device that was reached has its copies now: announce the plan in force again, to all devices."""
         assert isinstance(self.client, DeviceSet)
-        assert self.devices is not None
+        assert self._devices is not None
         self.wait_installed()
-        self.client.add(self.members.admit(), self.devices.rules.num_copies)
-        if self._agreed is not None:
-            self._agreed = (*self._agreed, True)
+        self.client.add(self.members.admit(), self._devices.rules.num_copies)
         self._num_joined += 1
         if self._announced is not None:
             self._announce(*self._announced)
-
-    def share_among(self, devices: Devices) -> None:
-        """There are several devices: these rules say who holds and serves what."""
-        self.devices = devices
-        self.client = DeviceSet(
-            self.members.clients,
-            self._route,
-            self._holds,
-            slowest,
-            num_copies=devices.rules.num_copies,
-            deadline_ms=self._deadline_ms,
-        )
-        self._executes = self.client
 
     def _route(
         self, layer: int, experts: NDArray[np.int32], bits: NDArray[np.uint8], usable: Sequence[bool]
     ) -> list[tuple[int, NDArray[np.int64]]]:
         """layer: of the model."""
-        assert self.devices is not None
-        return self.devices.messages(layer - self._layers.start, experts, bits, usable)
+        assert self._devices is not None
+        return self._devices.messages(layer - self._layers.start, experts, bits, usable)
 
     def _holds(self, device: int) -> NDArray[np.bool_]:
         """[L, E] of the model."""
-        assert self.devices is not None
-        of_stage = self.devices.copies.held[:, :, device]
+        assert self._devices is not None
+        of_stage = self._devices.copies.held[:, :, device]
         held = np.zeros((self._shape.num_layers, of_stage.shape[1]), np.bool_)
         held[self._layers.start : self._layers.stop] = of_stage
         return held
 
-    def counted_on(self) -> tuple[bool, ...]:
-        """[D], which devices this step's experts may run on, for a choice that is made by it."""
-        alive = self.up if self._agreed is None else self._agreed
+    def note_presence(self, alive: tuple[bool, ...]) -> tuple[bool, ...]:
+        """[D], which devices a choice of this step was made by."""
         return self.client.presence.note(alive) if isinstance(self.client, DeviceSet) else alive
 
     def take_presence(self) -> tuple[bool, ...] | None:
@@ -164,49 +159,23 @@ class DeviceLink:
         return self.client.presence.take() if isinstance(self.client, DeviceSet) else ()
 
     @property
-    def up(self) -> tuple[bool, ...]:
-        """[D], which devices are up now."""
-        return self.members.up
-
-    @property
-    def is_up(self) -> bool:
-        """Whether this step's hot experts may run on a device."""
-        if self._agreed is None and self.devices is None:  # asked in every layer
-            return self.client.state == "up"
-        return any(self.counted_on())
-
-    @property
     def state(self) -> str:
         return self.client.state
-
-    @property
-    def group_size(self) -> int:
-        """Weights that share a scale in the device's replicas."""
-        return self.served.group_size
-
-    @property
-    def expert_bytes(self) -> dict[int, int]:
-        """What one read of an expert moves in the device's DRAM, by width."""
-        return self.served.expert_bytes
-
-    def steer(self, devices_up: tuple[bool, ...]) -> None:
-        """Among several ranks: go by this in the step to come, whatever happens in it."""
-        self._agreed = devices_up
 
     def revive(self) -> None:
         """Between steps: see to devices that died, and whether one is back: layers do not ask, it costs 10 us."""
         self.members.revive()
         client = self.members.clients[0]
-        if self.devices is None and client.state == "down":
+        if self._devices is None and client.state == "down":
             client.poll()
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def begin_install(self, epoch: int, widths: NDArray[np.uint8], hot: NDArray[np.bool_]) -> None:
         """Announce what the plans of an epoch may ask for, without waiting. widths: masks [L, E]; hot [L, E]."""
-        if self.offload_bits:
-            widths[hot] |= FLAG_OF_BITS[self.offload_bits]
-        if self.computes_prompts:
+        if self._facts.offload_bits:
+            widths[hot] |= FLAG_OF_BITS[self._facts.offload_bits]
+        if self._facts.computes_prompts:
             widths[~hot] |= FLAG_OF_BITS[FULL_PRECISION_BITS]
         self._announced = epoch, widths
         self._announce(epoch, widths)
@@ -240,10 +209,10 @@ class DeviceLink:
     def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
         """Send the rows of x [T, H] that the pairs need; waits for nothing but a new plan, and never fails."""
         self.wait_installed()
-        if self.devices is None and self.members.clients[0].refuses():
+        if self._devices is None and self.members.clients[0].refuses():
             return DeviceCall(pairs, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
         rows = self._gather.rows(x, pairs.sent_rows)
-        return self.send(step, layer, step.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
+        return self.send(step, layer, step.parts.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
 
     def send(
         self,
@@ -265,7 +234,7 @@ class DeviceLink:
         _, local, experts, bits, weights = pairs
         asked = self._layers[layer], step.number, submit_ps, rows, local, experts, bits, weights
         if more_s:  # prompts are split beside one device only
-            deadline_s = time.monotonic() + self._deadline_ms / 1e3 + more_s
+            deadline_s = time.monotonic() + self.members.deadline_ms / 1e3 + more_s
             handle = self.members.clients[0].begin_execute(*asked, deadline_s=deadline_s)
         else:
             handle = self._executes.begin_execute(*asked)

@@ -96,6 +96,10 @@ class DeviceMembers:
             raise
 
     @property
+    def deadline_ms(self) -> float:
+        return self._settings.deadline_ms
+
+    @property
     def clients(self) -> list[DeviceClient]:
         return [member.client for member in self.each]
 

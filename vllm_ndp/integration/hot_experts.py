@@ -6,75 +6,64 @@ Knows slots, the pool and the thread that copies. Does not know requests, plans 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ndp_device.kernels.kernel import Kernel
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.integration.cuda.low_bit_slots import LowBitSlots, form_of_vllm
 from vllm_ndp.integration.experts_pool import ExpertsPool
-from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights, make_slot_kernel
+from vllm_ndp.integration.hot_slots import CpuSlotKernel, CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.migration import Migrator
 from vllm_ndp.integration.quantized_slots import QuantizedSlots, ReplicaFill
-from vllm_ndp.integration.streaming import Streamer, make_streamer
+from vllm_ndp.integration.streaming import Streamer
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.layer.tiers import Tiers
-from vllm_ndp.planning.owners import Owners
 from vllm_ndp.planning.plan import Placement
+
+
+def slots_of_module(
+    module: Any,
+    kernel: CpuSlotKernel | CudaSlotKernel,
+    tiers: Tiers,
+    index: int,
+    *,
+    num_quantized: int = 0,
+    slot_bits: int = FULL_PRECISION_BITS,
+) -> HotSlots:
+    """Those that vLLM's module of a layer has allocated, for this kernel. num_quantized: slots per layer that are
+    narrower than the checkpoint's, as `slot_bits` says on a GPU."""
+    held = SlotWeights.of_layer(module)
+    num_experts, own = tiers.where.shape[1], (tiers.where[index], tiers.without_slot[index])
+    if not num_quantized:
+        return HotSlots(kernel, held, num_experts, *own)
+    if not isinstance(kernel, CudaSlotKernel):
+        return QuantizedSlots(kernel, held, num_experts, num_quantized, *own)
+    hidden, intermediate = held.w2.shape[1:]
+    form = form_of_vllm(slot_bits, hidden, intermediate, held.w13.dtype)
+    return LowBitSlots(kernel, held, num_experts, num_quantized, form, *own)
 
 
 class HotExperts:
     def __init__(
         self,
         pool: ExpertsPool,
+        tiers: Tiers,
+        layers: Mapping[int, HotSlots],
+        streamer: Streamer,
         cores: Collection[int],
-        owners: Owners | None = None,
-        rank: int = 0,
-        *,
-        load_kernel: Callable[[], Kernel],
-        num_quantized: int = 0,
-        slot_bits: int = FULL_PRECISION_BITS,
+        replicas: ReplicaFill | None = None,
     ) -> None:
-        """cores: where the copying thread may run. owners: where this is one of several ranks with whole experts.
-        load_kernel: gives the device's kernel in this process. num_quantized: slots per layer that are narrower than
-        the checkpoint's, as `slot_bits` says on a GPU."""
-        self.pool, self._load_kernel = pool, load_kernel
-        self._num_quantized, self._slot_bits = num_quantized, slot_bits
-        self._owners, self.rank = owners, rank
-        shape = pool.shape
-        self.tiers = Tiers(shape.num_layers, shape.num_experts, owners=owners, rank=rank if owners else None)
-        self.layers: dict[int, HotSlots] = {}
-        self.streamer: Streamer
-        self._migrator = Migrator(cores)
-
-    def attach(self, index: int, layer: Any) -> None:
-        """Take over the slots that vLLM's module `layer` has allocated, while the model loads."""
-        activations = self.pool.layout.activations
-        kernel = make_slot_kernel(layer, self.pool.activation_of(index), activations, self._load_kernel)
-        held, num_experts = SlotWeights.of_layer(layer), self.pool.shape.num_experts
-        tiers = self.tiers.where[index], self.tiers.without_slot[index]
-        if not self._num_quantized:
-            self.layers[index] = HotSlots(kernel, held, num_experts, *tiers)
-        elif isinstance(kernel, CudaSlotKernel):
-            hidden, intermediate = held.w2.shape[1:]
-            form = form_of_vllm(self._slot_bits, hidden, intermediate, held.w13.dtype)
-            self.layers[index] = LowBitSlots(kernel, held, num_experts, self._num_quantized, form, *tiers)
-        else:
-            self.layers[index] = QuantizedSlots(kernel, held, num_experts, self._num_quantized, *tiers)
-
-    def open_pool(self, kind: str, packed_dir: Path, replicas: ReplicaFill | None = None) -> None:
-        """All layers are attached: choose where experts come from. kind: the setting `pool`. replicas: of quantized
-        slots."""
-        self.streamer = make_streamer(kind, self.pool, self.layers[0], packed_dir)
-        self._fill = self.streamer.fill if replicas is None else replicas.fill
-        if isinstance(self.layers[0], LowBitSlots):
+        """layers: all of them. cores: where the copying thread may run. replicas: what fills quantized slots."""
+        self.pool, self.tiers, self.layers, self.streamer = pool, tiers, layers, streamer
+        self._fill = streamer.fill if replicas is None else replicas.fill
+        if isinstance(layers[0], LowBitSlots):
             self._fill = self._quantize
+        self._migrator = Migrator(cores)
 
     def _quantize(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:
         slots = self.layers[layer]
@@ -85,15 +74,6 @@ class HotExperts:
     @property
     def num_bytes(self) -> int:
         return sum(slots.num_bytes for slots in self.layers.values())
-
-    @property
-    def slot_kernel(self) -> str:
-        slots = self.layers[0]
-        if isinstance(slots, QuantizedSlots):
-            return "the device's, native"
-        if isinstance(slots, LowBitSlots):
-            return f"triton, {slots.low.form.name}"
-        return getattr(slots.kernel, "isa", "triton")
 
     def place(self, placement: Placement) -> None:
         """A plan takes effect: begin to copy experts that became hot into the slots of those that no longer are."""
@@ -112,7 +92,8 @@ class HotExperts:
 
     def _own(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which of the experts [E] that are hot from now on this rank holds."""
-        return hot if self._owners is None else self._owners.place(layer, hot) == self.rank
+        owners = self.tiers.owners
+        return hot if owners is None else owners.place(layer, hot) == self.tiers.rank
 
     def wait(self, layer: int) -> None:
         """Return when the slots of a layer hold what they are to hold. Raises what went wrong on the way."""
@@ -131,8 +112,8 @@ class HotExperts:
 
         Of this worker's share of each expert, or of its share of the experts: the sum of all ranks is the whole.
         """
-        if self._owners is not None:
-            mine = self._owners.streaming(layer)[pairs.experts] == self.rank
+        if (owners := self.tiers.owners) is not None:
+            mine = owners.streaming(layer)[pairs.experts] == self.tiers.rank
             pairs = Pairs.of(pairs.rows[mine], pairs.experts[mine], pairs.topk_weights[mine])
         return self.streamer.run(layer, x, pairs, self.layers[layer], keep, [self.pool.share])
 

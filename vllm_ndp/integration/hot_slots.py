@@ -366,6 +366,10 @@ class HotSlots:
         return self.kernel, self.held
 
     @property
+    def kernel_name(self) -> str:
+        return getattr(self.kernel, "isa", "triton")
+
+    @property
     def aliases(self) -> bool:
         """Whether few pairs are best laid out by row, each with as many slots as any row has."""
         return isinstance(self.kernel, CpuSlotKernel)

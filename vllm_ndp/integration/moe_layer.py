@@ -14,16 +14,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from vllm_ndp.device.calls import ExecuteResult
-from vllm_ndp.integration.batch import RowLocator
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.device import DeviceView
+from vllm_ndp.integration.device_link import DeviceCall
 from vllm_ndp.integration.executor import Executor, Pending
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.planner import PlanRunner
-from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.integration.streamed_experts import StreamedExperts
@@ -41,10 +39,8 @@ class LayerParts:
     """What the layers of a worker share."""
 
     hot: HotExperts
-    device: Device
+    device: DeviceView
     planner: PlanRunner
-    sidecar: RoutingSidecar
-    locator: RowLocator
     running: RunningStep
     views: HotViews
     stream: StreamedExperts
@@ -63,12 +59,11 @@ class MoELayer:
         """shared: the shared experts, where they are ours to run. fixed: where a captured graph reads what this layer
         gives."""
         self.index, self._parts = index, parts
-        self._slots, self._device = parts.hot.layers[index], parts.device
-        self._link = parts.device if isinstance(parts.device, DeviceLink) else None  # None: another rank sends
+        self._slots, self._device, self._link = parts.hot.layers[index], parts.device, parts.device.link
         self._shared, self._fixed = shared, fixed
         self._aside = None
         if parts.messenger is not None:
-            self._aside = AsideLayer(index, self._slots, parts.device, parts.messenger, self._compute_here)
+            self._aside = AsideLayer(index, self._slots, self._link, parts.messenger, self._compute_here)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object
@@ -108,7 +103,7 @@ class MoELayer:
     ) -> torch.Tensor:
         self._parts.hot.wait(self.index)
         if not step.started:
-            step.start(*self._parts.locator.locate(step.spans))
+            step.start()
         num_rows = step.rows.num_rows
         x = self._weighed(x, topk_weights)
         if num_rows == x.shape[0]:
@@ -135,8 +130,7 @@ class MoELayer:
     ) -> torch.Tensor:
         """Split, start what runs beside, compute the hot pairs, collect, account."""
         parts = self._parts
-        if not step.splitter.notes:
-            parts.sidecar.write(self.index, step.slot_mapping, topk_ids, topk_weights)
+        step.note_routing(self.index, topk_ids, topk_weights)
         if self._aside is not None and self._aside.takes(step):
             return self._aside.run(step, x, self._applied(topk_weights), topk_ids, beside)
         step.begin_layer()

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration import compat, huge_pages
-from vllm_ndp.integration.controller import current_controller
+from vllm_ndp.integration.assembly import current_assembly
 from vllm_ndp.integration.moe_layer import LAYERS
 from vllm_ndp.planning.owners import slots_per_gpu
 
@@ -69,7 +69,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self._stored_beside = [f"{matrix}_{part}" for matrix in ("w13", "w2") for part in stored_beside]
         settings = compat.settings_of(vllm_config)
-        self._controller = current_controller()  # this engine's: another one in the process may come later
+        self._worker = current_assembly()  # this engine's: another one in the process may come later
         num_hot = settings.resolve_hot_experts(moe.num_experts)
         if settings.has_quantized_slots:
             num_hot = 0  # of tensors of vLLM's: replicas are the device's kernel's
@@ -130,7 +130,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
             del getattr(layer, name).copy_
         for name in self._stored_beside:
             delattr(layer, name)
-        self._name = self._controller.attach_layer(layer)
+        self._name = self._worker.attach(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None

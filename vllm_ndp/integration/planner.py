@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest, slot_mapping
+from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs
@@ -29,13 +29,12 @@ class PlanRunner:
         self,
         replanner: Replanner,
         requests: RequestTracker,
-        sidecar: RoutingSidecar,
         hot: HotExperts,
-        device: Device,
+        device: DeviceView,
         clock: StepClock,
     ) -> None:
         self.replanner = replanner
-        self._requests, self._sidecar, self._hot = requests, sidecar, hot
+        self._requests, self._hot = requests, hot
         self._device, self._clock = device, clock
         self._ended: list[TrackedRequest] = []  # their prefill ended in the step before
         self.checksum = 0
@@ -52,8 +51,8 @@ class PlanRunner:
         hot = self.replanner.placement.hot
         self._place()
         self._hot.wait_for_all()
-        if self._device.computes_prompts:  # the first prompt runs before there is a plan
-            self._device.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)
+        if (link := self._device.link) is not None and self._device.facts.computes_prompts:
+            link.begin_install(self.replanner.epoch, np.zeros(hot.shape, np.uint8), hot)  # prompts come before a plan
 
     def replan(self) -> dict[str, TrackedRequest]:
         """Make new plans if a prefill has ended whose request is still there, or if decode asks for it. Returns the
@@ -69,7 +68,6 @@ class PlanRunner:
             self._migrate(int(self.replanner.restore().sum()))
             return {}
         running = {name: request for name, request in self._requests.requests.items() if request.score is not None}
-        self._device.wait_installed()
         change = self.replanner.replan({name: r.score for name, r in running.items() if r.score is not None})
         self._carry_out(change, running)
         self._migrate(change.num_moved, change.moved_bytes)
@@ -84,7 +82,6 @@ class PlanRunner:
         running = {name: request for name, request in self._requests.requests.items() if request.plan is not None}
         followed = self.replanner.follow({name: r.plan for name, r in running.items() if r.plan is not None})
         if (change := followed.change) is not None:
-            self._device.wait_installed()
             self._clock.wait_until(self._arrives_ps)
             for request in running.values():
                 request.score = change.score
@@ -98,6 +95,8 @@ class PlanRunner:
 
     def _carry_out(self, change: PlanChange[str], running: Mapping[str, TrackedRequest]) -> None:
         """Give the requests their plans, and say to the device what may be asked for under them."""
+        if (link := self._device.link) is not None:
+            link.wait_installed()
         for name, plan in change.plans.items():
             running[name].plan = plan
         if (devices := self._device.devices) is not None:
@@ -105,7 +104,8 @@ class PlanRunner:
             self._clock.wait_until(self._clock.now_ps + devices.follow(change.plans.values(), scores))
         widths = union_of_widths((plan.bits for plan in change.plans.values()), change.placement.hot.shape)
         widths[change.placement.warm] = 0  # no decode row of theirs goes to the device
-        self._device.begin_install(change.epoch, widths, change.placement.hot)
+        if (link := self._device.link) is not None:
+            link.begin_install(change.epoch, widths, change.placement.hot)
         placement = change.placement
         self.checksum = zlib.crc32(placement.tiers.tobytes(), change.epoch)
         for plan in change.plans.values():
@@ -123,11 +123,10 @@ class PlanRunner:
         """A step has ended: score the prompts that ended in it, and note which of its experts the slots keep. Where
         plans follow decode, look at what its decode rows chose."""
         if self.replanner.follows and step.started:
-            rows = step.rows
-            entries = rows.expected_slot_mapping(self._sidecar.block_size)[rows.decode]
-            self.replanner.see(self._sidecar.read_ids(entries))
+            rows, sidecar = step.rows, step.parts.sidecar
+            self.replanner.see(sidecar.read_ids(rows.expected_slot_mapping(sidecar.block_size)[rows.decode]))
         for request in step.ending:
-            request.score = self.replanner.score(self.stats(request))
+            request.score = self.replanner.score(self._stats(request, step.parts.sidecar))
             request.prefilled = True
             self._ended.append(request)
         if self._ended:
@@ -138,7 +137,7 @@ class PlanRunner:
         ending = step.ending
         if not (ending and self.replanner.rules.keeps_streamed and self._hot.streamer.keeps):
             return {}
-        stats = [self.stats(request, layer) for request in ending]
+        stats = [self._stats(request, step.parts.sidecar, layer) for request in ending]
         resident = self.replanner.predict_resident(layer, self._scores(), stats, np.unique(pairs.experts).tolist())
         return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
 
@@ -146,9 +145,8 @@ class PlanRunner:
         """Of every request whose prefill has ended."""
         return [request.score for request in self._requests.requests.values() if request.score is not None]
 
-    def stats(self, request: TrackedRequest, layer: int | None = None) -> RoutingStats:
-        """The prompt's routing, of one layer if one is named, gathered from the sidecar whoever wrote it."""
-        positions = np.arange(request.prompt_len)
-        entries = slot_mapping(request.blocks, positions, self._sidecar.block_size)
-        ids, weights = self._sidecar.read(entries, layer)
+    def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
+        """The prompt's routing, of one layer if one is named, whoever wrote it."""
+        entries = slot_mapping(request.blocks, np.arange(request.prompt_len), sidecar.block_size)
+        ids, weights = sidecar.read(entries, layer)
         return RoutingStats.from_choices(ids, weights, self.replanner.placement.hot.shape[1])

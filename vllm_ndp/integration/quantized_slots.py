@@ -48,6 +48,10 @@ class QuantizedSlots(HotSlots):
         self._low: Kernel | None = None
 
     @property
+    def kernel_name(self) -> str:
+        return "the device's, native"
+
+    @property
     def num_bytes(self) -> int:
         """In full precision an expert lies in the mapped checkpoint, which is the pool's."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)

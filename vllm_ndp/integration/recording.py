@@ -18,20 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
-from ndp_device.model_shape import ModelShape, WholeModel
-from ndp_device.timing.spec import Hardware
-from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
+from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import BatchRows, Span, slot_mapping
 from vllm_ndp.integration.compat import say
-from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.ranks import Stage
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.step import Step
 from vllm_ndp.planning.plan import Placement, Plan
-from vllm_ndp.simulation.devices import DeviceRules
 from vllm_ndp.simulation.gpu_timing import StepTime
-from vllm_ndp.simulation.prices import MeasuredPrices
 from vllm_ndp.traces.format import (
     CACHED,
     CHANGED,
@@ -167,28 +161,11 @@ class RunRecorder:
                 writer.close()
 
 
-def run_provenance(
-    settings: NdpSettings,
-    shape: ModelShape,
-    model_dir: Path,
-    digest: str,
-    *,
-    hardware: Hardware,
-    model: WholeModel,
-    device: DeviceLink,
-    num_gpus: int,
-    whole_experts: bool,
-    stage: Stage,
-    device_rules: DeviceRules | None,
-    activation_bytes: int,
-    scheduling: Scheduling,
-    prices: MeasuredPrices | None,
-) -> Provenance:
-    """Everything that a replay needs to make the same plans and the same simulated times again.
-
-    device_rules: None where there is one device. prices: measured ones, None where the simulated hardware's count.
-    """
-    tokenizer = model_dir / "tokenizer.json"
+def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
+    """Everything that a replay needs to make the same plans and the same simulated times again. Of the leader."""
+    made, device, device_rules = worker.made, worker.parts.device, worker.device_rules
+    settings, shape, stage, prices = made.settings, made.pool.shape, made.ranks.stage, worker.prices
+    tokenizer = made.model_dir / "tokenizer.json"
     return Provenance(
         model=shape.name,
         num_layers=shape.num_layers,
@@ -196,31 +173,31 @@ def run_provenance(
         top_k=shape.top_k,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        model_digest=digest,
+        model_digest=made.digest,
         tokenizer_digest=hashlib.blake2b(tokenizer.read_bytes(), digest_size=16).hexdigest()
         if tokenizer.exists()
         else "",
         source="recorded",
         hardware=settings.preset,
-        hardware_hash=hardware.config_hash,
+        hardware_hash=made.hardware.config_hash,
         policy=settings.policy,
         settings=settings.recorded(),
         live=LiveSetup(
             preset=settings.preset,
             overrides=compat.hardware_overrides(settings),
-            host_dims=model.recorded(),
+            host_dims=made.shape.recorded(),
             hot_experts=settings.resolve_hot_experts(shape.num_experts),
-            expert_bytes=device.served.expert_bytes,
-            group_size=device.served.group_size,
-            activation_bytes=activation_bytes,
+            expert_bytes=device.facts.expert_bytes,
+            group_size=device.facts.group_size,
+            activation_bytes=made.vllm_config.model_config.dtype.itemsize,
             migration="kept" if settings.keeps_streamed else "difference",
             bits_for=settings.bits_for,
-            spill_bits=device.offload_bits,
+            spill_bits=device.facts.offload_bits,
             device_hosts=settings.device_hosts,
-            splits_prefill=device.computes_prompts,
+            splits_prefill=device.facts.computes_prompts,
             scheduling=scheduling,
-            num_gpus=num_gpus,
-            whole_experts=whole_experts,
+            num_gpus=made.ranks.size,
+            whole_experts=made.ranks.holds_whole_experts,
             stage=stage.index,
             num_stages=stage.count,
             may_join=settings.may_join,

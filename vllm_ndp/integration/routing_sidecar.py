@@ -11,33 +11,26 @@ import torch
 from numpy.typing import NDArray
 
 
+def bytes_per_entry(num_layers: int, top_k: int) -> int:
+    """What one KV entry costs in a sidecar."""
+    return num_layers * top_k * (torch.int16.itemsize + torch.float32.itemsize)
+
+
 class RoutingSidecar:
-    """Memory for the choices of L layers with k experts per token; it has a size once the KV cache has one."""
+    """Memory for the choices of L layers with k experts per token, beside a KV cache of so many blocks."""
 
-    def __init__(self, num_layers: int, top_k: int, device: torch.device) -> None:
-        self.top_k = top_k
-        self._num_layers, self._device = num_layers, device
-        self.block_size = 0
-        self.allocate(0, 0)
-
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Follow a KV cache of so many blocks."""
+    def __init__(self, num_layers: int, top_k: int, device: torch.device, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        shape = (self._num_layers, num_blocks * block_size, self.top_k)
+        shape = (num_layers, num_blocks * block_size, top_k)
         # Not zeroed: pages become resident as KV entries are used, and only written entries are ever read.
-        self._ids = torch.empty(shape, dtype=torch.int16, device=self._device)
-        self._weights = torch.empty(shape, dtype=torch.float32, device=self._device)
-        self._host = (self._ids.numpy(), self._weights.numpy()) if self._device.type == "cpu" else None
+        self._ids = torch.empty(shape, dtype=torch.int16, device=device)
+        self._weights = torch.empty(shape, dtype=torch.float32, device=device)
+        self._host = (self._ids.numpy(), self._weights.numpy()) if device.type == "cpu" else None
 
     @property
     def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
         """Its memory, ids and weights [L, entries, k], for those who write natively; None where it lies on a GPU."""
         return self._host
-
-    @property
-    def bytes_per_entry(self) -> int:
-        """What one KV entry costs here."""
-        return self._num_layers * self.top_k * (self._ids.itemsize + self._weights.itemsize)
 
     @property
     def num_bytes(self) -> int:

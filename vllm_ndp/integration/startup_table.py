@@ -13,11 +13,10 @@ from rich.table import Table
 from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.assembly import LoadedWorker
+from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
-from vllm_ndp.integration.host_cpu import HostCpuExperts
-from vllm_ndp.integration.hot_experts import HotExperts
-from vllm_ndp.integration.leaders_device import Device, LeadersDevice
-from vllm_ndp.integration.ranks import Ranks
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
@@ -30,26 +29,16 @@ _PRICES = {
 _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and when decode shows another subject"}
 
 
-def status(
-    settings: NdpSettings,
-    hot: HotExperts,
-    device: Device,
-    sidecar: RoutingSidecar,
-    ranks: Ranks,
-    *,
-    host: HostCpuExperts | None,
-    decode_layers: str,
-    has_report: bool,
-    unsimulated: str,
-) -> dict[str, Any]:
-    """What is effective, as data. unsimulated: what runs here and is in no simulated clock."""
-    shape = hot.pool.shape
+def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
+    """What is effective, as data."""
+    made, parts = worker.made, worker.parts
+    settings, shape, hot, device = made.settings, made.pool.shape, parts.hot, parts.device
     num_hot = settings.resolve_hot_experts(shape.num_experts)
     return {
         "plugin_active": True,
         "settings": settings.changed(),
         "engine_pid": os.getpid(),
-        "ranks": ranks.description,
+        "ranks": made.ranks.description,
         "moe_layers": len(hot.layers),
         "model_layers": shape.num_layers,
         "experts": shape.num_experts,
@@ -58,7 +47,7 @@ def status(
         "plan": settings.plan,
         "joint_tiers": settings.joint_tiers,
         "warm_experts": settings.warm_experts,
-        "warm": "" if host is None else host.description,
+        "warm": "" if parts.host is None else parts.host.description,
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
         "hot_bytes": hot.num_bytes,
@@ -72,17 +61,21 @@ def status(
         "avg_bits": settings.avg_bits,
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
-        "execution": _execution(num_hot, device.offload_bits, settings.device_hosts),
-        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.computes_prompts),
+        "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
+        "prefill": _prefill(settings, num_hot, shape.num_experts, splits=device.facts.computes_prompts),
         "hardware_overrides": "".join(f", {k}={v}" for k, v in settings.hardware_overrides.items()),
         "prices": settings.prices,
         "replan": settings.replan,
-        "slot_kernel": hot.slot_kernel,
-        "decode_layers": decode_layers,
+        "slot_kernel": hot.layers[0].kernel_name,
+        "decode_layers": _decode_layers(parts.messenger),
         "record": settings.record or "off",
-        "report": _report(unsimulated) if has_report else "off (a KV connector of yours, or report=false)",
-        **({} if isinstance(device, LeadersDevice) else _device(device, settings)),
+        "report": _report(worker.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
+        **({} if device.link is None else _device(device.link, device, settings)),
     }
+
+
+def _decode_layers(messenger: Messenger | None) -> str:
+    return "native" if messenger is None else f"asynchronous up to {messenger.most_rows} rows"
 
 
 def _report(unsimulated: str) -> str:
@@ -99,24 +92,20 @@ def _layers(replicas: Path | None, losses: str) -> str:
     return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
 
 
-def _device(device: DeviceLink, settings: NdpSettings) -> dict[str, Any]:
-    description = device.members.description
+def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
+    description = link.members.description
     return {
-        "device_pid": device.members.pids[0],
-        "device_pids": device.members.pids,
-        "device_cores": device.members.cores,
-        "device_address": device.members.address,
-        "device_bytes": sum(one.resident_bytes for one in device.members.descriptions),
+        "device_pid": link.members.pids[0],
+        "device_pids": link.members.pids,
+        "device_cores": link.members.cores,
+        "device_address": link.members.address,
+        "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
         "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "layers": _layers(device.members.replicas, settings.losses)
-        if settings.bit_rule_in_force == OVER_LAYERS
-        else "",
-        "replicas": f"{description.replicas} in {device.members.replicas}"
-        if device.members.replicas
-        else "none needed",
+        "layers": _layers(link.members.replicas, settings.losses) if settings.bit_rule_in_force == OVER_LAYERS else "",
+        "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
         "hardware": description.hardware,
         "planned_hardware": settings.hardware,
         "pe_mode": description.pe_mode,

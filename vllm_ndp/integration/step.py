@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.model_shape import ModelShape
 from vllm_ndp.device.calls import ExecuteResult
-from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
 from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
+from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.layer import account
 from vllm_ndp.layer.split import COUNTED, Split, Splitter
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
@@ -35,7 +38,7 @@ _REPORTED = {
 """Kinds of pairs in reports, by what layers count."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSizes:
     """What a step must know of the model: L MoE layers, E experts, k of them per token."""
 
@@ -43,31 +46,66 @@ class ModelSizes:
     num_experts: int
     top_k: int
 
+    @classmethod
+    def of(cls, shape: ModelShape) -> ModelSizes:
+        return cls(shape.num_layers, shape.num_experts, shape.top_k)
+
     @property
     def pairs_per_row(self) -> int:
         return self.num_layers * self.top_k
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What the steps of a worker share."""
+
+    sizes: ModelSizes
+    clock: StepClock
+    splitter: Splitter
+    locator: RowLocator
+    sidecar: RoutingSidecar
+
+
+@dataclass(frozen=True)
+class Before:
+    """What the worker did between two steps."""
+
+    began_s: float = 0.0  # on the wall
+    plan_s: float | None = None  # making and announcing new plans; None where there were none
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)  # new ones by request, as a report has them
 
 
 @dataclass
 class Step:
     number: int
     spans: dict[str, Span]
-    sizes: ModelSizes
-    clock: StepClock
-    splitter: Splitter
-    rows: BatchRows = field(init=False)
-    slot_mapping: torch.Tensor = field(init=False)  # i64 [T], the KV entry of each row
+    parts: StepParts
+    before: Before = field(default_factory=Before)
     started: bool = field(default=False, init=False)
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
     device: DeviceWork = field(default_factory=DeviceWork, init=False)
-    streamed: NDArray[np.bool_] = field(init=False)  # [L, E], experts that this step's prefill rows streamed
-    counts: NDArray[np.int64] = field(init=False)
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(COUNTED)), np.int64), init=False)
     """[R, kinds], pairs of each request over all layers so far, as split.COUNTED names them."""
     _reported: bool = field(default=False, init=False)
     _later: list[tuple[torch.Tensor, Callable[[NDArray[Any]], None]]] = field(default_factory=list, init=False)
 
-    def __post_init__(self) -> None:
-        self.streamed = np.zeros((self.sizes.num_layers, self.sizes.num_experts), dtype=np.bool_)
+    @cached_property
+    def located(self) -> tuple[BatchRows, torch.Tensor]:
+        """The rows, and the KV entry of each, i64 [T]: vLLM's runner orders them before the first layer."""
+        return self.parts.locator.locate(self.spans)
+
+    @property
+    def rows(self) -> BatchRows:
+        return self.located[0]
+
+    @cached_property
+    def streamed(self) -> NDArray[np.bool_]:
+        """[L, E], experts that this step's prefill rows streamed."""
+        return np.zeros(self._shape, dtype=np.bool_)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.parts.sizes.num_layers, self.parts.sizes.num_experts
 
     @property
     def ending(self) -> list[TrackedRequest]:
@@ -76,19 +114,25 @@ class Step:
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
-    def start(self, rows: BatchRows, slot_mapping: torch.Tensor) -> None:
-        """The first layer runs: the order of the rows is known."""
-        self.rows, self.slot_mapping, self.started = rows, slot_mapping, True
-        self.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
-        none = np.zeros((self.sizes.num_layers, self.sizes.num_experts), np.uint8)
+    def start(self) -> None:
+        """The first layer runs."""
+        rows, slot_mapping = self.located
+        self.started = True
+        self.parts.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
+        none = np.zeros(self._shape, np.uint8)
         plans = [none if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
         entries = slot_mapping.numpy() if slot_mapping.device.type == "cpu" else None
-        self.counts = self.splitter.begin_step(rows.owner, rows.decode, plans, entries)
+        self.counts = self.parts.splitter.begin_step(rows.owner, rows.decode, plans, entries)
+
+    def note_routing(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Beside the KV cache, where the split does not do it."""
+        if not self.parts.splitter.notes:
+            self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 
     def begin_layer(self) -> None:
         if self._later:
             self._catch_up()
-        self.clock.begin_layer()
+        self.parts.clock.begin_layer()
 
     def end_later(self, found: torch.Tensor, end: Callable[[NDArray[Any]], None]) -> None:
         """A layer has run, and what it found is not on the host yet: `end` begins and ends it, when somebody asks.
@@ -108,7 +152,7 @@ class Step:
     def split(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, with_device: bool) -> Split:
         """Where each pair of a layer runs. topk_ids and topk_weights [T, k]: as the router gave them."""
         ids, weights = _on_host(topk_ids, topk_weights)
-        return self.splitter.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
+        return self.parts.splitter.split(layer, ids.data_ptr(), weights.data_ptr(), with_device=with_device)
 
     def end_layer(self, layer: int, split: Split, answer: ExecuteResult | None, *, answered: bool = True) -> None:
         """Account for where the pairs ran. answer: the device's, if it was asked here and gave one."""
@@ -116,28 +160,27 @@ class Step:
             self.streamed[layer, split.stream.experts] = True
         timing = None if answer is None else answer.timing
         device_ps = 0 if timing is None else timing.total_ps
-        account.end_layer(self.clock, self.splitter, split, device_ps if answered else None)
+        account.end_layer(self.parts.clock, self.parts.splitter, split, device_ps if answered else None)
         if answer is not None:
             self.device.add(timing)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def report(self, plans: dict[str, dict[str, Any]]) -> tuple[StepReport, StepTime] | None:
-        """Close the simulated clock and say what happened, once per step; None if that was done or nothing ran.
-
-        plans: what was planned before this step, by request.
-        """
+    def report(self) -> tuple[StepReport, StepTime] | None:
+        """Close the simulated clock and say what happened, once per step; None if that was done or nothing ran."""
         if self._reported or not self.started:
             return None
+        self.parts.locator.settle()
         self._reported = True
         self._catch_up()
-        time = self.clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))
+        clock, per_row = self.parts.clock, self.parts.sizes.pairs_per_row
+        time = clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))
         drafts = {name: count for name, span in self.spans.items() if (count := span.num_drafts)}
         pairs = self.pairs_by_request()
         device = self.device.sums()
         report = StepReport(
-            *(time.start_ps, time.end_ps, pairs, plans, drafts, self.sizes.pairs_per_row, self._rows_by_request()),
-            device_pj=energy_shares(device or {}, self.clock.model.hardware.energy, pairs),
+            *(time.start_ps, time.end_ps, pairs, self.before.plans, drafts, per_row, self._rows_by_request()),
+            device_pj=energy_shares(device or {}, clock.model.hardware.energy, pairs),
             device=device,
             device_bounds=self.device.bounds(),
         )
@@ -146,7 +189,7 @@ class Step:
     def abandon(self) -> None:
         """An error ended the step: its simulated time does not count."""
         if self.started and not self._reported:
-            self.clock.abandon_step()
+            self.parts.clock.abandon_step()
         self._reported = True
 
     def pairs_by_request(self) -> dict[str, dict[str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_ndp.integration.report import PAIR_KINDS, PHASES, StepReport, added
 
@@ -19,6 +20,22 @@ class Totals:
     device: Counter[str] | None = field(default_factory=Counter)
     """None: an answer had no simulated time."""
     device_bounds: Counter[str] = field(default_factory=Counter)
+
+    def begin_step(self, *, num_resumed: int) -> None:
+        """num_resumed: requests that were preempted before."""
+        self.steps += 1
+        self.preempted += num_resumed
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "preempted": self.preempted,
+            **{f"{phase}_rows": count for phase, count in self.rows.items()},
+            **{f"{kind}_pairs": count for kind, count in self.pairs.items()},
+            "fallback_causes": dict(self.fallbacks),
+            "simulated_device": None if self.device is None else dict(self.device),
+            "simulated_device_bound": dict(self.device_bounds),
+        }
 
     def add(self, report: StepReport) -> None:
         """A step has ended; it was counted when it began."""

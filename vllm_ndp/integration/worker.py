@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 
 from ndp_device.errors import NdpError
+from vllm_ndp.integration.assembly import Assembly, LoadedWorker
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.controller import NdpController
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.fixed_weights import FixedWeights
 from vllm_ndp.integration.owner import follow_owner
+from vllm_ndp.integration.routing_sidecar import bytes_per_entry
 from vllm_ndp.integration.waiting import sleep_while_waiting
 
 if current_platform.is_cpu():
@@ -27,18 +30,22 @@ class NdpWorker(FixedWeights, _Base):
     _bytes_beside_weights = 0
     """On the GPU, allocated once the model is loaded: vLLM counts neither as weights nor as what a step takes."""
 
+    _loaded: LoadedWorker
+    ndp: NdpController
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         follow_owner()
+        self._opened = ExitStack()
         super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and self.parallel_config.world_size > 1:
             sleep_while_waiting()
         try:
-            self.ndp = NdpController.create(self.vllm_config)  # the layers attach themselves while the model loads
+            making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
             super().load_model(*args, **kwargs)
             before = _allocated_bytes()
-            self.ndp.start(self.model_runner)
+            self._loaded = making.finish(self.model_runner)
             self._bytes_beside_weights = _allocated_bytes() - before
             _make_room_for_the_stage_before(self.model_runner)
         except NdpError as error:
@@ -48,7 +55,7 @@ class NdpWorker(FixedWeights, _Base):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
-        self.ndp.allocate(kv_cache_config)
+        self.ndp = NdpController(self._loaded, kv_cache_config)
 
     def determine_available_memory(self) -> int:
         """Leave room for what the plugin has on the GPU, and for the routing sidecar, which lies beside the KV cache. A
@@ -58,7 +65,9 @@ class NdpWorker(FixedWeights, _Base):
         if current_platform.is_cpu() or was_asked_for:
             return available
         kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
-        return limits.leave_room(available - self._bytes_beside_weights, self.ndp.sidecar.bytes_per_entry, kv_bytes)
+        shape = self._loaded.made.pool.shape
+        sidecar_bytes = bytes_per_entry(shape.num_layers, shape.top_k)
+        return limits.leave_room(available - self._bytes_beside_weights, sidecar_bytes, kv_bytes)
 
     def compile_or_warm_up_model(self) -> Any:
         self._warms_up = True
@@ -76,12 +85,11 @@ class NdpWorker(FixedWeights, _Base):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
         if not self._warms_up:
-            self.ndp.note_sampled(output)
+            self.ndp.log.note_sampled(output)
         return output
 
     def shutdown(self) -> None:
-        if hasattr(self, "ndp"):
-            self.ndp.close()
+        self._opened.close()
         super().shutdown()
 
     # -- reached by `LLM.collective_rpc(name)` ----------------------------------------------------------------------
@@ -104,7 +112,7 @@ class NdpWorker(FixedWeights, _Base):
     def ndp_live(self, latest: int = 50) -> dict[str, Any] | None:
         """What goes on now, and the reports of requests that ended last; None where another rank tells."""
         live = self.ndp.live()
-        return None if live is None else live | {"finished": self.ndp.finished.latest(latest)}
+        return None if live is None else live | {"finished": self.ndp.log.finished.latest(latest)}
 
     def ndp_experts(self) -> dict[str, Any] | None:
         """Who is hot where; None where another rank tells."""

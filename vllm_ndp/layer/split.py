@@ -10,6 +10,7 @@ tensors, clocks or how the device is asked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,6 +96,18 @@ class HotArrays(NamedTuple):
     rows: NDArray[np.int64]  # [P], of each hot pair where pairs are listed
 
 
+@dataclass(frozen=True)
+class SplitRules:
+    """What is decided layer by layer, and by which prices."""
+
+    balancers: Sequence[Balancer | DevicesBalancer] | None = None
+    """[L]; None: hot experts never leave the GPU."""
+    prompts: PrefillSplit | None = None
+    """None: the device computes nothing of prompts."""
+    host: Costs | None = None
+    """Of warm experts; None: there are none."""
+
+
 class Splitter:
     """One per worker. Per step `begin_step`, per layer `split`."""
 
@@ -102,25 +115,23 @@ class Splitter:
         self,
         tiers: Tiers,
         top_k: int,
+        rules: SplitRules,
         *,
-        balancers: Sequence[Balancer | DevicesBalancer] | None = None,
-        prompts: PrefillSplit | None = None,
-        host: Costs | None = None,
         bytes_of_width: NDArray[np.int64] | None = None,
         weighs_input: bool = False,
         aliases: bool = True,
     ) -> None:
-        """balancers [L]: None where hot experts never leave the GPU. prompts: None where the device computes nothing of
-        them. host: of warm experts, None where there are none. bytes_of_width [256]: of hot experts, where each has a
-        width of its own. weighs_input: the rows come weighed, so that outputs are not. aliases: whether few hot pairs
-        are laid out by row, with some of weight 0; else they are listed one after the other."""
+        """bytes_of_width [256]: of hot experts, where each has a width of its own. weighs_input: the rows come weighed,
+        so that outputs are not. aliases: whether few hot pairs are laid out by row, with some of weight 0; else they
+        are listed one after the other."""
         self.top_k = top_k
         self.notes = False
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
         self.native = _split.Splitter(list(tiers.where), top_k, aliases, weighs_input, gpus, *widths)
-        self._rules = [False] * len(tiers.where) if balancers is None else [self._rule(each) for each in balancers]
-        self._prompts = None if prompts is None else _on_device(prompts)
+        none, balancers, host = [False] * len(tiers.where), rules.balancers, rules.host
+        self._rules = none if balancers is None else [self._rule(each) for each in balancers]
+        self._prompts = None if rules.prompts is None else _on_device(rules.prompts)
         if host is not None:
             cpu = HostCpu.of(host)
             self.native.price_host(partial(cpu.rows_ps, host), partial(cpu.expert_ps, host))
@@ -188,10 +199,9 @@ class Splitter:
         if (known := self._views.get(key)) is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            rows, local, experts, bits, weights = self._parts[place]
-            known = self._views[key] = Pairs(
-                rows[:num_rows], local[:count], experts[:count], bits[:count], weights[:count]
-            )
+            sent, local, experts, bits, weights = self._parts[place]
+            of_pairs = local[:count], experts[:count], bits[:count], weights[:count]
+            known = self._views[key] = Pairs(sent[:num_rows], *of_pairs)
         return known
 
     def fall_back(self) -> int:

@@ -41,7 +41,7 @@ class Tiers:
         """The GPU that holds each hot expert, -1: none."""
         self.hot_bits: NDArray[np.uint8] = np.zeros(shape, np.uint8)
         """Of hot experts where each has a width of its own; else 0."""
-        self._owners, self._rank = owners, rank
+        self.owners, self.rank = owners, rank
 
     def activate(
         self, hot: NDArray[np.bool_], warm: NDArray[np.bool_] | None = None, widths: NDArray[np.uint8] | None = None
@@ -54,11 +54,11 @@ class Tiers:
         self.without_slot[:] = DEVICE
         if warm is not None:
             self.without_slot[warm] = WARM
-        if self._owners is not None and self.gpus is not None:
+        if self.owners is not None and self.gpus is not None:
             for layer, row in enumerate(hot):
-                self.gpus[layer] = self._owners.place(layer, row)
-            if self._rank is not None:
-                self.own[:] = self.gpus == self._rank
+                self.gpus[layer] = self.owners.place(layer, row)
+            if self.rank is not None:
+                self.own[:] = self.gpus == self.rank
                 self.without_slot[hot & ~self.own] = ELSEWHERE
         self.hot_bits[:] = 0 if widths is None else widths
         self.where[:] = self.without_slot

@@ -20,6 +20,7 @@ from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.format import CHANGED, JOINED
 from vllm_ndp.traces.trace import Trace
 
@@ -111,13 +112,11 @@ def test_of_two_that_ask_at_once_the_first_host_goes_first():
     assert a[0][1] < b[0][1]
 
 
-def recorded_host(requests: Sequence[int], **changes) -> RecordedRun:
+def recorded_host(requests: Sequence[int], *, keeps_streamed: bool = False, offload_bits: int = 0) -> RecordedRun:
     trace = Trace.load(DATA / "tiny-mixtral-trace").select(requests)
     trace, loss = with_layers(trace, LossTable.nominal(4, 8), 8)
-    setup, rules = modelled_host(
-        trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, policy=load_policy("prefill", PolicySettings()),
-        budget=Budget(4, 3.0), loss=loss, **changes,
-    )  # fmt: skip
+    rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), loss, keeps_streamed=keeps_streamed)
+    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {}, rules, offload_bits=offload_bits)
     return RecordedRun(trace, setup, rules)
 
 

@@ -14,6 +14,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -27,15 +28,8 @@ def trace_of(turns: int, requests: int = 2) -> Trace:
 
 def run(trace: Trace, *, follow: bool) -> tuple[list[StepRun], RecordedRun]:
     loss = LossTable.nominal(LAYERS, EXPERTS)
-    setup, rules = modelled_host(
-        trace.provenance,
-        "mixtral-8x7b",
-        "h100-ndp512",
-        {"dram.kind": "ideal"},
-        policy=load_policy("prefill", PolicySettings()),
-        budget=Budget(4, 3.0),
-        loss=loss,
-    )
+    rules = PlannerRules(load_policy("prefill", PolicySettings()), Budget(4, 3.0), loss)
+    setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
     host = RecordedRun(trace, setup, replace(rules, follow=FollowRules() if follow else None))
     return [host.run(step) for step in host.steps.tolist()], host
 

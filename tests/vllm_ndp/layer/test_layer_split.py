@@ -14,7 +14,7 @@ from split_yardstick import Found, Layer, split
 from ndp_device.timing.shapes import public_shape
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.layer import _split, account, tiers
-from vllm_ndp.layer.split import COUNTED, Pairs, Split, Splitter
+from vllm_ndp.layer.split import COUNTED, Pairs, Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Tiers
 from vllm_ndp.planning.owners import Owners
 from vllm_ndp.simulation.balance import Balancer
@@ -136,9 +136,7 @@ def splitter_of(case: Case, table: Tiers) -> Splitter:
     return Splitter(
         table,
         case.top_k,
-        balancers=case.balancers,
-        prompts=case.prompts,
-        host=case.costs,
+        SplitRules(case.balancers, case.prompts, case.costs),
         bytes_of_width=np.arange(256) * 7,
         weighs_input=case.weighs_input,
         aliases=case.aliases,
@@ -265,7 +263,7 @@ def small(balancer: Balancer | None = None) -> tuple[Splitter, NDArray[np.int32]
     table = Tiers(1, 2)
     table.activate(np.array([[True, False]]))
     table.name_all()
-    found = Splitter(table, 1, balancers=None if balancer is None else [balancer])
+    found = Splitter(table, 1, SplitRules(None if balancer is None else [balancer]))
     return found, np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
 
 

@@ -21,7 +21,6 @@ from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
-from vllm_ndp.integration.leaders_device import Device
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split
 
@@ -44,10 +43,11 @@ class Answer:
 
 class AsideLayer:
     def __init__(
-        self, index: int, slots: HotSlots, device: Device, messenger: Messenger, compute_here: ComputeHere
+        self, index: int, slots: HotSlots, link: DeviceLink | None, messenger: Messenger, compute_here: ComputeHere
     ) -> None:
+        """link: None where another rank sends."""
         self.index = index
-        self._slots, self._device, self._messenger = slots, device, messenger
+        self._slots, self._link, self._messenger = slots, link, messenger
         self._compute_here = compute_here
         self._routing = routing_for(slots.expert_map.device)
         self._kernel, self._held = slots.running()
@@ -79,7 +79,7 @@ class AsideLayer:
         messenger, buffers = self._messenger, self._messenger.buffers(len(x))
         packet = buffers.here
         self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
-        submit_ps = step.clock.now_ps
+        submit_ps = step.parts.clock.now_ps
         messenger.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
         try:
             beside()
@@ -144,10 +144,10 @@ class AsideLayer:
     def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
         """Send the rows of a packet and wait for the device, at most until the deadline."""
         split = self._split(step, packet.ids, packet.weights)
-        if not isinstance(self._device, DeviceLink):
+        if self._link is None:
             return Answer(split, None, None)
         rows = packet.x[: len(split.device.sent_rows)]
-        call = self._device.send(step, self.index, submit_ps, rows, split.device)
+        call = self._link.send(step, self.index, submit_ps, rows, split.device)
         return Answer(split, call, call.result())
 
 

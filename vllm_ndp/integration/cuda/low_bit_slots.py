@@ -171,6 +171,10 @@ class LowBitSlots(HotSlots):
         self.expert_in = np.full(num_slots, -1)
 
     @property
+    def kernel_name(self) -> str:
+        return f"triton, {self.low.form.name}"
+
+    @property
     def num_bytes(self) -> int:
         return self.codes.num_bytes
 

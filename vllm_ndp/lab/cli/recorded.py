@@ -286,6 +286,21 @@ def analyze(
     print_json({"trace": str(trace), **summary}, shown=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class PageOptions:
+    """What is written, and where."""
+
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
+    ] = None
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
+    ] = None
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64
+
+
 @command(
     app,
     "report",
@@ -298,25 +313,17 @@ def analyze(
 def report(
     trace: TraceArgument,
     where: HardwareOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
+    page: PageOptions,
     hot_experts: HotOption = None,
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS,
     batch: BatchOption = "1",
     replicas: ReplicasOption = None,
-    shapes: Annotated[
-        str | None,
-        typer.Option(help="Also map these public models, or 'published' = five, on GPUs of 8 to 160 GB."),
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(help="Also write the first steps to this file, for ui.perfetto.dev.")
-    ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps in that file.")] = 64,
 ) -> None:
     """Draw one self-contained page of plots about a trace.
 
     The plots show the first batch size.
     """
-    require_writable(out, perfetto)
+    require_writable(page.out, page.perfetto)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.compare import CompareSettings
     from vllm_ndp.lab.frontier import SHAPES
@@ -334,12 +341,13 @@ def report(
     )
     nominal = replicas is None and (recorded.provenance.live is None or _is_identity(recorded))
     loss = losses(recorded, replicas, nominal=nominal)
-    models = () if shapes is None else SHAPES if shapes == "published" else names(shapes, SHAPES)
+    every = page.shapes == "published"
+    models = () if page.shapes is None else SHAPES if every else names(page.shapes, SHAPES)
     with waiting(f"replaying {len(recorded.prompt_len)} requests on every system"):
-        result: dict[str, Any] = write_report(recorded, settings, out, loss, models)
-        if perfetto is not None:
-            result["perfetto"] = str(perfetto)
-            result["steps"] = write_timeline(recorded, settings, perfetto, loss, steps)
+        result: dict[str, Any] = write_report(recorded, settings, page.out, loss, models)
+        if page.perfetto is not None:
+            result["perfetto"] = str(page.perfetto)
+            result["steps"] = write_timeline(recorded, settings, page.perfetto, loss, page.steps)
     print_json(result)
 
 

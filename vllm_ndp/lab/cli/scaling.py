@@ -16,9 +16,49 @@ from ndp_device.command_line import HardwareOption, SetOption, command, print_js
 from vllm_ndp.cli.options import hardware_values, integers, names
 
 if TYPE_CHECKING:
-    from vllm_ndp.lab.scaling import Pool, ScalingPoint
+    from vllm_ndp.lab.scaling import Pool, ScalingPoint, Setup
 
 app = typer.Typer()
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleOptions:
+    """What is varied."""
+
+    models: Annotated[str, typer.Option(help="Public shapes, or all four of the docs.")] = "all"
+    devices: Annotated[str, typer.Option(help="Numbers of devices.")] = "1,2,3,4,5,6,7,8"
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs that split each layer.")] = "1,2,4,8"
+    batch: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4,16,64,256"
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolOptions:
+    """Hosts that share devices."""
+
+    hosts: Annotated[
+        int, typer.Option(help="Hosts that share a pool of devices; 0 = leave that out.", metavar="N", min=0)
+    ] = 8
+    pool_batch: Annotated[
+        int, typer.Option(help="Requests that each of those decodes together.", metavar="N", min=1)
+    ] = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SetupOptions:
+    """What is the same at every point."""
+
+    bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3
+    context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096
+    split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False
+    hardware: HardwareOption = "h100-ndp512"
+    set_: SetOption = None
+
+    def setup(self) -> Setup:
+        from ndp_device.timing.spec import load_hardware
+        from vllm_ndp.lab.scaling import Setup
+
+        hardware = load_hardware(self.hardware, **hardware_values(self.set_))
+        return Setup(hardware, bits=self.bits, context=self.context, splits_experts=self.split)
 
 
 @command(
@@ -30,21 +70,9 @@ app = typer.Typer()
     ),
 )
 def scaling(
-    models: Annotated[str, typer.Option(help="Public shapes, or all four of the docs.")] = "all",
-    devices: Annotated[str, typer.Option(help="Numbers of devices.")] = "1,2,3,4,5,6,7,8",
-    gpus: Annotated[str, typer.Option(help="Numbers of GPUs that split each layer.")] = "1,2,4,8",
-    batch: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,4,16,64,256",
-    hosts: Annotated[
-        int, typer.Option(help="Hosts that share a pool of devices; 0 = leave that out.", metavar="N", min=0)
-    ] = 8,
-    pool_batch: Annotated[
-        int, typer.Option(help="Requests that each of those decodes together.", metavar="N", min=1)
-    ] = 8,
-    bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3,
-    context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096,
-    split: Annotated[bool, typer.Option(help="Each device has a part of every expert, not copies of some.")] = False,
-    hardware: HardwareOption = "h100-ndp512",
-    set_: SetOption = None,
+    over: ScaleOptions,
+    sharing: PoolOptions,
+    at: SetupOptions,
     out: Annotated[Path | None, typer.Option(help="Write a page of plots here.")] = None,
 ) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
@@ -53,19 +81,17 @@ def scaling(
     simulated.
     """
     require_writable(out)
-    from ndp_device.timing.spec import load_hardware
     from vllm_ndp.cli.terminal import waiting
-    from vllm_ndp.lab.scaling import MODELS, Scale, Setup, curve, pool, stops_paying
+    from vllm_ndp.lab.scaling import MODELS, Scale, curve, pool, stops_paying
 
     started = time.perf_counter()
-    setup = Setup(load_hardware(hardware, **hardware_values(set_)), bits=bits, context=context, splits_experts=split)
-    counts, batches = integers(devices, "--devices"), integers(batch, "--batch")
-    sizes = integers(gpus, "--gpus")
+    counts, batches = integers(over.devices, "--devices"), integers(over.batch, "--batch")
+    sizes, hosts, pool_batch = integers(over.gpus, "--gpus"), sharing.hosts, sharing.pool_batch
     points: list[ScalingPoint] = []
     pools: list[Pool] = []
-    for model in names(models, MODELS):
+    for model in names(over.models, MODELS):
         with waiting(f"scaling {model}"):
-            scale = Scale(model, setup, max(*batches, hosts * pool_batch))
+            scale = Scale(model, at.setup(), max(*batches, hosts * pool_batch))
             found = curve(scale, batches, sizes, counts)
             points += found
             shared = [pool(scale, pool_batch, size, counts, hosts) for size in sizes] if hosts else []
@@ -74,7 +100,7 @@ def scaling(
     if out is not None:
         from vllm_ndp.lab.report.scaling import render
 
-        out.write_text(render(points, pools, hardware))
+        out.write_text(render(points, pools, at.hardware))
     lines: dict[tuple[str, int, int], list[ScalingPoint]] = {}
     for point in points:
         lines.setdefault((point.model, point.num_gpus, point.batch), []).append(point)

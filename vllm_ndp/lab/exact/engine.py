@@ -24,7 +24,7 @@ from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
 from vllm_ndp.layer import account
-from vllm_ndp.layer.split import Split, Splitter
+from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
@@ -141,9 +141,7 @@ class Engine:
         return Splitter(
             self._tiers,
             self.trace.provenance.top_k,
-            balancers=rules,
-            prompts=prompts,
-            host=self.costs,
+            SplitRules(rules, prompts, self.costs),
             bytes_of_width=self.costs.bytes_of_width if self.setup.joint_tiers else None,
         )
 

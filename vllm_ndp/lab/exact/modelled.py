@@ -10,8 +10,6 @@ import numpy as np
 from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import PLAN_BITS
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import Budget
-from vllm_ndp.planning.policies import Policy
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.format import LiveSetup, Provenance
@@ -23,30 +21,26 @@ def modelled_host(
     model: str,
     hardware: str,
     overrides: Mapping[str, str | int],
+    rules: PlannerRules,
     *,
-    policy: Policy,
-    budget: Budget,
-    loss: LossTable,
     offload_bits: int = 0,
-    keeps_streamed: bool = False,
     device_hosts: int = 1,
-) -> tuple[LiveSetup, PlannerRules]:
-    """What a live run with these settings would have written into its trace. Raises ConfigError for another model."""
+) -> LiveSetup:
+    """What a live run that plans so would have written into its trace. Raises ConfigError for another model."""
     costs = Costs(load_hardware(hardware, **overrides), model_named(model))
     costs.require(provenance.num_experts, provenance.top_k)
-    setup = LiveSetup(
+    return LiveSetup(
         preset=hardware,
         overrides=dict(overrides),
         host_dims=costs.shape.recorded(),
-        hot_experts=budget.num_hot,
+        hot_experts=rules.budget.num_hot,
         expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,
         device_hosts=device_hosts,
-        migration="kept" if keeps_streamed else "difference",
+        migration="kept" if rules.keeps_streamed else "difference",
     )
-    return setup, PlannerRules(policy, budget, loss, keeps_streamed=keeps_streamed)
 
 
 def with_layers(trace: Trace, loss: LossTable, num_layers: int) -> tuple[Trace, LossTable]:

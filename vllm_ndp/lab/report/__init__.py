@@ -16,11 +16,12 @@ from vllm_ndp.lab.exact.modelled import modelled_host
 from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.lab.exact.timeline import chrome_trace
 from vllm_ndp.lab.frontier import frontier, frontier_of_shapes
-from vllm_ndp.lab.report.page import render
+from vllm_ndp.lab.report.page import Findings, render
 from vllm_ndp.lab.vectorised.outcome import Summary
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.traces.trace import Trace
 
@@ -42,7 +43,7 @@ def write_report(
         rows = compare(trace, dataclasses.replace(at, systems=systems), loss=loss).rows if systems else []
         sweep += [dataclasses.replace(row, policy=f"{row.policy}@{bits}") for row in rows]
     cells = frontier(Workload(trace), settings, loss=loss)
-    page = render(trace, analysis, comparison, sweep, settings, costs, cells, of_shapes)
+    page = render(trace, Findings(analysis, comparison, sweep, cells, of_shapes), settings, costs)
     out.write_text(page, encoding="utf-8")
     return {
         "report": str(out),
@@ -60,15 +61,9 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
         setup = p.live
     else:
         num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-        setup, rules = modelled_host(
-            p,
-            settings.model,
-            settings.hardware,
-            settings.overrides,
-            policy=load_policy("prefill", PolicySettings(bit_rule=settings.bits)),
-            budget=Budget(num_hot, settings.avg_bits),
-            loss=loss,
-        )
+        policy = load_policy("prefill", PolicySettings(bit_rule=settings.bits))
+        rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss)
+        setup = modelled_host(p, settings.model, settings.hardware, settings.overrides, rules)
     recorded = RecordedRun(trace, setup, rules)
     runs = [recorded.run(int(step)) for step in islice(recorded.steps, steps)]
     moved = {r.step: r.migration_ps for r in runs if r.migrated_experts}

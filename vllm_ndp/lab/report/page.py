@@ -6,6 +6,7 @@ no file beside it. Does not know how anything was computed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -43,19 +44,22 @@ _ELSEWHERE = (
 _HEATMAPS = ("prompts", "decode", "difference", "kept_hot", "bits")
 
 
-def render(
-    trace: Trace,
-    analysis: Analysis,
-    comparison: Comparison,
-    sweep: list[Summary],
-    settings: CompareSettings,
-    costs: Costs,
-    cells: list[Cell],
-    shapes: list[Cell],
-) -> str:
-    """sweep: rows of other average widths, for speed against precision; cells: GPUs of other sizes; shapes: the same
-    for public models."""
-    p = trace.provenance
+@dataclass(frozen=True)
+class Findings:
+    """What was made of a trace."""
+
+    analysis: Analysis
+    comparison: Comparison
+    sweep: list[Summary]
+    """Rows of other average widths, for speed against precision."""
+    cells: list[Cell]
+    """GPUs of other sizes."""
+    shapes: list[Cell]
+    """The same for public models."""
+
+
+def render(trace: Trace, found: Findings, settings: CompareSettings, costs: Costs) -> str:
+    p, analysis, comparison, cells = trace.provenance, found.analysis, found.comparison, found.cells
     plots: dict[str, Any] = {
         **figures.routing_heatmaps(trace, Budget(analysis.num_hot, settings.avg_bits)),
         "cosine": figures.cosine(analysis),
@@ -63,10 +67,10 @@ def render(
         "prompt_tokens": figures.prompt_tokens(analysis),
         "domains": figures.domains(analysis),
         **figures.layer_bars(comparison, costs),
-        "speed_and_loss": figures.speed_and_loss(sweep),
+        "speed_and_loss": figures.speed_and_loss(found.sweep),
         "latencies": figures.latencies(comparison, costs),
         "where_it_pays": figures.where_it_pays(cells),
-        "winners": figures.winners(shapes),
+        "winners": figures.winners(found.shapes),
         **figures.clocks(trace),
     }
     script, divs = components({name: plot for name, plot in plots.items() if plot is not None})

@@ -28,6 +28,7 @@ from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import policy_with
+from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
 from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, beside_device_memory
 from vllm_ndp.traces.trace import Trace, from_sequences
@@ -129,16 +130,12 @@ def _host(
             prior.values[np.arange(costs.shape.num_layers) * p.num_layers // costs.shape.num_layers]
         )
     num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
-    setup, rules = modelled_host(
-        trace.provenance,
-        settings.model,
-        settings.hardware,
-        settings.overrides,
-        policy=policy_with(settings.policy, {"prior": prior, **settings.policy_options})[0],
-        budget=Budget(num_hot, settings.avg_bits),
-        loss=loss,
+    policy = policy_with(settings.policy, {"prior": prior, **settings.policy_options})[0]
+    keeps = settings.migration == "kept"
+    rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss, keeps_streamed=keeps)
+    setup = modelled_host(
+        *(trace.provenance, settings.model, settings.hardware, settings.overrides, rules),
         offload_bits=DEFAULT_OFFLOAD_BITS if settings.execution == "balanced" and num_hot else 0,
-        keeps_streamed=settings.migration == "kept",
         device_hosts=device_hosts,
     )
     scheduling = settings.scheduling

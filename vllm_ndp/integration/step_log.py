@@ -1,0 +1,81 @@
+"""What a worker tells of its steps: a report of each, once; a recording, if one was asked for; totals.
+
+Knows steps that have run, the planner's counters and the device's round trips. Acts on nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm_ndp.integration.assembly import LoadedWorker
+from vllm_ndp.integration.recording import RunRecorder
+from vllm_ndp.integration.report import DEVICE_TIME, StepCosts, StepReport
+from vllm_ndp.integration.serving.finished import FinishedRequests
+from vllm_ndp.integration.step import Step
+from vllm_ndp.integration.totals import Totals
+
+
+class StepLog:
+    def __init__(self, worker: LoadedWorker, recorder: RunRecorder | None) -> None:
+        """recorder: None where nothing is recorded."""
+        self._worker, self.recorder = worker, recorder
+        self.totals, self.finished = Totals(), FinishedRequests()
+        self.unsimulated = worker.unsimulated  # what ran so far and is in no simulated clock
+        self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
+        self._ended_ps = 0
+        self._counted = (0, 0, 0)  # of the planner, by the reports so far
+
+    def close(self, step: Step) -> StepReport | None:
+        """Close the step's simulated clock; what happened in it, once, as the leader tells it."""
+        if (closed := step.report()) is None:
+            return None
+        report, time_of_step = closed
+        ranks = self._worker.made.ranks
+        report.stage, report.before_ps, self._ended_ps = ranks.stage.index, self._ended_ps, report.end_ps
+        report.costs = self._costs(step)
+        if report.device is None:
+            self.unsimulated = self.unsimulated or DEVICE_TIME
+        report.unsimulated = self.unsimulated
+        if self.recorder is not None:
+            device, epoch = self._worker.parts.device, self._worker.parts.planner.replanner.epoch
+            assert device.link is not None  # the leader's
+            took_s = time.perf_counter() - step.before.began_s
+            simulated = None if self.unsimulated else time_of_step
+            self.recorder.note_step(step, epoch, simulated, took_s, device.link.take_presence())
+        self.totals.add(report)
+        return report if ranks.leads else None
+
+    def leave(self, step: Step) -> None:
+        """The step has ended, whether or not somebody asked for its report: model runner V2 asks when it samples."""
+        self._left = self.close(step)
+
+    def take_left(self) -> StepReport | None:
+        left, self._left = self._left, None
+        return left
+
+    def _costs(self, step: Step) -> StepCosts:
+        """What the planner did before it, and how long the device's answers took."""
+        planner, device, before = self._worker.parts.planner, self._worker.parts.device, self._counted
+        self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
+        migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))
+        costs = StepCosts(step.before.plan_s, [], migrated, kept, prefills, any(device.up))
+        if device.link is not None:
+            costs.round_trips_s, costs.fallbacks = device.link.take_round_trips(), device.link.take_fallbacks()
+        return costs
+
+    def note_plan(self, step: int) -> None:
+        """A plan is in force from this step on."""
+        if self.recorder is not None:
+            replanner, requests = self._worker.parts.planner.replanner, self._worker.requests.requests
+            plans = {name: request.plan for name, request in requests.items() if request.plan is not None}
+            self.recorder.note_plan(step, replanner.epoch, replanner.placement, plans)
+
+    def note_sampled(self, output: Any) -> None:
+        """The tokens of the step are known: a recording of drafts needs to know which of them were accepted.
+
+        Model runner V2 hands over what is still on its way to the host, without names: there it is not known yet.
+        """
+        names = getattr(output, "req_ids", None)
+        if self.recorder is not None and names and (sampled := output.sampled_token_ids):
+            self.recorder.note_sampled({name: len(tokens) for name, tokens in zip(names, sampled, strict=True)})
