@@ -46,6 +46,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prepare": ("idle", "asked"),
     "device_experts": ("copies", "split"),
 }
+_DECIDED_JOINTLY = {
+    "slot_bits": "gives every hot expert a width of its own",
+    "warm_experts": "says itself how many experts are warm, where 'tiers' names the host",
+    "cold_precision": "chooses among widths, of which this leaves none",
+    "execution": "has placed experts by all that the device has time for",
+    "offload_bits": "has placed experts by all that the device has time for",
+    "max_moves": "weighs every copy itself, and a part of it does not fit the memory that all of it does",
+}
+"""Settings beside which a joint plan is refused, and why."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +175,6 @@ class NdpSettings:
             )
         if self.warm_experts < 0:
             raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
-        if self.warm_experts and self.shares_experts:
-            raise ConfigError(
-                f"ndp setting 'warm_experts' is {self.warm_experts}, but plans over several devices know hot and cold "
-                "experts only: use one device, not a list, or 'warm_experts': 0"
-            )
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
@@ -212,32 +216,23 @@ class NdpSettings:
                     "or 'warm_experts' for a fixed number"
                 )
             return
-        fixed = {
-            name: getattr(self, name)
-            for name in ("slot_bits", "warm_experts", "cold_precision", "offload_bits", "max_moves")
-            if getattr(self, name) != default[name].default
-        }
-        if self.execution == "balanced":
-            fixed["execution"] = self.execution
-        if fixed:
-            name, value = next(iter(fixed.items()))
-            raise ConfigError(
-                f"ndp setting {name!r} is {value!r}, which a joint plan decides itself or cannot heed: drop it, or use "
-                "'plan': 'fixed'"
-            )
-        if self.shares_experts:
-            raise ConfigError(
-                "ndp setting 'plan' is 'joint', which knows one device, and there are or may be several: use one, not "
-                "a list, or 'plan': 'fixed'"
-            )
+        for name, why in _DECIDED_JOINTLY.items():
+            value = getattr(self, name)
+            if value != default[name].default and (name, value) != ("execution", "paper"):
+                raise ConfigError(
+                    f"ndp setting {name!r} is {value!r}, but a joint plan {why}: drop it, or use 'plan': 'fixed'"
+                )
 
     def _check_replan(self) -> None:
-        beside = {"plan": self.plan == "joint", "warm_experts": self.warm_experts > 0, "max_moves": self.max_moves == 0}
-        for name, hinders in beside.items():
+        beside = {
+            "plan": (self.plan == "joint", "whose widths fit the memory and the loss of just those experts"),
+            "max_moves": (self.max_moves == 0, "so that none may be copied"),
+        }
+        for name, (hinders, why) in beside.items():
             if self.replan == "drift" and hinders:
                 raise ConfigError(
-                    f"ndp setting 'replan' is 'drift', which exchanges hot and cold experts of fixed plans, but "
-                    f"{name!r} is {getattr(self, name)!r}: drop one of the two"
+                    f"ndp setting 'replan' is 'drift', which exchanges experts while requests decode, but {name!r} is "
+                    f"{getattr(self, name)!r}, {why}: drop one of the two"
                 )
 
     def with_prices(self, num_experts: int, *, one_worker_on_cpu: bool) -> NdpSettings:

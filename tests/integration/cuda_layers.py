@@ -30,14 +30,16 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
+from vllm_ndp.integration.host_cpu import WarmPending
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots, SlotWeights
 from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.integration.rows import Gather
+from vllm_ndp.integration.rows import Gather, chosen
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
 from vllm_ndp.layer.split import Pairs, SplitRules, Splitter
-from vllm_ndp.layer.tiers import Tiers
+from vllm_ndp.layer.tiers import WARM, Tiers
+from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
 HIDDEN, INTERMEDIATE, ENTRIES = 32, 16, 64
@@ -129,8 +131,26 @@ class Client:
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """The host's CPU, whose experts are computed as the client does."""
+
+    layers: list[SlotWeights]
+
+    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
+        rows = chosen(x, pairs.sent_rows).float().cpu().numpy()
+        return WarmPending(self, layer, pairs, rows)  # type: ignore[arg-type]
+
+    def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
+        y = np.zeros_like(x)
+        for row, number, gate in zip(pairs.local, pairs.experts, pairs.topk_weights, strict=True):
+            rows = torch.from_numpy(x[int(row)][None]).to(self.layers[layer].w13.dtype)
+            y[row] += float(gate) * expert(self.layers[layer], int(number), rows)[0].numpy()
+        return y
+
+
+@dataclass(frozen=True)
 class Setup:
-    """What does not depend on how the layers run. maps [L, E]: slot of each expert, -1 where it is cold."""
+    """What does not depend on how the layers run. maps [L, E]: slot of each expert, -1 where it is cold, -2 warm."""
 
     maps: NDArray[np.int64]
     num_slots: int
@@ -191,8 +211,12 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     slots = {index: slots_of(gpu, kernel, setup, index, every[index]) for index in range(num_layers)}
     tiers = Tiers(num_layers, num_experts)
     for index, of_layer in slots.items():
+        for warm in np.flatnonzero(setup.maps[index] == WARM).tolist():
+            of_layer._without_slot[warm] = WARM
+            of_layer._name(warm, -1)
         tiers.where[index] = of_layer.where
-    splitter = Splitter(tiers, top_k, SplitRules(), weighs_input=setup.weighs_input, aliases=False)
+    rules = SplitRules(host=Costs(HARDWARE, MIXTRAL))
+    splitter = Splitter(tiers, top_k, rules, weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
     step = Step(
@@ -212,7 +236,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         running,
         HotViews(splitter, GPU),
         None,  # type: ignore[arg-type]
-        None,
+        Cpu(every),  # type: ignore[arg-type]
         messenger,
         setup.weighs_input,
     )

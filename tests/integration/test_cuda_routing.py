@@ -58,7 +58,7 @@ def test_the_packet_holds_what_a_loop_finds(
         for column, expert in enumerate(chosen):
             slot = int(expert_map[expert])
             assert into.slots[row, column] == (slot if slot >= 0 else elsewhere)
-            if slot == DEVICE:
+            if slot in (DEVICE, WARM):
                 num_pairs += 1
                 sent += [row] * (row not in sent)
     assert found.head[:2].tolist() == [num_pairs, len(sent)]
@@ -129,8 +129,8 @@ from vllm_ndp.integration.cuda import kernels
 
 pointers = {"ids": "*i32", "weights": "*fp32", "weights_out": "*fp32", "sent_rows": "*i64", "rows": "*i64", "partial": "*fp32", "x": "*bf16", "out": "*bf16"}
 for kernel, constants in (
-    (kernels.split_rows, {"LEAVES": -1, "K": 2, "ROWS": 256, "COLUMNS": 2}),
-    (kernels.split_rows, {"LEAVES": -1, "K": 8, "ROWS": 256, "COLUMNS": 8}),
+    (kernels.split_rows, {"STAYS": -3, "K": 2, "ROWS": 256, "COLUMNS": 2}),
+    (kernels.split_rows, {"STAYS": -3, "K": 8, "ROWS": 256, "COLUMNS": 8}),
     (kernels.gather_rows, {"WIDTH": 1024}),
     (kernels.add_partial, {"WIDTH": 1024}),
 ):

@@ -78,7 +78,7 @@ def _no_device_is_left_behind() -> Iterator[None]:
         ({"record": "/proc/trace"}, "no trace can be written to /proc/trace: "),
         ({"record": str(MODEL)}, "is not empty: a trace is recorded into a directory of its own"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
-        ({"replan": "drift", "warm_experts": 1}, "of fixed plans, but 'warm_experts' is 1: drop one of the two"),
+        ({"replan": "drift", "max_moves": 0}, "but 'max_moves' is 0, so that none may be copied: drop one of the two"),
         ({"prices": "measured", "devices": 2}, "use 'prices': 'simulated', or one embedded device"),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     machine's prices, is replayed from the record to the picosecond."""
     from vllm import SamplingParams
 
-    settings = {"hot_experts": 3, "avg_bits": 2.0, "replan": "drift", "prices": "measured"}
+    settings = {"hot_experts": 3, "warm_experts": 1, "avg_bits": 2.0, "replan": "drift", "prices": "measured"}
     settings |= {"policy_options": {"prior": str(MODEL / "prior.npy")}, "replicas": str(REPLICAS)}
     settings |= {"hardware_overrides": SLOW_GPU, "record": str(tmp_path / "trace")}
     with engine(settings=settings, logits_processors=[FORCED], max_num_seqs=3) as llm:
@@ -179,6 +179,7 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
         totals, status = llm.collective_rpc("ndp_totals")[0], llm.collective_rpc("ndp_status")[0]
     reports = [output.kv_transfer_params["ndp"] for output in outputs]
     assert totals["exchanges"] > 3
+    assert min(totals["warm_pairs"], totals["cold_pairs"]) > 0
     assert totals["fallback_pairs"] == totals["sidecar_mismatches"] == 0
     assert {report["prices"] for report in reports} == {"measured"} == {status["prices"]}
     assert reports[0]["epoch"] > 1

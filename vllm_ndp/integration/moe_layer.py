@@ -63,7 +63,7 @@ class MoELayer:
         self._shared, self._fixed = shared, fixed
         self._aside = None
         if parts.messenger is not None:
-            self._aside = AsideLayer(index, self._slots, self._link, parts.messenger, self._compute_here)
+            self._aside = AsideLayer(index, self._slots, self._link, parts.host, parts.messenger, self._compute_here)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, beside: Callable[[], object] = object

@@ -52,6 +52,13 @@ def as_numpy(x: torch.Tensor) -> NDArray[Any]:
     return host.numpy()
 
 
+def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
+    """Of rows as `as_numpy` has them."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
 def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
     """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order."""
     if out.device.type == "cpu" and len(rows) <= FEW_ROWS and out.dtype is not torch.float16 and out.is_contiguous():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from vllm_ndp.planning.drift import DriftRules, DriftWatch
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Placement, limit_moves
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,10 @@ class Follower:
         return arrived, begun
 
 
-def exchanged_bits(bits: NDArray[np.uint8], before: NDArray[np.bool_], after: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Bits [L, E] after an exchange: those that leave GPU memory take over the bits of those that come to their layer,
-    lower ids first, so every layer spends what it did."""
-    exchanged = bits.copy()
-    exchanged[before & ~after] = bits[after & ~before]
-    exchanged[after] = 0
-    return exchanged
+def exchanged(values: NDArray[T], before: NDArray[np.bool_], after: NDArray[np.bool_]) -> NDArray[T]:
+    """Bits [L, E], or who is warm, after an exchange: those that leave GPU memory take over what those had that come to
+    their layer, lower ids first, so every layer spends what it did. Hot experts have 0."""
+    swapped = values.copy()
+    swapped[before & ~after] = values[after & ~before]
+    swapped[after] = 0
+    return swapped

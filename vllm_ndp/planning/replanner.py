@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ndp_device.errors import ConfigError
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable, full_precision
-from vllm_ndp.planning.follower import Follower, FollowRules, exchanged_bits
+from vllm_ndp.planning.follower import Follower, FollowRules, exchanged
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, ImportanceScore, has_common_bits, scores_for_bits
 from vllm_ndp.planning.placement import top_experts, with_warm
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan, keep_streamed, limit_moves
@@ -190,13 +190,13 @@ class Replanner:
         if after is None:
             return Followed(None, begun)
         self.epoch += 1
-        self.placement = Placement(after)
+        self.placement = Placement(after, exchanged(self.placement.warm, before, after))
         self.resident = after
         made: dict[int, BitwidthPlan] = {}  # of each distinct one before
         changed = {}
         for key, plan in plans.items():
             if id(plan.bits) not in made:
-                made[id(plan.bits)] = BitwidthPlan(exchanged_bits(plan.bits.bits, before, after))
+                made[id(plan.bits)] = BitwidthPlan(exchanged(plan.bits.bits, before, after))
             changed[key] = Plan(self.epoch, self.placement, made[id(plan.bits)])
         score = self._follower.wanted
         return Followed(PlanChange(self.epoch, self.placement, changed, after & ~before, 0, score=score), begun)

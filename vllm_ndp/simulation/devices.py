@@ -157,7 +157,7 @@ class Devices:
         of_width[list(self._bytes)] = list(self._bytes.values())
         of_width[0] = of_width[self._offload_bits] if self._offload_bits else 0.0
         for plan, score in zip(plans, scores, strict=True):
-            load += score.values * of_width[plan.bits.bits]
+            load += score.values * np.where(plan.placement.warm, 0.0, of_width[plan.bits.bits])
         self.copies, arrived = rebalance(self.copies, load, self.rules.max_moves)
         return self._moves_ps(arrived)
 

@@ -41,6 +41,8 @@ class Menu:
     max_rows: int
     prices: MeasuredPrices | None = None
     """Of this machine; None: of the simulated hardware."""
+    num_devices: int = 1
+    """That work on a layer at once, each taken to have an equal share of what is asked of all."""
 
     @property
     def tiers(self) -> str:
@@ -125,6 +127,7 @@ class Menu:
         return np.stack(
             [
                 np.interp(chance, shares, (likely * table[: rows + 1]).sum(axis=1))
+                / (self.num_devices if choice.tier == "device" else 1)
                 + used * opening[choice.tier] / reads
                 for choice, table in zip(self.choices, self.ps, strict=True)
             ]

@@ -34,15 +34,21 @@ _MOST_ROWS = 64
 
 class JointRule:
     def __init__(
-        self, costs: Costs, tiers: str, loss: LossTable, num_hot: int, prices: MeasuredPrices | None = None
+        self,
+        costs: Costs,
+        tiers: str,
+        loss: LossTable,
+        num_hot: int,
+        prices: MeasuredPrices | None = None,
+        num_devices: int = 1,
     ) -> None:
         """tiers: names with + between them. num_hot: K, whose full precision is the budget. prices: of this machine;
-        None: of the simulated hardware."""
+        None: of the simulated hardware. num_devices: that share a layer's experts."""
         layers, experts = loss.mse.shape[:2]
         widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
         self._costs, self._relative = costs, relative_losses(loss)
         self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
-        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices))
+        self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices, num_devices))
         self._bytes_per_s = costs.hardware.link.bulk_bytes_per_s if prices is None else prices.bulk_bytes_per_s
         self._chosen: NDArray[np.int64] | None = None
         self.shape = layers, experts

@@ -15,14 +15,15 @@ from vllm_ndp.simulation.prices import MeasuredPrices
 
 
 def on_hardware(
-    rules: PlannerRules, costs: Costs, joint_tiers: str, prices: MeasuredPrices | None = None
+    rules: PlannerRules, costs: Costs, joint_tiers: str, prices: MeasuredPrices | None = None, *, num_devices: int = 1
 ) -> PlannerRules:
     """joint_tiers: among which a joint plan chooses, names with + between them; empty where plans are fixed.
 
-    prices: of the machine that a run is on; None: of the simulated hardware.
+    prices: of the machine that a run is on; None: of the simulated hardware. num_devices: at the start of the run.
     """
     if rules.follow is not None:
         rules = replace(rules, follow=replace(rules.follow, copies=copies_beside_decode(costs, rules.budget)))
     if joint_tiers:
-        rules = replace(rules, joint=JointRule(costs, joint_tiers, rules.loss, rules.budget.num_hot, prices))
+        joint = JointRule(costs, joint_tiers, rules.loss, rules.budget.num_hot, prices, num_devices)
+        rules = replace(rules, joint=joint)
     return rules

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.follower import FollowRules, exchanged_bits
+from vllm_ndp.planning.follower import FollowRules, exchanged
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.plan import Budget, Plan
 from vllm_ndp.planning.policies import PolicySettings, load_policy
@@ -30,10 +30,10 @@ def score_of(ids: np.ndarray) -> ImportanceScore:
     return importance(RoutingStats.from_choices(ids, np.full(ids.shape, 1 / TOP_K), EXPERTS))
 
 
-def planner(copies: float, max_moves: int | None = None) -> Replanner:
+def planner(copies: float, max_moves: int | None = None, num_warm: int = 0) -> Replanner:
     rules = PlannerRules(
         load_policy("prefill", PolicySettings()),
-        Budget(HOT, 2.0),
+        Budget(HOT, 2.0, num_warm),
         LossTable.nominal(LAYERS, EXPERTS),
         max_moves=max_moves,
         follow=FollowRules(copies=lambda rows: copies),
@@ -92,6 +92,18 @@ def test_after_a_change_experts_are_exchanged_as_fast_as_they_can_be_copied(copi
     assert last.placement.num_hot.tolist() == [HOT] * LAYERS
 
 
+def test_who_leaves_for_a_warm_expert_is_warm_in_its_place():
+    generator, replanner = np.random.default_rng(7), planner(3.0, num_warm=4)
+    _, plans = planned(replanner, generator)
+    before = replanner.placement
+    events = decode(replanner, plans, tokens(generator, 400, subject(generator)))
+    after = plans["a"].placement  # which refuses bits that are not those of its tiers
+    assert any(change is not None for _, change, _ in events)
+    assert (after.hot & before.warm).any()
+    assert (after.warm & before.hot).any()
+    assert after.warm.sum(axis=1).tolist() == [4] * LAYERS
+
+
 def test_moves_are_bounded_by_the_setting_too_and_none_happen_without_a_request():
     generator, replanner = np.random.default_rng(3), planner(8.0, max_moves=2)
     _, plans = planned(replanner, generator)
@@ -115,7 +127,7 @@ def test_those_that_leave_take_over_the_bits_of_those_that_come():
     bits = np.array([[0, 0, 4, 2, 1], [0, 3, 0, 2, 1]], np.uint8)
     before = bits == 0
     after = np.array([[1, 0, 0, 1, 0], [1, 0, 1, 0, 0]], bool)
-    assert exchanged_bits(bits, before, after).tolist() == [[0, 2, 4, 0, 1], [0, 3, 0, 2, 1]]
+    assert exchanged(bits, before, after).tolist() == [[0, 2, 4, 0, 1], [0, 3, 0, 2, 1]]
 
 
 def test_a_step_of_ninety_four_layers_is_seen_in_little_time():

@@ -135,6 +135,16 @@ def test_copies_follow_a_plan_as_far_as_they_may_and_the_links_are_busy_meanwhil
         assert took == bulk_ps(MIXTRAL.hardware.link, int(arrived) * MIXTRAL.stored_replica_bytes())
 
 
+def test_no_copy_follows_what_the_hosts_cpu_computes() -> None:
+    plan, score = plan_and_score(0)
+    warm = Plan(1, Placement(plan.placement.hot, ~plan.placement.hot), BitwidthPlan(np.full_like(plan.bits.bits, 16)))
+    devices = mixtral_on(4, 1, 16)
+    before = devices.copies
+    assert devices.follow([warm], [score]) == 0
+    np.testing.assert_array_equal(devices.copies.held, before.held)
+    assert devices.follow([plan], [score]) > 0
+
+
 @pytest.mark.parametrize("devices", [mixtral_on(4, 1, 0), mixtral_on(2, 2, 8)], ids=["may not move", "everywhere"])
 def test_copies_stay_where_they_may_not_move_or_every_device_has_all(devices: Devices) -> None:
     plan, score = plan_and_score(0)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_ndp.integration.cuda.packet import Fields
-from vllm_ndp.layer.tiers import DEVICE
+from vllm_ndp.layer.tiers import ELSEWHERE
 
 BLOCK = 1024
 """Columns that one program copies or adds."""
@@ -22,10 +22,10 @@ BLOCK = 1024
 @triton.jit
 def split_rows(
     expert_map, ids, weights, slots, head, sent_rows, ids_out, weights_out,
-    num_rows, elsewhere, LEAVES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    num_rows, elsewhere, STAYS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for all pairs. LEAVES: the place whose pairs leave. ROWS and COLUMNS: T and k rounded up to powers
-    of two."""
+    """One program for all pairs. STAYS: the place that is no slot and whose pairs stay. ROWS and COLUMNS: T and k
+    rounded up to powers of two."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     here = (row[:, None] < num_rows) & (column[None, :] < K)
@@ -35,7 +35,7 @@ def split_rows(
     tl.store(slots + at, tl.where(where >= 0, where, elsewhere), mask=here)
     tl.store(ids_out + at, expert.to(tl.int32), mask=here)
     tl.store(weights_out + at, tl.load(weights + at, mask=here, other=0.0), mask=here)
-    in_row = tl.sum((here & (where == LEAVES)).to(tl.int32), axis=1)
+    in_row = tl.sum((here & (where < 0) & (where != STAYS)).to(tl.int32), axis=1)
     leaves = (in_row > 0).to(tl.int32)
     rank = tl.cumsum(leaves, axis=0) - leaves
     tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
@@ -79,7 +79,7 @@ def split(
     split_rows[(1,)](
         expert_map, topk_ids.contiguous(), topk_weights.contiguous(), into.slots, into.head, into.sent_rows,
         into.ids, into.weights, num_rows, elsewhere,
-        LEAVES=DEVICE, K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
+        STAYS=ELSEWHERE, K=top_k, ROWS=triton.next_power_of_2(num_rows), COLUMNS=triton.next_power_of_2(top_k),
     )  # fmt: skip
     hidden = x.shape[1]
     grid = (num_rows, triton.cdiv(hidden, BLOCK))

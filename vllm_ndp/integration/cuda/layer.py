@@ -1,9 +1,9 @@
 """One MoE layer of a decode step without waiting for the GPU: what `moe_layer` does for few rows, in another order.
 
-Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device makes of
-the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its counts are read
-when the step ends. Gives what the eager layer gives. Knows one layer's slots and the messenger; does not know how plans
-are made.
+Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device and the
+host's CPU make of the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its
+counts are read when the step ends. Gives what the eager layer gives, but for the rounding of rows that both computed.
+Knows one layer's slots and the messenger; does not know how plans are made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, HotSlots
+from vllm_ndp.integration.rows import as_float32
 from vllm_ndp.integration.step import Step
 from vllm_ndp.layer.split import Pairs, Split
 
@@ -30,24 +32,28 @@ ComputeHere = Callable[[torch.Tensor, torch.Tensor, Pairs], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the thread brings: the layer's split, and the call, None where another rank sends, with its result."""
+    """What the thread brings: the layer's split, the call to the device, None where it is not asked here, with its
+    result, and the sums of the rows that left, None where nobody here computed any."""
 
     split: Split
-    call: DeviceCall | None
-    result: ExecuteResult | None
-
-    @property
-    def sums(self) -> NDArray[np.float32] | None:
-        return None if self.result is None else self.result.y
+    call: DeviceCall | None = None
+    result: ExecuteResult | None = None
+    sums: NDArray[np.float32] | None = None
 
 
 class AsideLayer:
     def __init__(
-        self, index: int, slots: HotSlots, link: DeviceLink | None, messenger: Messenger, compute_here: ComputeHere
+        self,
+        index: int,
+        slots: HotSlots,
+        link: DeviceLink | None,
+        host: HostCpuExperts | None,
+        messenger: Messenger,
+        compute_here: ComputeHere,
     ) -> None:
-        """link: None where another rank sends."""
+        """link: None where another rank sends. host: None where this rank's CPU computes no experts."""
         self.index = index
-        self._slots, self._link, self._messenger = slots, link, messenger
+        self._slots, self._link, self._host, self._messenger = slots, link, host, messenger
         self._compute_here = compute_here
         self._routing = routing_for(slots.expert_map.device)
         self._kernel, self._held = slots.running()
@@ -93,12 +99,11 @@ class AsideLayer:
             split = self._split(step, taken.packet.ids)
         else:
             split, call = taken.answer.split, taken.answer.call
-            if taken.answer.result is not None:
+            result, answered = taken.answer.result, call is None or taken.answer.result is not None
+            if taken.answer.sums is not None:
                 partial = messenger.sums(taken)
                 self._routing.add_rows(out, partial, packet.sent_rows[: len(partial)])
-                result = taken.answer.result
-            elif call is not None:
-                answered = False
+            if not answered:
                 self._compute_here(out, x, split.device)
         step.end_layer(self.index, split, result, answered=answered)
         return out
@@ -142,13 +147,30 @@ class AsideLayer:
     # -- in the messenger's thread ---------------------------------------------------------------------------------
 
     def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
-        """Send the rows of a packet and wait for the device, at most until the deadline."""
-        split = self._split(step, packet.ids, packet.weights)
-        if self._link is None:
-            return Answer(split, None, None)
-        rows = packet.x[: len(split.device.sent_rows)]
-        call = self._link.send(step, self.index, submit_ps, rows, split.device)
-        return Answer(split, call, call.result())
+        """Send the device its rows of a packet, have the host's CPU compute its own meanwhile, and wait for the device,
+        at most until the deadline."""
+        split, call, result = self._split(step, packet.ids, packet.weights), None, None
+        left = np.union1d(split.device.sent_rows, split.warm.sent_rows)  # in order, as the packet has them
+        of_device, of_host = (np.searchsorted(left, part.sent_rows) for part in (split.device, split.warm))
+        if split.device and self._link is not None:
+            rows = packet.x[: len(left)] if len(of_device) == len(left) else packet.x[of_device]
+            call = self._link.send(step, self.index, submit_ps, rows, split.device)
+        found = []
+        if split.warm and self._host is not None:
+            found.append((of_host, self._host.execute(self.index, as_float32(packet.x[of_host]), split.warm)))
+        if call is not None and (result := call.result()) is not None:
+            found.append((of_device, result.y))
+        return Answer(split, call, result, _added(found, len(left)))
+
+
+def _added(found: list[tuple[NDArray[np.int64], NDArray[np.float32]]], num_rows: int) -> NDArray[np.float32] | None:
+    """(rows, their sums) of each who computed, in one array [num_rows, H]; None where nobody did."""
+    if len(found) < 2 and all(len(rows) == num_rows for rows, _ in found):
+        return found[0][1] if found else None
+    sums = np.zeros((num_rows, found[0][1].shape[1]), np.float32)
+    for rows, part in found:
+        sums[rows] += part
+    return sums
 
 
 class FixedOutput:

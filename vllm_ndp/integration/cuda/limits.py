@@ -38,15 +38,14 @@ def runs_aside(settings: NdpSettings, offload_bits: int, *, on_gpu: bool) -> boo
 
     Raises ConfigError where that was asked for and cannot be.
     """
-    reasons = [
-        (bool(offload_bits), f"execution {settings.execution!r}, which decides on the host: use 'execution': 'paper'"),
-        (settings.warm_experts > 0, "'warm_experts', which the host computes beside the GPU: set it to 0"),
-    ]
-    for present, reason in reasons:
-        if present and settings.layers == "asynchronous":
-            raise ConfigError(f"ndp setting 'layers' is 'asynchronous', which does not work together with {reason}")
+    if offload_bits and settings.layers == "asynchronous":
+        raise ConfigError(
+            f"ndp setting 'layers' is 'asynchronous', so that the GPU begins before the host has seen what the router "
+            f"chose, but execution {settings.execution!r} decides from just that which hot experts leave the GPU: use "
+            "'execution': 'paper'"
+        )
     if settings.layers == "auto":
-        return on_gpu and not any(present for present, _ in reasons)
+        return on_gpu and not offload_bits
     return settings.layers == "asynchronous"
 
 

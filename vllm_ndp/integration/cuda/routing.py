@@ -1,4 +1,5 @@
-"""Which rows of a layer leave, decided where the router's choices lie: torch operators whose shapes no data decides.
+"""Which rows of a layer leave for the device or the host's CPU, decided where the router's choices lie: torch operators
+whose shapes no data decides.
 
 So no host waits for it, and a graph may hold it. Rows that leave are compacted in order; which of their pairs leave the
 host finds from the router's choices, which travel with them (layer/split.py).
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ndp.integration.cuda.packet import Fields
-from vllm_ndp.layer.tiers import DEVICE
+from vllm_ndp.layer.tiers import ELSEWHERE
 
 
 class Routing(NamedTuple):
@@ -48,7 +49,7 @@ def split(
     into.slots.copy_(where.masked_fill(where < 0, elsewhere))
     into.ids.copy_(topk_ids)
     into.weights.copy_(topk_weights)
-    leaves = where == DEVICE
+    leaves = (where < 0) & (where != ELSEWHERE)
     rows, num_sent = compacted(leaves.any(dim=1))
     into.head[0:1].copy_(leaves.sum())
     into.head[1:2].copy_(num_sent)

@@ -114,7 +114,7 @@ class Engine:
             )
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
-        rules = on_hardware(rules, costs, setup.joint_tiers, prices)
+        rules = on_hardware(rules, costs, setup.joint_tiers, prices, num_devices=setup.num_devices)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
         self._idle_device = DeviceModel(hardware)  # for what decode rows alone would have taken there
         num_gpus = setup.num_gpus if setup.whole_experts else 0
