@@ -420,6 +420,7 @@ class NdpController:
             "effective": self.status(),
             "totals": self.totals_dict(),
             "device": self.device.members.look(self.device.state),
+            "memory": live.memory(self.device.members.pids),
             "plan": live.plan_in_force(self.planner.replanner, self._last_planned),
             "running": live.running(self.requests),
         }
