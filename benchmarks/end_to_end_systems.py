@@ -221,15 +221,17 @@ class LlamaSystem:
 class StepClock:
     """Laps of a pass: the first is its prefill. Beside each, what other programs took of the machine meanwhile.
 
-    To look at them takes milliseconds, so it happens between laps, in no lap's time, and seldom: steps since the last
-    look share what was seen.
+    To look at them takes milliseconds, so it happens seldom: steps since the last look share what was seen. Its time
+    counts in the lap after it, because an engine of another process goes on meanwhile, for which nobody may be charged
+    nothing.
     """
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._foreign: list[float] = []
-        self._looked = self._seen = self._began = 0.0
+        self._looked = self._seen = 0.0
         self._look()
+        self._began = time.perf_counter()
 
     def lap(self) -> None:
         now = time.perf_counter()
@@ -251,7 +253,6 @@ class StepClock:
 
     def _look(self) -> None:
         self._looked, self._seen = time.perf_counter(), self._foreign_s()
-        self._began = time.perf_counter()
 
     def _foreign_s(self) -> float:
         """CPU seconds spent on our cores outside our tree, by programs here or by other guests of the hypervisor.

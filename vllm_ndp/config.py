@@ -115,9 +115,8 @@ class NdpSettings:
     """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
     devices: int = 1
     """How many embedded devices share the experts, each a private process; or the address of a running one (ipc:// or
-    tcp://), or a list of addresses, perhaps of one, whose devices share the experts; to a list, others can be added
-    while it runs. Instead of an address: {"address": ADDRESS, "keys": FILE}, with a key file of this host
-    (`ndp-device keygen`) for a device that wants keys."""
+    tcp://), or a list of addresses, perhaps of one, whose devices share the experts and which others can join. Instead
+    of an address: {"address": ADDRESS, "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
     device: str | tuple[str, ...] = EMBEDDED
     """Of `devices`, the addresses: `embedded`, one, or several."""
     device_experts: str = "copies"
@@ -132,11 +131,10 @@ class NdpSettings:
     `insecure-loopback` for a device that was started with --insecure-loopback: one for all, or one for each."""
     prices: str = "auto"
     """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
-    start-up: kernels of each width, device, copies. Simulated times are the simulated hardware's in either case. `auto`
-    is measured where one worker on CPU and one embedded device run everything and no `hardware` is named."""
+    start-up; `auto` is measured where one worker on CPU and one embedded device run everything and no `hardware` is
+    named. Simulated times are the simulated hardware's in either case."""
     hardware: str | None = None
-    """Timing preset, by which who runs where is decided too once it is named; None = h100-ndp512 for simulated times
-    only. See docs/timing.md."""
+    """Timing preset, by which who runs where is decided too; None = h100-ndp512, for simulated times only."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values of the preset that this run replaces, by `section.field` (`ndp-device time` lists them)."""
     pe_mode: str = "bit_scalable"
@@ -239,10 +237,9 @@ class NdpSettings:
         """The same with `auto` for prices decided."""
         if self.prices != "auto":
             return self
-        asks_for_others = self.hardware is not None or bool(self.hardware_overrides) or self.device_hosts > 1
-        alone = one_worker_on_cpu and self.num_devices == 1 and not self.addresses
-        measured = alone and not asks_for_others and self._decides(num_experts)
-        return replace(self, prices="measured" if measured else "simulated")
+        asks_for_others = self.hardware or self.hardware_overrides or self.device_hosts > 1 or self.addresses
+        alone = one_worker_on_cpu and self.num_devices == 1 and not asks_for_others
+        return replace(self, prices="measured" if alone and self._decides(num_experts) else "simulated")
 
     def _decides(self, num_experts: int) -> bool:
         """Whether anything is decided by prices."""
@@ -311,7 +308,6 @@ class NdpSettings:
 
     @property
     def preset(self) -> str:
-        """Of simulated times."""
         return self.hardware or DEFAULT_HARDWARE
 
     @property

@@ -297,6 +297,8 @@ def test_status_tells_settings_totals_device_and_requests(server: Server):
     assert worker["device"]["state"] == "up"
     assert worker["device"]["pid"] == server.device.pid
     assert worker["device"]["resident_bytes"] > 0
+    assert worker["memory"]["engine"]["held"] > worker["memory"]["device"]["held"] > 0
+    assert worker["memory"]["device"]["mapped"] > 0
     assert worker["plan"]["hot_experts"] == 2
     assert 1.0 <= worker["plan"]["avg_bits"] <= 2.0
     assert "cmpl-seen" in before["finished"][0]["id"]

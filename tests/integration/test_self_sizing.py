@@ -53,3 +53,11 @@ def test_a_kv_cache_that_was_given_is_kept(capfd: pytest.CaptureFixture[str]) ->
     config = configure(additional_config={"ndp": TOLD}, kv_cache_memory_bytes=1 << 20)
     assert config.cache_config.kv_cache_memory_bytes == 1 << 20
     assert "--kv-cache-memory-bytes" not in said(capfd)[2]
+
+
+def test_a_choice_that_leaves_measured_prices_nothing_to_decide_is_not_made(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a hot expert and with streamed prompts: whoever asked for the prices keeps the hot ones."""
+    given = TOLD | {"prefill": "streamed", "debug": {"prices": "measured"}}
+    config = configure(additional_config={"ndp": given})
+    hot = config.additional_config["ndp"].get("hot_experts")
+    assert hot == 4 or (hot is None and "not sized to this machine: " in said(capfd)[0])

@@ -125,7 +125,9 @@ def _print(proposal: Proposal) -> None:
     parts = Table(title="the first of them", title_justify="left")
     for name in ("where", "what", "size"):
         parts.add_column(name, justify="right" if name == "size" else "left")
-    for where, held in (("GPU", best.gpu), ("host", best.host), ("moves", sizing.moved(best))):
+    mapped = {"checkpoint's experts": sizing.all_experts}
+    places = ("GPU", best.gpu), ("host", best.host), ("mapped, page cache", mapped), ("moves", sizing.moved(best))
+    for where, held in places:
         for what, num_bytes in held.items():
             parts.add_row(where, what, human(num_bytes))
     console.print(parts)

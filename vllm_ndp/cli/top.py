@@ -193,12 +193,22 @@ def _requests(status: Any) -> list[RenderableType]:
         f"plan {plan.get('epoch')}: {plan.get('hot_experts')} of {effective.get('experts')} experts hot, "
         f"{'-' if bits is None else bits} bits; simulates {effective.get('hardware')}"
     )
+    if memory := workers[0].get("memory"):
+        told += "; " + _memory(memory)
     running = _table("running", "phase", "prompt", "output")
     for request in status.get("running", [])[:10]:
         running.add_row(
             str(request["id"])[:40], request["phase"], str(request["prompt_tokens"]), str(request["output_tokens"])
         )
     return [told, running] if status.get("running") else [told]
+
+
+def _memory(memory: Any) -> str:
+    from vllm_ndp.operating.sizing import human
+
+    each = ", ".join(f"{name} {human(one['held'])}" for name, one in memory.items())
+    mapped = sum(one["mapped"] for one in memory.values())
+    return f"held: {each}; mapped from files, in the page cache: {human(mapped)}"
 
 
 def _device(now: Sample, between: Rates | None) -> RenderableType:

@@ -68,7 +68,8 @@ def settings_of(vllm_config: VllmConfig) -> NdpSettings:
     if "ndp" not in additional:
         _refuse_misplaced(additional)
     settings = _parsed(additional.get("ndp"))
-    one_worker = on_cpu() and vllm_config.parallel_config.world_size == 1
+    parallel = vllm_config.parallel_config
+    one_worker = on_cpu() and parallel.world_size * parallel.data_parallel_size == 1
     settings = settings.with_prices(vllm_config.model_config.get_num_experts(), one_worker_on_cpu=one_worker)
     return settings if on_cpu() else limits.settings_on_gpu(settings)
 

@@ -211,6 +211,7 @@ class NdpController:
             "effective": self.status(),
             "totals": self.totals_dict(),
             "device": link.members.look(link.state),
+            "memory": live.memory(link.members.pids),
             "plan": live.plan_in_force(self.worker.parts.planner.replanner, self._last_planned),
             "running": live.running(self.worker.requests),
         }

@@ -20,6 +20,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError
 from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp import __version__
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.known_prices import find_or_measure
@@ -31,8 +32,6 @@ from vllm_ndp.operating.sources import source_named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from vllm_ndp.config import NdpSettings
 
 LAYOUT = frozenset(
     {"hot_experts", "slot_bits", "plan", "warm_experts", "avg_bits", "cold_precision", "execution", "offload_bits"}
@@ -47,16 +46,18 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     """Write the choice into `vllm_config`. settings: in force so far."""
     if not compat.on_cpu() or settings.prices != "measured" or LAYOUT & set(settings.changed()):
         return
+    raw = vllm_config.additional_config.get("ndp") or {}
     try:
         size = _own_size(vllm_config)
+        chosen = {**raw, **size.settings}
+        NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
         compat.say(f"not sized to this machine: {error}")
         return
     keeps_kv = vllm_config.cache_config.kv_cache_memory_bytes is None and "VLLM_CPU_KVCACHE_SPACE" not in os.environ
     if keeps_kv:
         vllm_config.cache_config.kv_cache_memory_bytes = size.kv_cache_bytes
-    raw = vllm_config.additional_config.get("ndp") or {}
-    vllm_config.additional_config = {**vllm_config.additional_config, "ndp": {**raw, **size.settings}}
+    vllm_config.additional_config = {**vllm_config.additional_config, "ndp": chosen}
     for sentence in size.said(_loss(settings, model_dir(vllm_config), size.option.widest), with_kv=keeps_kv):
         compat.say(sentence)
 

@@ -70,7 +70,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "decode_layers": _decode_layers(parts.messenger),
         "record": settings.record or "off",
         "report": _report(worker.unsimulated) if made.has_report else "off (a KV connector of yours, or report=false)",
-        **({} if device.link is None else _device(device.link, device, settings)),
+        **({} if device.link is None else _device(device.link, device, settings, hot.pool.mapped_bytes)),
     }
 
 
@@ -92,14 +92,16 @@ def _layers(replicas: Path | None, losses: str) -> str:
     return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
 
 
-def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings) -> dict[str, Any]:
+def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
     description = link.members.description
+    reads_checkpoint = device.facts.computes_prompts or settings.cold_precision == "full"
     return {
         "device_pid": link.members.pids[0],
         "device_pids": link.members.pids,
         "device_cores": link.members.cores,
         "device_address": link.members.address,
         "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
+        "device_mapped_bytes": pool_bytes if reads_checkpoint else 0,
         "device_may_join": settings.may_join,
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
@@ -132,6 +134,12 @@ def _device_row(status: dict[str, Any]) -> tuple[str, str]:
         f"{len(status['device_pids'])} devices",
         f"{held if parts == 1 else f'1/{parts} of every expert on each'}: {where}",
     )
+
+
+def _held(status: dict[str, Any]) -> str:
+    mapped = status["device_mapped_bytes"]
+    also = f"; maps {human_bytes(mapped)} of the checkpoint, in the page cache as used" if mapped else ""
+    return f"{human_bytes(status['device_bytes'])} of replicas{also}"
 
 
 def _slots(status: dict[str, Any]) -> str:
@@ -203,7 +211,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("replicas", status["replicas"]),
         _device_row(status),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
-        ("device holds", human_bytes(status["device_bytes"])),
+        ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),

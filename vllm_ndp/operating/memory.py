@@ -1,8 +1,12 @@
-"""How much memory this machine has and how much of it may be used now. Knows Linux's files. Does not know models."""
+"""Memory of this machine and of its processes: what is there, what is held, what is mapped. Knows Linux's files.
+
+Held is a process's own and goes when it ends. Mapped are pages of files in the page cache: shared with whoever maps
+the same file, and given up when somebody needs the memory. Does not know models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,20 +28,32 @@ class FoundMemory:
         return self.available if self.limit is None else min(self.available, self.limit)
 
 
-def _first_line(path: str) -> str | None:
+def process_memory(pids: Iterable[int | None]) -> dict[str, int]:
+    """Bytes `held` and `mapped` by these processes together; of None, and of one that is gone, nothing."""
+    found = {"held": 0, "mapped": 0}
+    for pid in pids:
+        text = None if pid is None else _text_of(f"proc/{pid}/status")
+        for line in (text or "").splitlines():
+            name, _, value = line.partition(":")
+            if kind := {"RssAnon": "held", "RssShmem": "held", "RssFile": "mapped"}.get(name):
+                found[kind] += int(value.split()[0]) << 10
+    return found
+
+
+def _text_of(path: str) -> str | None:
     try:
         return Path("/", path).read_text().strip()
     except OSError:
         return None
 
 
-def memory_found(read: Callable[[str], str | None] = _first_line) -> FoundMemory | None:
+def memory_found(read: Callable[[str], str | None] = _text_of) -> FoundMemory | None:
     """read: a file's text by its path below the root. None where the kernel does not say."""
     lines = (line.split() for line in (read("proc/meminfo") or "").splitlines())
     sizes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
     if "MemAvailable" not in sizes:
         return None
     total = sizes["MemTotal"]
-    limits = [int(text) for path in _LIMITS if (text := read(path)) is not None and text.isdigit()]
+    limits = [int(text) for path in _LIMITS if (text := read(path)) is not None and text.strip().isdigit()]
     limit = min((one for one in limits if one < total), default=None)
     return FoundMemory(total, sizes["MemAvailable"], sizes.get("Cached", 0), limit)

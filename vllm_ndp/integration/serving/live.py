@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.batch import RequestTracker, TrackedRequest
+from vllm_ndp.operating.memory import process_memory
 from vllm_ndp.planning.replanner import Replanner
 
 
@@ -23,6 +25,11 @@ def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> di
         "warm_experts": per_layer(replanner.placement.warm),
         "avg_bits": None if math.isnan(average) else round(average, 3),
     }
+
+
+def memory(devices: Sequence[int | None]) -> dict[str, dict[str, int]]:
+    """Of this process, and of the devices that it has started: bytes held, and mapped from files."""
+    return {"engine": process_memory([os.getpid()]), "device": process_memory(devices)}
 
 
 def per_layer(experts: NDArray[np.bool_]) -> int | float:

@@ -31,12 +31,15 @@ function show_status(status) {
   const pairs = ['hot', 'spilled', 'cold', 'fallback', 'warm'].map(kind => summed(workers, kind + '_pairs'));
   const all = pairs.reduce((a, b) => a + b, 0), share = value => all ? number(100 * value / all, 1) + ' %' : '–';
   const down = workers.filter(worker => worker.device.state !== 'up');
+  const memory = kind => workers.reduce((sum, worker) => sum + worker.memory.engine[kind] + worker.memory.device[kind], 0);
   const newest = status.finished.find(report => report.measured_tpot_ms) || {};
   document.getElementById('tiles').replaceChildren(
-    tile(down.length ? 'down' : 'up', down.length ? down[0].device.reason : 'device, ' + bytes(first.device.resident_bytes), down.length ? 'down' : 'up'),
+    tile(down.length ? 'down' : 'up', down.length ? down[0].device.reason : 'device, replicas of ' + bytes(first.device.resident_bytes), down.length ? 'down' : 'up'),
     tile(share(pairs[0]), 'of decode pairs hot'),
     tile(share(pairs[1] + pairs[2]), 'on the device'),
     tile(share(pairs[3]), 'computed here instead', pairs[3] ? 'lost' : ''),
+    tile(bytes(memory('held')), 'held by engine and device'),
+    tile(bytes(memory('mapped')), 'mapped from files, in the page cache'),
     ...(e.warm_experts ? [tile(share(pairs[4]), "on the host's CPU")] : []),
     tile(number(first.plan.avg_bits, 2), 'bits per cold expert'),
     tile(number(summed(workers, 'migrated_experts'), 0), 'experts moved'),
