@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ SERVE = [
     *("--no-enable-prefix-caching", "--middleware", "vllm_ndp.integration.serving.routes.NdpRoutes"),
     *("--shutdown-timeout", "30", "--quantization", "ndp"),
 ]  # fmt: skip
-PATIENCE_S = 600.0
+PATIENCE_S = 300.0
 KINDS = {"decode": DECODE_KINDS, "prompt": PROMPT_KINDS}
 COUNTED = [f"{kind}_pairs" for kind in PAIR_KINDS] + [f"{phase}_rows" for phase in PHASES]
 Counts = dict[str, int]
@@ -324,32 +324,42 @@ def left_over(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Map
 
 
 def burst(requests: int, tokens: int, kills: int, seed: int) -> dict[str, Any]:
-    """A server, a burst, and what there is of it after SIGTERM."""
-    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="run-") as runtime:
+    """A server, a burst, and what there is of it after SIGTERM. Its log is shown where something was not right."""
+    with (
+        socket.socket() as free,
+        tempfile.TemporaryDirectory(prefix="run-") as runtime,
+        tempfile.TemporaryFile() as log,
+    ):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        environment = os.environ | {"XDG_RUNTIME_DIR": runtime}
         ndp = {"replicas": str(REPLICAS), "hot_experts": 2, "prefill": PREFILL[seed % len(PREFILL)]}
         command = [*SERVE, "--port", str(port), "--additional-config", json.dumps({"ndp": ndp})]
-        server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        environment = os.environ | {"XDG_RUNTIME_DIR": runtime}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_until_ready(server, port)
             figures = measure(port, server.pid, streams(requests, tokens, seed), kills)
-            return figures | after_its_end(server, Path(runtime))
+            figures |= after_its_end(server, Path(runtime))
         finally:
             server.kill()
             server.wait()
+        figures["not_as_it_should_be"] = verdict(figures, requests, kills)
+        if figures["not_as_it_should_be"]:
+            log.seek(0)
+            print(log.read().decode(errors="replace"), file=sys.stderr)
+        return figures
 
 
 def after_its_end(server: subprocess.Popen[bytes], runtime: Path) -> dict[str, Any]:
-    """Processes and files that outlive a server which SIGTERM ended."""
+    """Processes and files that outlive a server which SIGTERM ended; `exit` is None where it did not end."""
     below = psutil.Process(server.pid).children(recursive=True)
     server.send_signal(signal.SIGTERM)
-    status = server.wait(PATIENCE_S)
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(PATIENCE_S)
     _, alive = psutil.wait_procs(below, timeout=60)
     wait_until(lambda: not list(runtime.iterdir()))
-    return {"exit": status, "outlive": len(alive), "files_left": len(list(runtime.iterdir()))}
+    return {"exit": server.poll(), "outlive": len(alive), "files_left": len(list(runtime.iterdir()))}
 
 
 def verdict(figures: dict[str, Any], requests: int, kills: int) -> list[str]:
@@ -374,8 +384,7 @@ def main() -> None:
     measurement = Measurement(__doc__)
     figures: dict[str, Any] = {}
     for seed in range(given.seed, given.seed + given.bursts):
-        found = burst(given.requests, given.tokens, given.kills, seed)
-        figures[f"seed {seed}"] = found | {"not_as_it_should_be": verdict(found, given.requests, given.kills)}
+        figures[f"seed {seed}"] = burst(given.requests, given.tokens, given.kills, seed)
         measurement.save(figures, given.json)
     measurement.end(figures, given.json)
     if any(found["not_as_it_should_be"] for found in figures.values()):

@@ -19,7 +19,7 @@ REQUESTS, KILLS = 64, 3
 @pytest.mark.vllm
 def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it() -> None:
     figures = burst.burst(REQUESTS, 160, KILLS, seed=0)
-    assert burst.verdict(figures, REQUESTS, KILLS) == []
+    assert figures["not_as_it_should_be"] == []
     counts = figures["accounts"]["reports"]
     assert min(counts["fallback_pairs"], counts["cold_pairs"], counts["prefill_device_pairs"]) > 0
     assert figures["accounts"]["metrics"]["requests"] == REQUESTS
