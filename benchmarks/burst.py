@@ -234,6 +234,7 @@ def measure(port: int, server: int, all_streams: list[Stream], kills: int) -> di
     accounts = Accounts.now(port).since(before)
     reports = reports_of(port, all_streams)
     figures = {
+        "asked": dict(Counter("whole" if stream.leaves_after is None else "left" for stream in all_streams)),
         "ends": dict(Counter(stream.ended for stream in all_streams)), "kills": killed, "seconds": round(seconds, 1),
         "still_running": len(get_json(port, "/v1/ndp/status")["running"]),
         "pairs_per_row": pairs_per_row(port),
@@ -254,11 +255,18 @@ def warm_up(port: int, count: int) -> None:
 
 
 def read_all(port: int, all_streams: list[Stream], kills: int) -> int:
-    """All at once; how many devices were killed meanwhile."""
-    killer = Killer(port, all_streams, kills)
+    """All at once; how many devices were killed meanwhile.
+
+    Where a device is slow to come back, as on a busy machine, eight streams more are added until it was killed so often.
+    """
+    killer, end = Killer(port, all_streams, kills), time.monotonic() + PATIENCE_S
     try:
         with ThreadPoolExecutor(len(all_streams)) as pool:
             list(pool.map(lambda stream: read(port, stream), all_streams))
+            while len(killer.killed) < kills and time.monotonic() < end:
+                more = streams(8, all_streams[0].tokens, len(all_streams) << 24)
+                all_streams += more
+                list(pool.map(lambda stream: read(port, stream), more))
     finally:
         killer.close()
     return len(killer.killed)
@@ -344,7 +352,7 @@ def burst(requests: int, tokens: int, kills: int, seed: int) -> dict[str, Any]:
         finally:
             server.kill()
             server.wait()
-        figures["not_as_it_should_be"] = verdict(figures, requests, kills)
+        figures["not_as_it_should_be"] = verdict(figures, kills)
         if figures["not_as_it_should_be"]:
             log.seek(0)
             print(log.read().decode(errors="replace"), file=sys.stderr)
@@ -362,12 +370,11 @@ def after_its_end(server: subprocess.Popen[bytes], runtime: Path) -> dict[str, A
     return {"exit": server.poll(), "outlive": len(alive), "files_left": len(list(runtime.iterdir()))}
 
 
-def verdict(figures: dict[str, Any], requests: int, kills: int) -> list[str]:
+def verdict(figures: dict[str, Any], kills: int) -> list[str]:
     """What was not as it should be."""
-    whole, left = requests - requests // 2, requests // 2
     expected = {
-        "ends": {"whole": whole, "left": left} if left else {"whole": whole}, "kills": kills, "still_running": 0,
-        "wrong": [], "serves_again": True, "exit": 0, "outlive": 0, "files_left": 0,
+        "ends": figures["asked"], "kills": kills, "still_running": 0, "wrong": [], "serves_again": True,
+        "exit": 0, "outlive": 0, "files_left": 0,
     }  # fmt: skip
     return [f"{name}: {figures[name]}, not {value}" for name, value in expected.items() if figures[name] != value]
 

@@ -22,7 +22,7 @@ def test_every_pair_of_a_burst_adds_up_and_nothing_is_left_of_it() -> None:
     assert figures["not_as_it_should_be"] == []
     counts = figures["accounts"]["reports"]
     assert min(counts["fallback_pairs"], counts["cold_pairs"], counts["prefill_device_pairs"]) > 0
-    assert figures["accounts"]["metrics"]["requests"] == REQUESTS
+    assert figures["accounts"]["metrics"]["requests"] == sum(figures["asked"].values()) >= REQUESTS
     for grown in figures["left_over"].values():
         assert max(grown.values()) < REQUESTS / 4  # one for each client would be 64
 
