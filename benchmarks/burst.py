@@ -257,7 +257,7 @@ def warm_up(port: int, count: int) -> None:
 def read_all(port: int, all_streams: list[Stream], kills: int) -> int:
     """All at once; how many devices were killed meanwhile.
 
-    Where a device is slow to come back, as on a busy machine, eight streams more are added until it was killed so often.
+    Where a device is slow to come back, as on a busy machine, eight more streams come until it was killed so often.
     """
     killer, end = Killer(port, all_streams, kills), time.monotonic() + PATIENCE_S
     try:
