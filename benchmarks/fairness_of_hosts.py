@@ -1,9 +1,14 @@
-"""Do two hosts share one device fairly, and what does a small host pay beside a big one?
+"""Do two hosts share one device fairly, what does a small host pay beside a big one, and beside one with a fault?
 
 Hosts are processes, the device is the program itself with the bundled model in full precision. Shares are of the
 device's time: calls of a host times what one of them costs, which calls in turns say. Both hosts always have calls
 waiting where shares are taken. The small host has one row in flight at a time. Phases take turns, so that the machine's
 other work meets all of them alike.
+
+A host with a fault sends what is no message as fast as it can, or only takes a core: what that costs is the machine's.
+Rates of the small host beside it, and after it has gone, are over those before.
+
+    python benchmarks/fairness_of_hosts.py [--only faulty] [--seconds 2] [--rounds 4] [--json FILE]
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import signal
 import statistics
 import subprocess
@@ -18,12 +24,17 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 from measured import ROOT, Measurement, add_json_option
 
+from ndp_device.transport.address import INSECURE_LOOPBACK
 from vllm_ndp.device.client import DeviceClient
 
 MODEL = ROOT / "models" / "tiny-mixtral"
@@ -37,7 +48,8 @@ the other's one: a host whose queue runs empty meanwhile asks for less than its 
 
 def host(address: str, rows: int, in_flight: int, orders: Connection) -> None:
     """A process: calls for as many seconds as it is told, and says how long each call took, in us."""
-    client = DeviceClient(address, deadline_ms=60_000)
+    keys = Path(INSECURE_LOOPBACK) if address.startswith("tcp") else None
+    client = DeviceClient(address, deadline_ms=60_000, keys=keys)
     client.connect(60)
     client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
     client.activate_plan(1)
@@ -61,10 +73,11 @@ def host(address: str, rows: int, in_flight: int, orders: Connection) -> None:
 
 
 class Host:
-    def __init__(self, address: str, rows: int, in_flight: int) -> None:
+    def __init__(self, address: str, *what: int, target: Callable[..., None] = host) -> None:
+        """what: rows and calls in flight of a host that is well."""
         spawn = multiprocessing.get_context("spawn")
         self._orders, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=host, args=(address, rows, in_flight, theirs), daemon=True)
+        self._process = spawn.Process(target=target, args=(address, *what, theirs), daemon=True)
         self._process.start()
         assert self._orders.recv() == "ready"
 
@@ -143,31 +156,74 @@ def beside(address: str, big_rows: int, seconds: float, rounds: int) -> dict[str
     }
 
 
+def faulty(address: str, sends: bool, orders: Connection) -> None:
+    """A process: for as many seconds as it is told it sends nonsense, or counts."""
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    nonsense = os.urandom(64), os.urandom(8192)
+    orders.send("ready")
+    while (seconds := orders.recv()) is not None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            with suppress(zmq.Again):
+                if sends:
+                    socket.send_multipart(nonsense, zmq.NOBLOCK)
+        orders.send([])
+    socket.close()
+
+
+def beside_faulty(address: str, seconds: float, rounds: int) -> dict[str, Any]:
+    """Rates of the small host beside a faulty one and after it, over that before."""
+    found: dict[str, Any] = {}
+    for name, sends in (("a busy core", False), ("nonsense", True)):
+        small, other = Host(address, 1, 1), Host(address, sends, target=faulty)
+        during, after = [], []
+        for _ in range(rounds):
+            before = len(small.alone(seconds))
+            other.begin(1.2 * seconds)
+            during.append(len(small.alone(seconds)) / before)
+            other.end()
+            after.append(len(small.alone(seconds)) / before)
+        small.close()
+        other.close()
+        found[name] = {"beside": round(statistics.median(during), 3), "after": round(statistics.median(after), 3)}
+    return found
+
+
+@contextmanager
+def device(address: str, *options: str) -> Iterator[str]:
+    """The program with the bundled model; where it listens."""
+    words = [sys.executable, "-m", "ndp_device", "serve", str(MODEL), "--address", address, *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    assert ready["ready"]
+    try:
+        yield ready["address"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", choices=("shares", "faulty"), help="half of it")
     add_json_option(parser)
     given = parser.parse_args()
-    measurement = Measurement(__doc__ or "")
+    measurement, figures = Measurement(__doc__ or ""), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{folder}/private/device"
-        device = subprocess.Popen(
-            [sys.executable, "-m", "ndp_device", "serve", str(MODEL), "--address", address],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert device.stdout is not None
-        assert json.loads(device.stdout.readline())["ready"]
-        try:
-            figures: dict[str, Any] = {
-                name: shares(address, rows, given.seconds, given.rounds) for name, rows in PAIRS_OF.items()
-            }
-            figures["small beside big"] = beside(address, 1024, given.seconds, given.rounds)
-        finally:
-            device.send_signal(signal.SIGTERM)
-            device.wait()
+        path = f"ipc://{folder}/private/device"
+        if given.only != "faulty":
+            with device(path) as address:
+                figures |= {name: shares(address, rows, given.seconds, given.rounds) for name, rows in PAIRS_OF.items()}
+                figures["small beside big"] = beside(address, 1024, given.seconds, given.rounds)
+        if given.only != "shares":
+            for way, where, *options in (("ipc", path), ("tcp", "tcp://127.0.0.1:0", "--insecure-loopback")):
+                with device(where, *options) as address:
+                    figures[f"beside a faulty host, {way}"] = beside_faulty(address, given.seconds, given.rounds)
     for name, found in figures.items():
         print(f"{name:18} " + ", ".join(f"{key} {value}" for key, value in found.items()))
     measurement.end(figures, given.json)

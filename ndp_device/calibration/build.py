@@ -406,7 +406,7 @@ def _refuse_few_tokens(num_sequences: int, sequence_length: int, shape: ModelSha
 
 
 def run_job(out_dir: Path, manifest: Manifest, make_layer: MakeLayer, *, show_progress: bool) -> Manifest:
-    """Write every layer that is not there yet. The same job always writes the same bytes, so resuming is safe."""
+    """Write every layer that is not there yet: safe, as one processor makes the same bytes of a job each time."""
     remove_unfinished(out_dir)
     manifest = _resume(out_dir, manifest)
     shape = manifest.model

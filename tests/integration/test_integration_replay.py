@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from engines import IN_PROCESS, MODEL, PROMPTS, REPLICAS, ROOT, engine, greedy, run_program
+from processors import settings as processors
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
@@ -23,9 +24,6 @@ from vllm_ndp.lab.exact.recorded import RecordedRun
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.simulation.memory import DoesNotFit, beside_device_memory
 from vllm_ndp.traces.trace import Trace
-
-sys.path.insert(0, str(ROOT / "tests" / "vllm_ndp" / "planning"))
-from test_same_everywhere import settings as processors
 
 pytestmark = pytest.mark.vllm
 
@@ -212,7 +210,7 @@ else:
 
 def do_under(processor: str, task: str, directory: Path) -> str:
     """Record or replay in a process that sees this processor."""
-    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", ".", "vllm_ndp/planning"))
+    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("integration", "."))
     environment = IN_PROCESS | processors()[processor] | {"PYTHONPATH": path}
     done = run_program(sys.executable, "-c", PROGRAM, task, directory, **environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -82,7 +82,7 @@ class DeviceClient:
         self._retry_at_s, self._retry_s = 0.0, RETRY_FIRST_S
         self._greet_at_s = 0.0
         self._jitter = jitter or random.Random(self._pid)
-        self._reason: Exception = DeviceUnavailable("nobody listens there")
+        self._reason: Exception = DeviceUnavailable("nobody there has greeted this host")
 
     @property
     def state(self) -> Literal["up", "down"]:

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from paths import ROOT
+from processors import features, settings
 
 from vllm_ndp.planning.same_everywhere import exp, log, power, powers, smallest
 
@@ -22,27 +23,6 @@ from test_replay_systems import golden_rows
 from test_planning_on_any_processor import decisions
 print(json.dumps({"rows": golden_rows(), "decisions": decisions()}))
 """
-
-
-def features() -> list[str]:
-    """What numpy may choose by processor and finds on this one."""
-    from numpy._core import _multiarray_umath as numpy_core
-
-    return [name for name in numpy_core.__cpu_dispatch__ if numpy_core.__cpu_features__.get(name)]
-
-
-def settings() -> dict[str, dict[str, str]]:
-    wide = [name for name in features() if name.startswith("AVX512")]
-    return {
-        "as it is": {},
-        "no AVX-512": {"NPY_DISABLE_CPU_FEATURES": " ".join(wide), "OPENBLAS_CORETYPE": "Haswell", "NDP_ISA": "avx2"},
-        "nothing but the least": {
-            "NPY_DISABLE_CPU_FEATURES": " ".join(features()),
-            "OPENBLAS_CORETYPE": "Prescott",
-            "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4,-AVX512F",
-            "NDP_ISA": "portable",
-        },
-    }
 
 
 def done_under(environment: dict[str, str]) -> dict:

@@ -1,0 +1,176 @@
+"""What is left of an engine whose script a signal ends at some moment of its start-up, with the plugin and without it?
+
+Each run starts a user's script, a few lines around `vllm.LLM`, and stops everything below it at one moment, so that the
+moment is the same on a busy machine. Then the script gets its signal, and the rest goes on. Left is what still lives
+`--grace` seconds later, by what it is, and what lies in the private directory of the device. What stock vLLM leaves for
+the same signal at the same moment is stock's.
+
+    python benchmarks/ends.py [--signal SIGKILL] [--moment is_ready] [--grace 30] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from measured import ROOT, Measurement, add_json_option
+
+MODEL = ROOT / "models" / "tiny-mixtral"
+SCRIPT = """
+import sys
+from vllm import LLM
+
+if __name__ == "__main__":
+    plugin = {"quantization": "ndp"} if sys.argv[2] == "plugin" else {}
+    LLM(sys.argv[1], kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True, **plugin)
+    print("ready", flush=True)
+    input()
+"""
+MARK = "NDP_BENCHMARK_ENDS"
+"""In the environment of the script, whence all processes below it inherit it."""
+PATIENCE_S = 600.0
+SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
+
+
+class Run:
+    """One script, and what was started for it, whoever the parent of that is by now."""
+
+    def __init__(self, engine: str, folder: Path, runtime: Path) -> None:
+        """engine: `plugin` or `stock`. runtime: a short path, where the device's private directory will lie."""
+        self._mark, self.log, self.runtime = uuid.uuid4().hex, folder / "log", runtime
+        (folder / "script.py").write_text(SCRIPT)
+        ours = {"NDP_CACHE_DIR": str(folder / "cache"), "XDG_RUNTIME_DIR": str(runtime), MARK: self._mark}
+        words = [sys.executable, str(folder / "script.py"), str(MODEL), engine]
+        with self.log.open("wb") as output:
+            self.script = subprocess.Popen(
+                words, env=os.environ | ours, stdin=subprocess.PIPE, stdout=output, stderr=output
+            )
+
+    def below(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_alive = process.pid != self.script.pid and process.status() != psutil.STATUS_ZOMBIE
+                if is_alive and process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def end_at(self, moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
+        """Processes that live so long after the script's end, by what they are; and names in the private directory."""
+        try:
+            self._wait_for(moment)
+            self._stop_and_signal(number)
+        finally:
+            self.script.kill()
+            self.script.wait()
+            send(self.below(), signal.SIGCONT)
+        end = time.monotonic() + grace_s
+        while (left := self.below()) and time.monotonic() < end:
+            time.sleep(0.2)
+        found = {"processes": dict(Counter(map(what_is, left))), "files": sorted(os.listdir(self.runtime))}
+        send(left, signal.SIGKILL)
+        return found
+
+    def _wait_for(self, moment: Callable[[Run], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not moment(self):
+            assert self.script.poll() is None, self.said()[-3000:]
+            assert time.monotonic() < end, "the moment did not come"
+            time.sleep(0.01)
+
+    def _stop_and_signal(self, number: int) -> None:
+        below = self.below()
+        assert below, "nothing had been started"
+        send(below, signal.SIGSTOP)
+        self.script.send_signal(number)
+        self.script.wait(PATIENCE_S)
+
+
+def send(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def what_is(process: psutil.Process) -> str:
+    """engine, worker, device, or Python's own helper."""
+    with suppress(psutil.Error):
+        words = " ".join(process.cmdline())
+        for name, sign in (("device", "ndp_device"), ("engine", "EngineCore"), ("worker", "Worker"),
+                           ("resource tracker", "resource_tracker")):  # fmt: skip
+            if sign in words:
+                return name
+    return "process that has not said yet what it is"
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------
+
+
+def has_worker(run: Run) -> bool:
+    """A worker is two below the script, the engine between them."""
+    below = psutil.Process(run.script.pid).children(recursive=True)
+    return any(process.ppid() in {other.pid for other in below} for process in below if process.num_threads() > 1)
+
+
+def quantizes(run: Run) -> bool:
+    return "building data-free ones once" in run.said()
+
+
+def starts_a_device(run: Run) -> bool:
+    return any(what_is(process) == "device" for process in run.below())
+
+
+def is_ready(run: Run) -> bool:
+    return "ready\n" in run.said()
+
+
+MOMENTS: dict[Callable[[Run], bool], tuple[str, ...]] = {
+    has_worker: ("plugin", "stock"),
+    quantizes: ("plugin",),
+    starts_a_device: ("plugin",),
+    is_ready: ("plugin", "stock"),
+}
+"""And the engines that have it."""
+
+
+def left_by(engine: str, moment: Callable[[Run], bool], number: int, grace_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(prefix="run-") as runtime:
+        return Run(engine, Path(folder), Path(runtime)).end_at(moment, number, grace_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--signal", action="append", choices=SIGNALS, help="only these")
+    parser.add_argument("--moment", action="append", choices=[of.__name__ for of in MOMENTS], help="only these")
+    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="to end in order")
+    add_json_option(parser)
+    given = parser.parse_args()
+    measurement, rows = Measurement(__doc__), list[dict[str, Any]]()
+    for moment, engines in MOMENTS.items():
+        for name in SIGNALS:
+            for engine in engines:
+                if moment.__name__ in (given.moment or moment.__name__) and name in (given.signal or name):
+                    left = left_by(engine, moment, getattr(signal, name), given.grace)
+                    rows.append({"moment": moment.__name__, "signal": name, "engine": engine, "left": left})
+                    print(rows[-1], flush=True)
+                    measurement.save({"grace_s": given.grace, "results": rows}, given.json)
+    measurement.end({"grace_s": given.grace, "results": rows}, given.json)
+
+
+if __name__ == "__main__":
+    main()
