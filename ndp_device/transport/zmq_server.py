@@ -38,7 +38,7 @@ MAX_CONNECTIONS = 256
 MAX_FRAMES = 4
 """Of one message: two or three are meant, one more is answered by a sentence, more end the connection."""
 
-_IO_THREADS = 4  # of libzmq, among which hosts are shared out: one that decrypts bulk keeps few others waiting
+_IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
 _RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
 _SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
 _AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
