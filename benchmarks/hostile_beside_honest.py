@@ -301,19 +301,19 @@ def newcomers(address: str, host: Honest, shared_memory: bool, count: int) -> li
     beside = threading.Thread(target=go_on)
     taken: list[float | None] = []
     beside.start()
-    for _ in range(count):
-        begun_s = time.monotonic()
-        try:
+    try:
+        for _ in range(count):
+            begun_s = time.monotonic()
             newcomer = Honest(address, shared_memory=shared_memory, patience_s=NEWCOMERS_PATIENCE_S)
-        except DeviceUnavailable:
-            taken.append(None)
-            break
-        while not newcomer.call_for(0.0001)["calls"] or not newcomer.client.counters.executed:
-            pass
-        taken.append(round(time.monotonic() - begun_s, 3))
-        newcomer.client.close()
-    ended.set()
-    beside.join()
+            while not newcomer.call_for(0.0001)["calls"] or not newcomer.client.counters.executed:
+                pass
+            taken.append(round(time.monotonic() - begun_s, 3))
+            newcomer.client.close()
+    except DeviceUnavailable:
+        taken.append(None)
+    finally:
+        ended.set()
+        beside.join()
     return taken
 
 

@@ -30,7 +30,7 @@ from ndp_device.transport.shm import ShmChannel
 
 _QUEUE = 10 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
 _CONNECT_MS = 2000
-_RECONNECT_MS, _RECONNECT_MAX_MS = 5, 200
+_RECONNECT_MS, _RECONNECT_MAX_MS = 5, 20  # half of the latter passes before a device that is ready again is used
 _DOORBELL_LOST_S = 0.05  # how long a host sleeps before it looks into memory without a doorbell, and rings again
 _NOT_ALLOWED = "the device does not allow this host's key: put its .key file into the device's allowed/ directory"
 _OTHER_MECHANISM = (

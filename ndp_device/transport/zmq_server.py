@@ -38,6 +38,7 @@ MAX_CONNECTIONS = 256
 MAX_FRAMES = 4
 """Of one message: two or three are meant, one more is answered by a sentence, more end the connection."""
 
+_IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
 _RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
 _SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may have in flight
 _AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
@@ -82,7 +83,7 @@ class ZmqServer:
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
         sockets.allow_many_descriptors()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_IO_THREADS)
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._authenticator = None if keys is None else ThreadAuthenticator(self._context)
