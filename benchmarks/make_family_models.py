@@ -219,7 +219,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "hidden_size_per_layer_input": 0,
                 "sliding_window": 128,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
-                "tie_word_embeddings": True,
             },
         ),
         "exaone_moe": Family(
