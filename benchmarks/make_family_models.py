@@ -90,6 +90,8 @@ class Family:
     norm_mean: float = 1.0
     """What a norm's weight is drawn around: 0 where the model adds the 1 itself."""
     dtype: str = "float32"
+    on_cpu: bool = True
+    """Whether vLLM has a module of it for CPUs: others are read, computed and compared with transformers only."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -201,6 +203,97 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": 4,
                 "sliding_window": 128,
             },
+        ),
+        "gemma4": Family(
+            "Gemma4TextConfig",
+            {
+                "head_dim": 32,
+                "global_head_dim": 64,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "intermediate_size": 192,
+                "enable_moe_block": True,
+                "moe_intermediate_size": 64,
+                "num_experts": 16,
+                "top_k_experts": 4,
+                "hidden_size_per_layer_input": 0,
+                "sliding_window": 128,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+        ),
+        "exaone_moe": Family(
+            "ExaoneMoeConfig",
+            {
+                "head_dim": 32,
+                "intermediate_size": 192,
+                "moe_intermediate_size": 64,
+                "num_experts": 16,
+                "num_experts_per_tok": 4,
+                "num_shared_experts": 1,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "routed_scaling_factor": 2.5,
+                "norm_topk_prob": True,
+                "sliding_window": 128,
+                "sliding_window_pattern": 2,
+            },
+            {"swiglu_limits": [0.0, 7.0, 0.0, 10.0]},
+        ),
+        "minimax_m3": Family(
+            "MiniMaxM3VLTextConfig",
+            {
+                "head_dim": 32,
+                "intermediate_size": 64,
+                "dense_intermediate_size": 192,
+                "shared_intermediate_size": 64,
+                "num_local_experts": 16,
+                "num_experts_per_tok": 4,
+                "rotary_dim": 16,
+                "index_n_heads": 2,
+                "index_head_dim": 32,
+                "index_block_size": 16,
+            },
+            on_cpu=False,
+        ),
+        "deepseek_v4": Family(
+            "DeepseekV4Config",
+            {
+                "num_key_value_heads": 1,
+                "head_dim": 64,
+                "partial_rotary_factor": 0.5,
+                "q_lora_rank": 64,
+                "moe_intermediate_size": 64,
+                "n_routed_experts": 16,
+                "num_experts_per_tok": 4,
+                "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+                "o_groups": 2,
+                "o_lora_rank": 32,
+                "index_n_heads": 2,
+                "index_head_dim": 32,
+                "swiglu_limit": 0.5,  # published 10.0, which these weights never reach
+            },
+            on_cpu=False,
+        ),
+        "hy_v4": Family(
+            "HYV4Config",
+            {
+                "num_key_value_heads": 4,
+                "head_dim": 32,
+                "kv_lora_rank": 64,
+                "q_lora_rank": 64,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 32,
+                "intermediate_size": 192,
+                "moe_intermediate_size": 64,
+                "n_routed_experts": 16,
+                "num_experts_per_tok": 4,
+                "index_n_heads": 2,
+                "index_head_dim": 64,
+                "swiglu_limit": 0.5,
+            },
+            on_cpu=False,
         ),
         "llama4": Family(
             "Llama4TextConfig",
@@ -340,6 +433,8 @@ def _redraw(model: Any, family: Family, generator: Any) -> None:
             elif "norm" in name and value.ndim == 1 and last == "weight":
                 is_plain = "linear_attn.norm" in name  # the gated norm multiplies by its weight in every family
                 normal(value, 0.01, 1.0 if is_plain else family.norm_mean)
+            elif last.endswith("scale"):
+                normal(value, 0.05, 1.0)
             elif "embed_tokens" in name:
                 normal(value, 0.25)
             elif value.ndim < 2 or last.endswith("bias"):

@@ -64,11 +64,13 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
     """The window; 0 = everything before."""
     chunked: bool = False
     gated: bool = False
+    one_projection: bool = False
+    """Whether keys and values come from one projection; they are cached apart all the same."""
 
     def weights(self, hidden: int) -> int:
         """Query, key, value and output projections."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return hidden * ((3 if self.gated else 2) * query + 2 * key_value)
+        return hidden * ((3 if self.gated else 2) * query + (1 if self.one_projection else 2) * key_value)
 
     @property
     def kv_values(self) -> int:

@@ -25,6 +25,8 @@ from ndp_device.decoder_layers import (
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import MAX_LAYERS, MAX_WIDTH, ModelShape, WholeModel
 
+_OF_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""Sizes that Gemma-4's layers with full attention have of their own."""
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}
 
 
@@ -114,6 +116,8 @@ class _Config:
         if "shared_expert_intermediate_size" in self._config:  # Qwen: with a gate of one number per row
             width = self._or(0, "shared_expert_intermediate_size")
             return 3 * hidden * width + (hidden if width else 0)
+        if get("enable_moe_block"):  # Gemma-4: its dense part beside the experts
+            return 3 * hidden * self.size("intermediate_size")
         if first_of(self._config, spellings().shared_width):
             return 3 * hidden * self.size(*spellings().shared_width)
         always = str(get("model_type")).startswith(("llama4", "hunyuan"))  # one, whether it is counted or not
@@ -150,14 +154,24 @@ class _Config:
                 value_dim=self.size("v_head_dim"),
             )
         windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        sizes = self._of_layer(layer, is_global=kind == "full_attention")
         return GroupedQuery(
             num_heads=heads,
-            num_kv_heads=self._or(heads, "num_key_value_heads"),
-            head_dim=self._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim"),
+            num_kv_heads=sizes._or(heads, "num_key_value_heads"),
+            head_dim=sizes._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim"),
             reach=self.size(windows[kind]) if kind in windows else 0,
             chunked=kind == "chunked_attention",
             gated="linear_num_value_heads" in self._config or bool(self._config.get("attn_output_gate")),
+            one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
         )
+
+    def _of_layer(self, layer: int, *, is_global: bool) -> _Config:
+        """With the sizes that this layer has of its own: Gemma-4's, by layer or as those of its global layers."""
+        given = self._config.get("per_layer_config")
+        own = given.get(str(layer)) if isinstance(given, Mapping) else None
+        if not isinstance(own, Mapping):
+            own = {key: self._config.get(key_of_global) for key, key_of_global in _OF_GLOBAL.items() if is_global}
+        return _Config(self._name, {**self._config, **{key: value for key, value in own.items() if value is not None}})
 
     def _recurrence(self) -> Attention:
         if "linear_num_value_heads" in self._config:

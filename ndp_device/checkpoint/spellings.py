@@ -94,6 +94,7 @@ OURS = Spellings(
     gate_up=("gate_up_proj", "input_linear"),
     router=("gate", "router", "gate.wg", "router.layer"),
     norms=(
+        "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number
         *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),
         *("post_attention_layernorm", "norm"),
     ),

@@ -53,8 +53,8 @@ def _families() -> list[Any]:
     spec.loader.exec_module(module)
     return [
         pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.families)
-        for name in module.FAMILIES
-        if name not in REFUSED
+        for name, family in module.FAMILIES.items()
+        if name not in REFUSED and family.on_cpu
     ]
 
 

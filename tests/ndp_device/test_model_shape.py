@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from paths import MODEL
@@ -63,6 +64,26 @@ def test_the_bundled_checkpoint_says_its_attention_in_its_config() -> None:
 def test_a_run_in_another_dtype_than_its_checkpoint_reads_as_many_bytes_as_it_does() -> None:
     assert WholeModel.of_experts(SMALL, **BESIDE).expert_bytes == 2 * 3 * 8 * 16
     assert WholeModel.of_experts(SMALL, dtype="float32", **BESIDE).expert_bytes == 4 * 3 * 8 * 16
+
+
+PUBLISHED = {"global_head_dim": 64, "num_global_key_value_heads": 1}
+REWRITTEN = {"per_layer_config": {"1": {"head_dim": 64, "num_key_value_heads": 1}}}  # as transformers 5 saves it
+
+
+@pytest.mark.parametrize("own", [PUBLISHED, REWRITTEN])
+def test_gemma_4s_global_layers_have_sizes_of_their_own_and_a_dense_part_beside_the_experts(
+    own: dict[str, Any],
+) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "num_hidden_layers": 2}
+    sizes = {"head_dim": 32, "num_key_value_heads": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 9}
+    config = kinds | sizes | {"intermediate_size": 24, "enable_moe_block": True, "attention_k_eq_v": True} | own
+    model = whole_model(dataclasses.replace(SMALL, num_layers=2), config, [0, 1])
+    local, of_all = (layer.attention for layer in model.decoder)
+    assert local == GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=32, reach=8)
+    assert of_all == GroupedQuery(num_heads=4, num_kv_heads=1, head_dim=64, one_projection=True)
+    assert of_all.weights(8) == 8 * (2 * 4 * 64 + 64)
+    assert of_all.kv_values == 2 * 64
+    assert model.shared_weights == 3 * 8 * 24
 
 
 def test_dense_layers_count_where_they_run_and_trailing_ones_before_the_first() -> None:

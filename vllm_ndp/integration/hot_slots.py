@@ -171,6 +171,7 @@ class NativeSlotKernel(CpuSlotKernel):
     def __init__(self, kernel: Kernel, activation: Activation) -> None:
         self.isa, self._interleaved = kernel.name, False
         self._kernel, self._activation = kernel, activation
+        self._in_place: dict[tuple[int, int], Any] = {}  # prepared, by address and slot; keeps the memory
 
     def check_slots(self, num_slots: int) -> None:
         return
@@ -183,8 +184,18 @@ class NativeSlotKernel(CpuSlotKernel):
 
     def fused(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         rows = np.repeat(np.arange(len(x)), slots.shape[1])
-        experts = {slot: self._kernel.prepare(self._expert(held, slot)) for slot in set(slots.flatten().tolist())}
+        experts = {slot: self._prepared(held, slot) for slot in set(slots.flatten().tolist())}
         return weighted_sums(self._kernel, experts, x, rows, slots.flatten().numpy(), weights.flatten().numpy())
+
+    def _prepared(self, held: SlotWeights, slot: int) -> Any:
+        """The native kernel reads weights where they lie, whatever expert the slot holds by then. What is copied is not
+        kept: biases, and all that the reference kernel prepares."""
+        if held.b13 is not None or self._kernel.name != "native":
+            return self._kernel.prepare(self._expert(held, slot))
+        key = held.w13.data_ptr(), slot
+        if key not in self._in_place:
+            self._in_place[key] = self._kernel.prepare(self._expert(held, slot))
+        return self._in_place[key]
 
     def _expert(self, held: SlotWeights, slot: int) -> FullExpert:
         dtype = str(held.w13.dtype).removeprefix("torch.")
