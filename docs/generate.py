@@ -1,6 +1,7 @@
 """Write the parts of the docs that follow from something else (`make docs`), or say which are not current (`--check`).
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
+    docs/map.md             from docs/measured/map.json (map_page.py)
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its file tables and arrows, from the first sentence and the imports of every file
     docs/compatibility.md   its tables of vLLM's hooks, from docs/measured/vllm_hooks.json, and of vLLM's options;
@@ -28,6 +29,7 @@ import code_tables
 import fault_figures
 import figure_tables
 import jinja2
+import map_page
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -84,6 +86,7 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
+    found[root / "docs" / "map.md"] = map_page.page(load_measured(root / "docs" / "measured")["map"])
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",

@@ -1,0 +1,169 @@
+"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, and what would make the device win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from measured_figures import Figures, about
+
+BEFORE = {
+    "mixtral-8x7b": ("device 90", "device 126", "device 126", "4 bits 373", "4 bits 373", "4 bits 373", "4 bits 373"),
+    "qwen3-30b-a3b": ("device 504", "device 635", "4 bits 955", "4 bits 955", "8 bits 759", "8 bits 759", "8 bits 759"),
+    "gpt-oss-120b": ("-", "device 285", "device 309", "device 333", "device 364", "4 bits 668", "4 bits 668"),
+    "qwen3-235b-a22b": ("-", "-", "device 61", "device 65", "device 72", "device 85", "device 90"),
+    "deepseek-v3": ("-", "-", "-", "-", "device 38", "device 41", "device 43"),
+}
+"""The map of 2026-11-22, loss at most that of 3 bits, at 8, 16, 24, 32, 48, 80 and 96 GB with H100 rates."""
+
+
+AS_FITTED, SAME_GPU = "as fitted", "H100 rates at every size"
+
+
+class Row(NamedTuple):
+    """A system's best variant in a cell."""
+
+    name: str
+    side: str
+    tokens_per_s: float
+    loss: float
+
+
+class Map:
+    """Cells by what was assumed, model, size and limit of loss."""
+
+    def __init__(self, source: Figures) -> None:
+        self.figures = source.figures
+        self._rows = {
+            (cell["assumed"], cell["model"], cell["gb"], cell["limit"]): [Row(*row) for row in cell["rows"]]
+            for cell in self.figures["cells"]
+        }
+
+    def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
+        """Fastest first; none where nothing fits."""
+        return self._rows.get((assumed, model, size, limit), [])
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        for model in self.figures["models"]:
+            for size in map(int, self.figures["cards"]):
+                yield model, size
+
+    def ratio(self, assumed: str, model: str, size: int, limit: str) -> float | None:
+        """The device's speed over the fastest other's; None where one of them is missing."""
+        rows = self.rows(assumed, model, size, limit)
+        return _ratio(next((row for row in rows if row.side == "device"), None), rows)
+
+    def won(self, assumed: str, limit: str) -> list[tuple[str, int]]:
+        there = [(place, self.rows(assumed, *place, limit)) for place in self.places()]
+        return [place for place, rows in there if rows and rows[0].side == "device"]
+
+    def filled(self, assumed: str, limit: str) -> int:
+        return sum(bool(self.rows(assumed, *place, limit)) for place in self.places())
+
+
+def _ratio(device: Row | None, rows: list[Row]) -> float | None:
+    other = next((row for row in rows if row.side != "device"), None)
+    return None if device is None or other is None else device.tokens_per_s / other.tokens_per_s
+
+
+def page(source: Figures) -> str:
+    known = Map(source)
+    lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
+    lines += [
+        "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
+        "is behind. Then the device's speed over the fastest other system's: its range over locality and prices (the",
+        "first lines of the table of wins), and under how many of them the device wins. joint and device use the",
+        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on the GPU.",
+        "",
+    ]
+    for limit, loss in known.figures["limits"].items():
+        lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
+    lines += ["## Cells that the device wins", "", *_wins(known), ""]
+    lines += ["## What would make the device win", "", *_changes(known), ""]
+    return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
+
+
+def _said(rows: list[Row]) -> str:
+    """Winner and runner-up."""
+    if not rows:
+        return "nothing fits"
+    first, second = rows[0], next((row for row in rows if row.side != rows[0].side), None)
+    text = f"{first.name} {first.tokens_per_s:.0f}"
+    text = f"**{text}**" if first.side == "device" else text
+    if second is None:
+        return text
+    ahead = 100 * (first.tokens_per_s / second.tokens_per_s - 1)
+    return f"{text}, {ahead:.0f} % before {second.name} {second.tokens_per_s:.0f}"
+
+
+def _cells(known: Map, limit: str) -> list[str]:
+    models, sizes = known.figures["models"], [int(size) for size in known.figures["cards"]]
+    lines = ["| GB | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
+    for size in sizes:
+        told = []
+        for model in models:
+            text = _said(known.rows(AS_FITTED, model, size, limit))
+            found = [known.ratio(assumed, model, size, limit) for assumed in known.figures["band"]]
+            ratios = [ratio for ratio in found if ratio is not None]
+            band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
+            told.append(text + band if ratios else text)
+        lines.append(f"| {size} | " + " | ".join(told) + " |")
+    return lines
+
+
+def _wins(known: Map) -> list[str]:
+    """How many cells, and which, under every assumption."""
+    limits = list(known.figures["limits"])
+    lines = [
+        "| assumed | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |",
+        "|---|" + "---|" * len(limits),
+    ]
+    for assumed in [*known.figures["band"], *known.figures["devices"]]:
+        counts = []
+        for limit in limits:
+            listed = ", ".join(f"{model} {size}" for model, size in known.won(assumed, limit)) or "none"
+            counts.append(f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}: {listed}")
+        lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
+    return lines
+
+
+def _changes(known: Map) -> list[str]:
+    """The device over the fastest other system, by cell and change."""
+    limit, changes = next(iter(known.figures["limits"])), known.figures["devices"]
+    lines = [
+        f"The device's speed over the fastest other system's at {limit}' loss, one change at a time.",
+        "`16-bit hot slots`: the paper's plan, whose experts on the GPU keep 16 bits; elsewhere joint may narrow them.",
+        "",
+        "| model | GB | as fitted | 16-bit hot slots | " + " | ".join(changes) + " |",
+        "|---|---|---|---|" + "---|" * len(changes),
+    ]
+    for model, size in known.places():
+        rows = known.rows(AS_FITTED, model, size, limit)
+        paper = _ratio(next((row for row in rows if row.name == "device"), None), rows)
+        ratios = [known.ratio(AS_FITTED, model, size, limit), paper]
+        ratios += [known.ratio(change, model, size, limit) for change in changes]
+        if rows:
+            lines.append(f"| {model} | {size} | " + " | ".join(map(_marked, ratios)) + " |")
+    return lines
+
+
+def _marked(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
+
+
+def _history(known: Map) -> list[str]:
+    lines = [
+        "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
+        "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
+        "",
+        "| model | GB | before | H100 rates | now |",
+        "|---|---|---|---|---|",
+    ]
+    limit = list(known.figures["limits"])[-1]
+    for model, size in known.places():
+        before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
+        now = (_said(known.rows(assumed, model, size, limit)) for assumed in (SAME_GPU, AS_FITTED))
+        lines.append(f"| {model} | {size} | {before} | {' | '.join(now)} |")
+    return lines

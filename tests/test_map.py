@@ -1,0 +1,65 @@
+"""The map's page follows from docs/measured/map.json, and what the README says of it does too."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+from map_page import AS_FITTED, Map, page
+from measured_figures import Figures, load_measured
+
+SOURCE = load_measured(ROOT / "docs" / "measured")["map"]
+
+
+def small(*cells: dict) -> Figures:
+    figures = {
+        "limits": {"4 bits": 0.01},
+        "cards": {"8": "card"},
+        "models": ["mixtral-8x7b"],
+        "band": [AS_FITTED, "host 80 GB/s"],
+        "devices": ["1 TB/s inside"],
+        "cells": [{"model": "mixtral-8x7b", "gb": 8, "limit": "4 bits", **cell} for cell in cells],
+    }
+    machine = {"processor": "p", "cores": 1}
+    return Figures(question="Q?", command="c", origin="measured", date="d", commit="", machine=machine, figures=figures)
+
+
+def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
+    cache, joint, device = (
+        ["cache 4 bits", "expert_cache", 50.0, 0.0],
+        ["joint", "device", 40.0, 0.0],
+        ["device", "device", 20.0, 0.0],
+    )
+    text = page(
+        small(
+            {"assumed": AS_FITTED, "rows": [cache, joint, device]},
+            {"assumed": "host 80 GB/s", "rows": [joint, ["cache 4 bits", "expert_cache", 25.0, 0.0]]},
+            {"assumed": "1 TB/s inside", "rows": [["joint", "device", 60.0, 0.0], cache]},
+        )
+    )
+    assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, 1 of 2 |" in text
+    assert "| mixtral-8x7b | 8 | 0.80 | 0.40 | **1.20** |" in text
+    assert "| host 80 GB/s | 1 of 1: mixtral-8x7b 8 |" in text
+
+
+def test_every_cell_of_the_kept_map_has_a_winner_within_its_limit():
+    for cell in SOURCE.figures["cells"]:
+        speeds = [row[2] for row in cell["rows"]]
+        assert speeds == sorted(speeds, reverse=True)
+        assert max(row[3] for row in cell["rows"]) <= SOURCE.figures["limits"][cell["limit"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "assumed"),
+    [(r"wins (\d+) of (\d+) cells", AS_FITTED), (r"map, (\d+) with a host of 614()", "host 614 GB/s")],
+)
+def test_the_readme_says_what_the_map_says(words, assumed):
+    known, limit = Map(SOURCE), "4 bits"
+    said = re.search(words, (ROOT / "README.md").read_text())
+    assert said is not None
+    assert int(said[1]) == len(known.won(assumed, limit))
+    assert said[2] in ("", str(known.filled(assumed, limit)))
