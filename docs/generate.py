@@ -9,6 +9,7 @@
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
+    docs/systems.md         how many cells of the map the device wins, from docs/measured/map.json
     docs/timing.md          its table of published models, from the sizes that the simulated host computes with
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
@@ -64,6 +65,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
+        "cells that the device wins": lambda: map_page.summary(load_measured(root / "docs" / "measured")["map"]),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
@@ -86,7 +88,8 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    found[root / "docs" / "map.md"] = map_page.page(load_measured(root / "docs" / "measured")["map"])
+    drawn = load_measured(root / "docs" / "measured")["map"]
+    found[root / "docs" / "map.md"] = map_page.page(drawn)
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",
@@ -94,11 +97,13 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
+        "docs/systems.md",
         "docs/timing.md",
         "README.md",
     ):
         path = root / name
         found[path] = filled(path.read_text(), root)
+    found[root / "README.md"] = map_page.renewed(found[root / "README.md"], drawn)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,6 +67,31 @@ def _ratio(device: Row | None, rows: list[Row]) -> float | None:
     return None if device is None or other is None else device.tokens_per_s / other.tokens_per_s
 
 
+def summary(source: Figures) -> str:
+    """How many cells the device wins under every assumption."""
+    known, limits = Map(source), list(source.figures["limits"])
+    lines = ["| cells that the device wins | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |"]
+    lines.append("|---|" + "---|" * len(limits))
+    for assumed in [*known.figures["band"], *known.figures["devices"]]:
+        counts = [f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}" for limit in limits]
+        lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
+
+
+SENTENCE = re.compile(r"wins \d+ of \d+ cells of our map, \d+ with a host of 614 GB/s")
+
+
+def renewed(readme: str, source: Figures) -> str:
+    """The README with the map's figures in its sentence about it."""
+    known, limit = Map(source), next(iter(source.figures["limits"]))
+    won, fast = (len(known.won(assumed, limit)) for assumed in (AS_FITTED, "host 614 GB/s"))
+    said = f"wins {won} of {known.filled(AS_FITTED, limit)} cells of our map, {fast} with a host of 614 GB/s"
+    text, count = SENTENCE.subn(said, readme)
+    if count != 1:
+        raise LookupError(f"the README must say once {SENTENCE.pattern!r}, and does {count} times")
+    return text
+
+
 def page(source: Figures) -> str:
     known = Map(source)
     lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
@@ -73,7 +99,7 @@ def page(source: Figures) -> str:
         "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
         "is behind. Then the device's speed over the fastest other system's: its range over locality and prices (the",
         "first lines of the table of wins), and under how many of them the device wins. joint and device use the",
-        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on the GPU.",
+        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on it.",
         "",
     ]
     for limit, loss in known.figures["limits"].items():
