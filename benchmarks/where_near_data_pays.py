@@ -75,8 +75,10 @@ def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
     [name, side, tokens/s, loss], fastest first."""
     for limit, loss in LIMITS.items():
         within = [row for row in cell.rows if row.loss <= loss * (1 + 1e-6)]
-        best = {_side(row): row for row in reversed(within)}
-        ranked = sorted(best.values(), key=lambda row: -row.decode_tokens_per_s)
+        best: dict[str, Summary] = {}
+        for row in within:
+            best.setdefault(_side(row), row)
+        ranked = list(best.values())
         paper = next((row for row in within if row.system == "balanced"), None)
         kept = [*ranked[:2], best.get("device"), paper]
         rows = list(dict.fromkeys(_said(row) for row in kept if row is not None))

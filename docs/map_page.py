@@ -42,6 +42,8 @@ class Map:
 
     def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
         """Fastest first; none where nothing fits."""
+        if assumed not in (*self.figures["band"], *self.figures["devices"]):
+            raise LookupError(f"docs/measured/map.json has no cells of {assumed!r}: run `make map`")
         return self._rows.get((assumed, model, size, limit), [])
 
     def places(self) -> Iterator[tuple[str, int]]:
@@ -131,8 +133,11 @@ def _cells(known: Map, limit: str) -> list[str]:
             text = _said(known.rows(AS_FITTED, model, size, limit))
             found = [known.ratio(assumed, model, size, limit) for assumed in known.figures["band"]]
             ratios = [ratio for ratio in found if ratio is not None]
+            if not ratios:
+                told.append(text)
+                continue
             band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
-            told.append(text + band if ratios else text)
+            told.append(text + band)
         lines.append(f"| {size} | " + " | ".join(told) + " |")
     return lines
 
@@ -155,17 +160,20 @@ def _wins(known: Map) -> list[str]:
 
 def _changes(known: Map) -> list[str]:
     """The device over the fastest other system, by cell and change."""
-    limit, changes = next(iter(known.figures["limits"])), known.figures["devices"]
+    limit, *_, wider = known.figures["limits"]
+    changes = known.figures["devices"]
     lines = [
         f"The device's speed over the fastest other system's at {limit}' loss, one change at a time.",
-        "`16-bit hot slots`: the paper's plan, whose experts on the GPU keep 16 bits; elsewhere joint may narrow them.",
+        f"`16-bit hot slots`: the paper's plan, whose experts on the GPU keep 16 bits, at {wider}' loss, which it has;",
+        "elsewhere joint plans may narrow them.",
         "",
-        "| model | GB | as fitted | 16-bit hot slots | " + " | ".join(changes) + " |",
+        "| " + " | ".join(["model", "GB", AS_FITTED, "16-bit hot slots", *changes]) + " |",
         "|---|---|---|---|" + "---|" * len(changes),
     ]
     for model, size in known.places():
         rows = known.rows(AS_FITTED, model, size, limit)
-        paper = _ratio(next((row for row in rows if row.name == "device"), None), rows)
+        wide = known.rows(AS_FITTED, model, size, wider)
+        paper = _ratio(next((row for row in wide if row.name == "device"), None), wide)
         ratios = [known.ratio(AS_FITTED, model, size, limit), paper]
         ratios += [known.ratio(change, model, size, limit) for change in changes]
         if rows:

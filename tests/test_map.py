@@ -16,12 +16,16 @@ SOURCE = load_measured(ROOT / "docs" / "measured")["map"]
 
 def small(*cells: dict) -> Figures:
     figures = {
-        "limits": {"4 bits": 0.01},
+        "limits": {"4 bits": 0.01, "3 bits": 0.05},
         "cards": {"8": "card"},
         "models": ["mixtral-8x7b"],
-        "band": [AS_FITTED, "host 80 GB/s"],
+        "band": [AS_FITTED, "host 80 GB/s", "H100 rates at every size"],
         "devices": ["1 TB/s inside"],
-        "cells": [{"model": "mixtral-8x7b", "gb": 8, "limit": "4 bits", **cell} for cell in cells],
+        "cells": [
+            {"model": "mixtral-8x7b", "gb": 8, "limit": limit, **cell}
+            for cell in cells
+            for limit in ("4 bits", "3 bits")
+        ],
     }
     machine = {"processor": "p", "cores": 1}
     return Figures(question="Q?", command="c", origin="measured", date="d", commit="", machine=machine, figures=figures)
