@@ -81,7 +81,8 @@ def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
         ranked = list(best.values())
         paper = next((row for row in within if row.system == "balanced"), None)
         kept = [*ranked[:2], best.get("device"), paper]
-        rows = list(dict.fromkeys(_said(row) for row in kept if row is not None))
+        told = dict.fromkeys(_said(row) for row in kept if row is not None)
+        rows = sorted(told, key=lambda row: -row[2])
         if rows:
             yield {"assumed": name, "model": cell.model, "gb": cell.memory_gb, "limit": limit, "rows": rows}
 
