@@ -16,7 +16,7 @@ BY_FILE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = PYTHONHASHSEED=0 $(BIN)/python -m pytest $(BY_FILE)
 LONG = PYTHONHASHSEED=0 $(BIN)/python tests/long_tests.py
 
-.PHONY: figures wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
+.PHONY: figures map wheel-check site gpu-check fuzz simulate audit docs demo test test-fast test-vllm test-long test-changed test-families check gate format wheel setup clean
 
 demo: export VLLM_LOGGING_LEVEL := ERROR
 demo: $(SERVES)
@@ -59,6 +59,11 @@ docs: $(READY)
 # Takes stale figures of docs/measured again, unattended, HOURS at most; FIGURES: those named, or --all. Then `make docs`.
 figures: $(SERVES)
 	$(BIN)/python benchmarks/figures.py --hours $(or $(HOURS),8) $(FIGURES)
+
+# Every figure of docs/map.md anew.
+map: $(READY)
+	$(BIN)/python benchmarks/where_near_data_pays.py --json docs/measured/map.json
+	$(BIN)/python docs/generate.py
 
 # The docs as a site in build/site; a broken link ends it. An environment of its own: .venv stays what the tests know.
 SITE := build/site-env

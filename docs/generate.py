@@ -1,12 +1,14 @@
 """Write the parts of the docs that follow from something else (`make docs`), or say which are not current (`--check`).
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
+    docs/map.md             from docs/measured/map.json (map_page.py)
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
+    docs/systems.md         how many cells of the map the device wins, from docs/measured/map.json
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
@@ -26,6 +28,7 @@ import code_tables
 import fault_figures
 import figure_tables
 import jinja2
+import map_page
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -54,6 +57,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
+        "cells that the device wins": lambda: map_page.summary(load_measured(root / "docs" / "measured")["map"]),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
@@ -76,6 +80,8 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
+    drawn = load_measured(root / "docs" / "measured")["map"]
+    found[root / "docs" / "map.md"] = map_page.page(drawn)
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",
@@ -83,10 +89,12 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
+        "docs/systems.md",
         "README.md",
     ):
         path = root / name
         found[path] = filled(path.read_text(), root)
+    found[root / "README.md"] = map_page.renewed(found[root / "README.md"], drawn)
     return found
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import TraceError
 from vllm_ndp.lab.compare import popularity, split_requests
+from vllm_ndp.lab.differences import bootstrap_means
 from vllm_ndp.planning.bitwidths import LossTable, select_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.placement import top_experts
@@ -24,7 +25,6 @@ from vllm_ndp.traces.trace import Sequence as Request
 from vllm_ndp.traces.trace import Trace
 
 NULL_DRAWS = 100
-BOOTSTRAP_DRAWS = 1000
 PRIOR_TOKENS = (4, 16, 32, 64, 256)
 FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REFRESH_TOKENS = (8, 16, 32, 64, 128)
@@ -41,8 +41,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], seed: int = 0) -> Interval:
-        draws = np.random.default_rng(seed).integers(0, len(values), (BOOTSTRAP_DRAWS, len(values)))
-        low, high = np.percentile(values[draws].mean(axis=1), [2.5, 97.5])
+        low, high = np.percentile(bootstrap_means(values, seed), [2.5, 97.5])
         return cls(float(values.mean()), float(low), float(high))
 
 

@@ -21,6 +21,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import DEFAULT_AVG_BITS
 from vllm_ndp.lab.bound import Bound, Cells, regretted
 from vllm_ndp.lab.capacity import Planned, fitted, with_memory
+from vllm_ndp.lab.differences import Difference, paired
 from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, require_options, system_named
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
@@ -304,6 +305,19 @@ def side_by_side(replayed: Sequence[Replayed]) -> list[Summary]:
     }
     return [
         against(done.row, done.decode_ps, paper[done.row.batch]) if done.row.batch in paper else done.row
+        for done in replayed
+    ]
+
+
+def beside_fastest(replayed: Sequence[Replayed]) -> list[Difference | None]:
+    """Decode time of each row from that of the fastest at its batch size, paired by group; None of a single group."""
+    fastest: dict[int, Replayed] = {}
+    for done in replayed:
+        known = fastest.setdefault(done.row.batch, done)
+        if done.decode_ps.sum() < known.decode_ps.sum():
+            fastest[done.row.batch] = done
+    return [
+        paired(done.decode_ps, fastest[done.row.batch].decode_ps) if len(done.decode_ps) > 1 else None
         for done in replayed
     ]
 

@@ -12,7 +12,8 @@ loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, hard
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,20 @@ def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Loca
         concentration=_mean_of_requests(own),
         entropy=_entropy(used),
     )
+
+
+def by_request(trace: Trace, places: int, phase: str = "decode") -> dict[str, NDArray[np.float64]]:
+    """Of every request that has such tokens, mean over layers: repeats, and hits of an LRU cache of so many experts."""
+    _, tokens = _selected(trace, phase)
+    empty = np.zeros((0, tokens.ids.shape[1], tokens.num_experts), np.uint16)
+    found = [
+        (one.repeats().mean(), _hits(one.depths("lru", empty)[0])[:, places].mean())
+        for start, end in itertools.pairwise(tokens.ends.tolist())
+        if end - start > 1
+        for one in (replace(tokens, rows=tokens.rows[start:end], ends=np.array([0, end - start])),)
+    ]
+    repeats, hits = np.array(found, np.float64).reshape(-1, 2).T
+    return {"repeats": repeats, "lru": hits}
 
 
 def default_places(num_experts: int) -> tuple[int, ...]:

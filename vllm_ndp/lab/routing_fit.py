@@ -20,7 +20,8 @@ from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 _CONCENTRATIONS = (0.5, 1.0, 5.0)
 _SIGNALS = (0.5, 1.0, 1.5)
 _PERSISTENCES = (0.0, 0.3, 0.6)
-_MEMORIES = (0.9, 0.97, 0.99)
+_MEMORIES = (0.9, 0.98)
+_REACHES = (1.0, 0.6)
 _STRENGTHS = tuple(np.linspace(0.0, 1.6, 9).tolist())
 _MOST_TOKENS, _REQUESTS = 256, 6
 
@@ -43,6 +44,7 @@ def fit_routing(known: Locality, name: str) -> tuple[RoutingPreset, float]:
         signal=best.signal,
         persistence=best.persistence,
         memory=best.memory,
+        reach=best.reach,
         strength=tuple(np.round(strengths, 3).tolist()),
     ), off_by
 
@@ -53,10 +55,10 @@ def _candidates(known: Locality) -> list[SyntheticSettings]:
     basis = SyntheticSettings(
         len(_STRENGTHS), known.num_experts, known.top_k, num_requests=_REQUESTS, prompt_len=16, decode_len=length
     )
-    grid = itertools.product(_CONCENTRATIONS, _SIGNALS, _PERSISTENCES, _MEMORIES)
+    grid = itertools.product(_CONCENTRATIONS, _SIGNALS, _PERSISTENCES, _MEMORIES, _REACHES)
     return [
-        replace(basis, concentration=c, signal=s, persistence=p, memory=m, strength=_STRENGTHS)
-        for c, s, p, m in grid
+        replace(basis, concentration=c, signal=s, persistence=p, memory=m, reach=r, strength=_STRENGTHS)
+        for c, s, p, m, r in grid
         if p or m == _MEMORIES[0]  # nothing is remembered: one of them stands for all
     ]
 

@@ -45,6 +45,11 @@ class Memory:
                 raise ValueError(f"bytes of experts in {place} memory must not be negative, got {num_bytes}")
 
 
+def _capacity(hardware: Hardware, place: str) -> int:
+    section, field = CAPACITY_OF[place].split(".")
+    return int(getattr(getattr(hardware, section), field))
+
+
 @dataclass(frozen=True)
 class Footprint:
     """All that one system holds in memory while it decodes one batch."""
@@ -71,13 +76,12 @@ class Footprint:
 
     def missing(self, hardware: Hardware) -> dict[str, int]:
         """Place -> bytes that it lacks; empty where all fits."""
-        values = hardware.values()
-        lacking = {place: need - values[CAPACITY_OF[place]] for place, need in self.by_place().items()}
+        lacking = {place: need - _capacity(hardware, place) for place, need in self.by_place().items()}
         return {place: num_bytes for place, num_bytes in lacking.items() if num_bytes > 0}
 
     def require(self, hardware: Hardware, who: str, advice: str) -> None:
         """Raises DoesNotFit with the bytes that are missing, and what they would be for."""
-        missing, values = self.missing(hardware), hardware.values()
+        missing = self.missing(hardware)
         if not missing:
             return
         parts = []
@@ -87,7 +91,7 @@ class Footprint:
             uses = f" ({needs})" if place == "gpu" else " for experts"
             parts.append(
                 f"{place} memory lacks {num_bytes} bytes: it needs {self.by_place()[place]}{uses} and {key} "
-                f"is {values[key]}"
+                f"is {_capacity(hardware, place)}"
             )
         raise DoesNotFit(f"{who} does not fit, {'; '.join(parts)}: {advice}")
 

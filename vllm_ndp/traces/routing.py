@@ -34,6 +34,7 @@ class RoutingPreset:
     signal: float = SyntheticSettings.signal
     persistence: float = SyntheticSettings.persistence
     memory: float = SyntheticSettings.memory
+    reach: float = SyntheticSettings.reach
     strength: tuple[float, ...] = ()
     """Of the fitted model's layers, first to last; empty: all alike."""
 
@@ -54,6 +55,7 @@ class RoutingPreset:
             signal=self.signal,
             persistence=self.persistence,
             memory=self.memory,
+            reach=self.reach,
             strength=self._spread(layers),
             routing=self.label(model),
         )
@@ -92,8 +94,8 @@ def routing_of(model: str) -> RoutingPreset:
 
 
 _IN_HUNDREDTHS = (
-    "9 11 21 37 58 82 114 120 120 119 118 117 117 116 115 115 114 113 112 110 110 110 110 110 "
-    "110 110 110 110 110 110 110 116 106 98 89 83 77 71 66 62 59 56 54 52 51 50 50 50"
+    "9 12 22 39 61 86 119 125 125 126 124 123 123 122 121 121 120 119 120 118 118 118 118 118 "
+    "118 118 118 118 118 118 118 124 111 103 93 87 81 75 69 65 62 59 57 55 54 50 50 50"
 )
 _QWEN3 = tuple(int(strength) / 100 for strength in _IN_HUNDREDTHS.split())
 """So that layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all of them as their published mean."""
@@ -106,10 +108,11 @@ ROUTINGS: Mapping[str, RoutingPreset] = {
             "qwen3-30b-a3b",
             "github.com/gajsanders/moe-trace, findings 004 to 007: 25 prompts, 3225 decode tokens",
             ("qwen3-30b-a3b",),
-            concentration=1.0,
-            signal=1.2,
+            concentration=5.0,
+            signal=1.1,
             persistence=0.6,
-            memory=0.985,
+            memory=0.98,
+            reach=0.6,
             strength=_QWEN3,
         ),
         RoutingPreset(

@@ -24,6 +24,8 @@ from vllm_ndp.traces.format import Provenance
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 _GRID = 2.0**16
+_BEYOND_REACH = 3.0
+"""Standard deviations of taste."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class SyntheticSettings:
     """How much of that a token keeps of the one before: the coefficient of the AR(1) process."""
     strength: tuple[float, ...] = ()
     """Of each layer, 0..1: how much of popularity, taste and persistence it has. Empty: all of it in every layer."""
+    reach: float = 1.0
+    """0..1: share of a layer's experts that a request's taste admits; the others lie _BEYOND_REACH lower in it."""
     routing: str = "fitted to nothing"
     """What measured model these settings resemble, if any (routing.py); every row of a replay repeats it."""
     drift: float = 0.0
@@ -61,6 +65,8 @@ class SyntheticSettings:
                 raise ConfigError(f"synthetic trace: {name} must be at least 1, got {getattr(self, name)}")
         if self.top_k > self.num_experts:
             raise ConfigError(f"synthetic trace: top_k {self.top_k} must not exceed num_experts {self.num_experts}")
+        if not 0 < self.reach <= 1:
+            raise ConfigError(f"synthetic trace: reach must lie above 0 and be at most 1, got {self.reach}")
         if self.turns < 0:
             raise ConfigError(f"synthetic trace: turns must be at least 0, got {self.turns}")
         if not 0 <= self.persistence <= 1 or not 0 <= self.memory < 1:
@@ -134,15 +140,24 @@ def _taste_and_noise(
     tokens = s.prompt_len + s.decode_len
     # The turn from one taste to another keeps its variance: cos^2 + sin^2 = 1.
     angle = np.linspace(0.0, np.pi / 2 * s.drift, tokens)[:, None, None]
-    first, second = generator.standard_normal((2, s.num_layers, s.num_experts))
+    first, second = _tastes(s, generator, 2)
     shape = (tokens, s.num_layers, s.num_experts)
     noise = _remembered(s, generator, shape) if s.persistence else generator.gumbel(size=shape)
     taste = np.cos(angle) * first + np.sin(angle) * second
     if s.turns:
-        others = generator.standard_normal((s.turns, s.num_layers, s.num_experts))
+        others = _tastes(s, generator, s.turns)
         part = np.arange(tokens) * (s.turns + 1) // tokens
         taste = np.where(part[:, None, None] > 0, others[np.maximum(part, 1) - 1], taste)
     return taste, noise
+
+
+def _tastes(s: SyntheticSettings, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+    """[count, L, E], normal, and lower where they are beyond the request's reach."""
+    tastes = generator.standard_normal((count, s.num_layers, s.num_experts))
+    if s.reach == 1:
+        return tastes
+    ranks = np.argsort(np.argsort(-tastes, axis=2), axis=2)
+    return tastes - _BEYOND_REACH * (ranks >= s.reach * s.num_experts)
 
 
 def _remembered(

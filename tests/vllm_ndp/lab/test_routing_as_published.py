@@ -32,7 +32,7 @@ def qwen3() -> Locality:
 
 def test_qwen3_repeats_layer_by_layer():
     found = {layer: qwen3().repeats[layer] for layer in REPEATS}
-    assert found == pytest.approx(REPEATS, abs=0.035)
+    assert found == pytest.approx(REPEATS, abs=0.02)
     assert qwen3().repeats.mean() == pytest.approx(0.427, abs=0.02)
 
 
@@ -43,13 +43,15 @@ def test_qwen3_has_the_published_hit_curves():
 
 
 def test_qwen3_is_as_concentrated_and_as_cold_at_first():
-    """Entropy .61 to .81 by kind. First 64 tokens miss .138 of choices, later ones .053, at 40 % of the experts: three
-    prompts of another project, against which ours, all kinds, lie higher."""
-    assert qwen3().concentration[:, 16].mean() == pytest.approx(np.mean(TOP_16), abs=0.035)
+    """Entropy .61 to .81 by kind. Another project, three prompts: first 64 tokens miss .138 of choices at 40 % of the
+    experts, later ones .053. The hits above allow no .053: between 32 and 64 experts LRU misses .115 of 129 tokens'
+    choices at 51; with .138 of the first 64 the others miss .092."""
+    assert qwen3().concentration[:, 16].mean() == pytest.approx(np.mean(TOP_16), abs=0.02)
     assert 0.61 < qwen3().entropy.mean() < 0.81
     early, later = (curve[:, 51].mean() for curve in (qwen3().early_misses, qwen3().later_misses))
-    assert early == pytest.approx(0.138, abs=0.04)
-    assert later == pytest.approx(0.053, abs=0.06)
+    assert early == pytest.approx(0.138, abs=0.02)
+    assert later == pytest.approx(0.053, abs=0.04)
+    assert later == pytest.approx(0.092, abs=0.015)
 
 
 def test_gpt_oss_hits_as_little_as_published():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from vllm_ndp.cli.options import TraceArgument, integers
 
 if TYPE_CHECKING:
     from vllm_ndp.lab.locality import Locality
+    from vllm_ndp.traces.trace import Trace
 
 app = typer.Typer()
 BUNDLED = "tests/data/tiny-mixtral-trace"
@@ -25,6 +27,7 @@ BUNDLED = "tests/data/tiny-mixtral-trace"
     examples=(
         f"vllm-ndp locality {BUNDLED}",
         f"vllm-ndp locality {BUNDLED} --places 2,4,6 --warm --html locality.html",
+        f"vllm-ndp locality {BUNDLED} --against {BUNDLED}",
     ),
 )
 def show_locality(
@@ -35,6 +38,9 @@ def show_locality(
     phase: Annotated[str, typer.Option(help="Tokens that are looked at: decode or all.")] = "decode",
     warm: Annotated[bool, typer.Option("--warm", help="Begin caches with the prompt's experts; else empty.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Find synthetic routing as local, for trace-synth.")] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="Another trace: are the two as local, request by request?")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every layer's curves to this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Draw the curves into this file.")] = None,
 ) -> None:
@@ -65,6 +71,8 @@ def show_locality(
             routing, result["fit_off_by"] = fit_routing(found, recorded.provenance.model)
         result["fit"] = {name: getattr(routing, name) for name in routing.__dataclass_fields__}
     _print(found, sizes)
+    if against is not None:
+        result["against"] = _set_against(recorded, Trace.load(against), phase)
     if json_file is not None:
         json_file.write_text(json.dumps(result) + "\n")
     if html is not None:
@@ -72,6 +80,24 @@ def show_locality(
 
         html.write_text(page(found, recorded.provenance.model))
     print_json({name: value for name, value in result.items() if name != "layers"}, shown=True)
+
+
+def _set_against(own: Trace, other: Trace, phase: str) -> dict[str, Any]:
+    """Difference of means over requests, TOST and KS, of repeats and of LRU hits at a quarter of the experts."""
+    from vllm_ndp.lab.differences import unpaired
+    from vllm_ndp.lab.locality import by_request
+
+    ours, theirs = (by_request(trace, max(trace.provenance.num_experts // 4, 1), phase) for trace in (own, other))
+    found = {}
+    for name, values in ours.items():
+        one = unpaired(values, theirs[name])
+        found[name] = dataclasses.asdict(one)
+        verdict = "equal" if one.equal else "not shown equal"
+        print(
+            f"{name}: {one.mean:+.3f} ({one.low:+.3f} to {one.high:+.3f}) from the other trace's; {verdict} within "
+            f"{one.margin:g} (TOST, 5 %); KS {one.ks:.2f}, p {one.ks_p:.2f}"
+        )
+    return found
 
 
 def _print(found: Locality, places: tuple[int, ...]) -> None:

@@ -99,6 +99,7 @@ def compare(
     require_writable(csv_file)
     from vllm_ndp.cli.terminal import waiting
     from vllm_ndp.lab.cli.tables import print_comparison
+    from vllm_ndp.lab.compare import beside_fastest
     from vllm_ndp.lab.sweep.jobs import parse_jobs
     from vllm_ndp.lab.sweep.run import compare_by
     from vllm_ndp.planning.policies import read_prior
@@ -123,6 +124,7 @@ def compare(
             "config_hash": result.config_hash,
             "num_requests": result.num_requests,
             "rows": [row.as_dict() for row in result.rows],
+            "beside_fastest": [one and dataclasses.asdict(one) for one in beside_fastest(result.replayed)],
             "skipped": result.skipped,
             "measured_decisions_per_s": [round(done.num_decisions / done.measured_seconds) for done in result.replayed],
             "measured_seconds": round(time.perf_counter() - started, 3),

@@ -9,7 +9,7 @@ from rich.table import Table
 from ndp_device.widths import WIDTHS
 from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.lab.analysis import Analysis, Sensitivity
-from vllm_ndp.lab.compare import CompareSettings, Comparison
+from vllm_ndp.lab.compare import CompareSettings, Comparison, beside_fastest
 from vllm_ndp.lab.reproduce import Reproduction
 from vllm_ndp.lab.serving.latency import CAUSES, Percentile
 from vllm_ndp.lab.sweep.run import SweepResult
@@ -39,6 +39,13 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     for row in result.rows:
         table.add_row(*row.cells().values())
     print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--csv FILE has all columns")
+    for row, beside in zip(result.rows, beside_fastest(result.replayed), strict=True):
+        if beside is not None and beside.equal and beside.ks:
+            print(
+                f"  as fast as batch {row.batch}'s fastest within {100 * beside.margin:g} % (paired TOST at 5 %): "
+                f"{row.system} {row.policy}, {100 * beside.mean:+.1f} % of time ({100 * beside.low:+.1f} to "
+                f"{100 * beside.high:+.1f})"
+            )
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")

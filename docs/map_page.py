@@ -1,0 +1,203 @@
+"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, and what would make the device win."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from measured_figures import Figures, about
+
+BEFORE = {
+    "mixtral-8x7b": ("device 90", "device 126", "device 126", "4 bits 373", "4 bits 373", "4 bits 373", "4 bits 373"),
+    "qwen3-30b-a3b": ("device 504", "device 635", "4 bits 955", "4 bits 955", "8 bits 759", "8 bits 759", "8 bits 759"),
+    "gpt-oss-120b": ("-", "device 285", "device 309", "device 333", "device 364", "4 bits 668", "4 bits 668"),
+    "qwen3-235b-a22b": ("-", "-", "device 61", "device 65", "device 72", "device 85", "device 90"),
+    "deepseek-v3": ("-", "-", "-", "-", "device 38", "device 41", "device 43"),
+}
+"""The map of 2026-11-22, loss at most that of 3 bits, at 8, 16, 24, 32, 48, 80 and 96 GB with H100 rates."""
+
+
+AS_FITTED, SAME_GPU = "as fitted", "H100 rates at every size"
+
+
+class Row(NamedTuple):
+    """A system's best variant in a cell."""
+
+    name: str
+    side: str
+    tokens_per_s: float
+    loss: float
+
+
+class Map:
+    """Cells by what was assumed, model, size and limit of loss."""
+
+    def __init__(self, source: Figures) -> None:
+        self.figures = source.figures
+        self._rows = {
+            (cell["assumed"], cell["model"], cell["gb"], cell["limit"]): [Row(*row) for row in cell["rows"]]
+            for cell in self.figures["cells"]
+        }
+
+    def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
+        """Fastest first; none where nothing fits."""
+        if assumed not in (*self.figures["band"], *self.figures["devices"]):
+            raise LookupError(f"docs/measured/map.json has no cells of {assumed!r}: run `make map`")
+        return self._rows.get((assumed, model, size, limit), [])
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        for model in self.figures["models"]:
+            for size in map(int, self.figures["cards"]):
+                yield model, size
+
+    def ratio(self, assumed: str, model: str, size: int, limit: str) -> float | None:
+        """The device's speed over the fastest other's; None where one of them is missing."""
+        rows = self.rows(assumed, model, size, limit)
+        return _ratio(next((row for row in rows if row.side == "device"), None), rows)
+
+    def won(self, assumed: str, limit: str) -> list[tuple[str, int]]:
+        there = [(place, self.rows(assumed, *place, limit)) for place in self.places()]
+        return [place for place, rows in there if rows and rows[0].side == "device"]
+
+    def filled(self, assumed: str, limit: str) -> int:
+        return sum(bool(self.rows(assumed, *place, limit)) for place in self.places())
+
+
+def _ratio(device: Row | None, rows: list[Row]) -> float | None:
+    other = next((row for row in rows if row.side != "device"), None)
+    return None if device is None or other is None else device.tokens_per_s / other.tokens_per_s
+
+
+def summary(source: Figures) -> str:
+    """How many cells the device wins under every assumption."""
+    known, limits = Map(source), list(source.figures["limits"])
+    lines = ["| cells that the device wins | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |"]
+    lines.append("|---|" + "---|" * len(limits))
+    for assumed in [*known.figures["band"], *known.figures["devices"]]:
+        counts = [f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}" for limit in limits]
+        lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
+    return "\n".join(lines)
+
+
+SENTENCE = re.compile(r"wins \d+ of \d+ cells of our map, \d+ with a host of 614 GB/s")
+
+
+def renewed(readme: str, source: Figures) -> str:
+    """The README with the map's figures in its sentence about it."""
+    known, limit = Map(source), next(iter(source.figures["limits"]))
+    won, fast = (len(known.won(assumed, limit)) for assumed in (AS_FITTED, "host 614 GB/s"))
+    said = f"wins {won} of {known.filled(AS_FITTED, limit)} cells of our map, {fast} with a host of 614 GB/s"
+    text, count = SENTENCE.subn(said, readme)
+    if count != 1:
+        raise LookupError(f"the README must say once {SENTENCE.pattern!r}, and does {count} times")
+    return text
+
+
+def page(source: Figures) -> str:
+    known = Map(source)
+    lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
+    lines += [
+        "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
+        "is behind. Then the device's speed over the fastest other system's: its range over locality and prices (the",
+        "first lines of the table of wins), and under how many of them the device wins. joint and device use the",
+        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on it.",
+        "",
+    ]
+    for limit, loss in known.figures["limits"].items():
+        lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
+    lines += ["## Cells that the device wins", "", *_wins(known), ""]
+    lines += ["## What would make the device win", "", *_changes(known), ""]
+    return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
+
+
+def _said(rows: list[Row]) -> str:
+    """Winner and runner-up."""
+    if not rows:
+        return "nothing fits"
+    first, second = rows[0], next((row for row in rows if row.side != rows[0].side), None)
+    text = f"{first.name} {first.tokens_per_s:.0f}"
+    text = f"**{text}**" if first.side == "device" else text
+    if second is None:
+        return text
+    ahead = 100 * (first.tokens_per_s / second.tokens_per_s - 1)
+    return f"{text}, {ahead:.0f} % before {second.name} {second.tokens_per_s:.0f}"
+
+
+def _cells(known: Map, limit: str) -> list[str]:
+    models, sizes = known.figures["models"], [int(size) for size in known.figures["cards"]]
+    lines = ["| GB | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
+    for size in sizes:
+        told = []
+        for model in models:
+            text = _said(known.rows(AS_FITTED, model, size, limit))
+            found = [known.ratio(assumed, model, size, limit) for assumed in known.figures["band"]]
+            ratios = [ratio for ratio in found if ratio is not None]
+            if not ratios:
+                told.append(text)
+                continue
+            band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
+            told.append(text + band)
+        lines.append(f"| {size} | " + " | ".join(told) + " |")
+    return lines
+
+
+def _wins(known: Map) -> list[str]:
+    """How many cells, and which, under every assumption."""
+    limits = list(known.figures["limits"])
+    lines = [
+        "| assumed | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |",
+        "|---|" + "---|" * len(limits),
+    ]
+    for assumed in [*known.figures["band"], *known.figures["devices"]]:
+        counts = []
+        for limit in limits:
+            listed = ", ".join(f"{model} {size}" for model, size in known.won(assumed, limit)) or "none"
+            counts.append(f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}: {listed}")
+        lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
+    return lines
+
+
+def _changes(known: Map) -> list[str]:
+    """The device over the fastest other system, by cell and change."""
+    limit, *_, wider = known.figures["limits"]
+    changes = known.figures["devices"]
+    lines = [
+        f"The device's speed over the fastest other system's at {limit}' loss, one change at a time.",
+        f"`16-bit hot slots`: the paper's plan, whose experts on the GPU keep 16 bits, at {wider}' loss, which it has;",
+        "elsewhere joint plans may narrow them.",
+        "",
+        "| " + " | ".join(["model", "GB", AS_FITTED, "16-bit hot slots", *changes]) + " |",
+        "|---|---|---|---|" + "---|" * len(changes),
+    ]
+    for model, size in known.places():
+        rows = known.rows(AS_FITTED, model, size, limit)
+        wide = known.rows(AS_FITTED, model, size, wider)
+        paper = _ratio(next((row for row in wide if row.name == "device"), None), wide)
+        ratios = [known.ratio(AS_FITTED, model, size, limit), paper]
+        ratios += [known.ratio(change, model, size, limit) for change in changes]
+        if rows:
+            lines.append(f"| {model} | {size} | " + " | ".join(map(_marked, ratios)) + " |")
+    return lines
+
+
+def _marked(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
+
+
+def _history(known: Map) -> list[str]:
+    lines = [
+        "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
+        "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
+        "",
+        "| model | GB | before | H100 rates | now |",
+        "|---|---|---|---|---|",
+    ]
+    limit = list(known.figures["limits"])[-1]
+    for model, size in known.places():
+        before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
+        now = (_said(known.rows(assumed, model, size, limit)) for assumed in (SAME_GPU, AS_FITTED))
+        lines.append(f"| {model} | {size} | {before} | {' | '.join(now)} |")
+    return lines

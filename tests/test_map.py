@@ -1,0 +1,65 @@
+"""The map's page follows from docs/measured/map.json, and what the README says of it does too."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+from map_page import AS_FITTED, Map, page, renewed
+from measured_figures import Figures, load_measured
+
+SOURCE = load_measured(ROOT / "docs" / "measured")["map"]
+
+
+def small(*cells: dict) -> Figures:
+    figures = {
+        "limits": {"4 bits": 0.01, "3 bits": 0.05},
+        "cards": {"8": "card"},
+        "models": ["mixtral-8x7b"],
+        "band": [AS_FITTED, "host 80 GB/s", "H100 rates at every size"],
+        "devices": ["1 TB/s inside"],
+        "cells": [
+            {"model": "mixtral-8x7b", "gb": 8, "limit": limit, **cell}
+            for cell in cells
+            for limit in ("4 bits", "3 bits")
+        ],
+    }
+    machine = {"processor": "p", "cores": 1}
+    return Figures(question="Q?", command="c", origin="measured", date="d", commit="", machine=machine, figures=figures)
+
+
+def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
+    cache, joint, device = (
+        ["cache 4 bits", "expert_cache", 50.0, 0.0],
+        ["joint", "device", 40.0, 0.0],
+        ["device", "device", 20.0, 0.0],
+    )
+    text = page(
+        small(
+            {"assumed": AS_FITTED, "rows": [cache, joint, device]},
+            {"assumed": "host 80 GB/s", "rows": [joint, ["cache 4 bits", "expert_cache", 25.0, 0.0]]},
+            {"assumed": "1 TB/s inside", "rows": [["joint", "device", 60.0, 0.0], cache]},
+        )
+    )
+    assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, 1 of 2 |" in text
+    assert "| mixtral-8x7b | 8 | 0.80 | 0.40 | **1.20** |" in text
+    assert "| host 80 GB/s | 1 of 1: mixtral-8x7b 8 |" in text
+
+
+def test_every_cell_of_the_kept_map_has_a_winner_within_its_limit():
+    for cell in SOURCE.figures["cells"]:
+        speeds = [row[2] for row in cell["rows"]]
+        assert speeds == sorted(speeds, reverse=True)
+        assert max(row[3] for row in cell["rows"]) <= SOURCE.figures["limits"][cell["limit"]]
+
+
+def test_the_readmes_sentence_follows_from_the_map():
+    readme = (ROOT / "README.md").read_text()
+    assert renewed(readme, SOURCE) == readme
+    known, limit = Map(SOURCE), "4 bits"
+    assert f"wins {len(known.won(AS_FITTED, limit))} of {known.filled(AS_FITTED, limit)} cells of our map" in readme
+    with pytest.raises(LookupError, match="0 times"):
+        renewed("", SOURCE)
