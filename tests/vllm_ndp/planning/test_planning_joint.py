@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,7 +181,7 @@ def test_a_large_plan_keeps_every_limit_and_is_faster_than_one_for_sides_that_ta
     assert other.loss <= plan.loss * 1.05
 
 
-def times_of(make, *cases) -> list[float]:
+def times_of(make: Callable[[Any], JointProblem], cases: Iterable[Any]) -> list[float]:
     """Of plans within a loss of 0.1 a layer, infinite where none fits."""
     times = []
     for case in cases:
@@ -202,9 +204,9 @@ TINY = tuple(c for c in MENU if c.bits in (16, 4))
 @given(seed=st.integers(0, 999), size=st.sampled_from([(1, 5), (2, 2), (4, 8), (8, 32)]), gpu=st.floats(0.05, 0.6))
 def test_another_tier_never_makes_a_plan_slower(seed, size, gpu):
     """Not by the last bit: plans without the tier are among those that are chosen from."""
-    whole = problem(seed, *size, gpu, TINY if size[0] < 4 else MENU)
+    whole = problem(seed, size[0], size[1], gpu, TINY if size[0] < 4 else MENU)
     for tiers in (("gpu", "device"), ("gpu", "host")):
-        fewer, more = times_of(lambda which: with_tiers(whole, *which), tiers, ("gpu", "host", "device"))
+        fewer, more = times_of(lambda which: with_tiers(whole, *which), (tiers, ("gpu", "host", "device")))
         assert more <= fewer * (1 + 1e-9)
 
 
@@ -216,15 +218,15 @@ def test_another_tier_never_makes_a_plan_slower(seed, size, gpu):
     links=st.lists(st.floats(0.25, 4.0), min_size=2, max_size=3),
 )
 def test_more_memory_or_a_faster_link_never_makes_a_small_plan_slower(seed, size, sizes, links):
-    assert falls(times_of(lambda gpu: problem(seed, *size, gpu, TINY), *sorted(sizes)), 1e-9)
-    assert falls(times_of(lambda link: problem(seed, *size, 0.3, TINY, link), *sorted(links)), 1e-9)
+    assert falls(times_of(lambda gpu: problem(seed, size[0], size[1], gpu, TINY), sorted(sizes)), 1e-9)
+    assert falls(times_of(lambda link: problem(seed, size[0], size[1], 0.3, TINY, link), sorted(links)), 1e-9)
 
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 999), size=st.sampled_from([(32, 8), (8, 64)]), gpu=st.floats(0.05, 0.5))
 def test_twice_the_memory_or_the_link_makes_a_large_plan_slower_by_the_searchs_gap_at_most(seed, size, gpu):
-    assert falls(times_of(lambda gpu: problem(seed, *size, gpu), gpu, 2 * gpu), 0.01)
-    assert falls(times_of(lambda link: problem(seed, *size, gpu, faster=link), 1.0, 2.0), 0.01)
+    assert falls(times_of(lambda gpu: problem(seed, size[0], size[1], gpu), (gpu, 2 * gpu)), 0.01)
+    assert falls(times_of(lambda link: problem(seed, size[0], size[1], gpu, faster=link), (1.0, 2.0)), 0.01)
 
 
 def test_more_of_anything_never_makes_a_plan_slower():
