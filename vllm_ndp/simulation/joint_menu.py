@@ -110,11 +110,7 @@ class Menu:
         """Of a layer's message to a tier, picoseconds."""
         if self.prices is not None:  # the CPU's own experts need no message
             return {"device": self.prices.message_ps(1, 1)}
-        costs = self.costs
-        return {
-            "host": float(HostCpu.of(costs).hops_ps(costs, 1)[1]),
-            "device": float(costs.link_ps(1, 1)) + costs.device_fill_ps,
-        }
+        return self.costs.openings
 
     @cached_property
     def _expected(self) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import WIDTHS
 from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.lab.analysis import Analysis, Sensitivity
@@ -14,6 +15,7 @@ from vllm_ndp.lab.reproduce import Reproduction
 from vllm_ndp.lab.serving.latency import CAUSES, Percentile
 from vllm_ndp.lab.sweep.run import SweepResult
 from vllm_ndp.lab.systems import SYSTEMS
+from vllm_ndp.simulation.costs import Costs, model_named
 
 EXPENDABLE = (
     "MoE ms/layer",
@@ -39,6 +41,9 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
     for row in result.rows:
         table.add_row(*row.cells().values())
     print_table(table, width=230, expendable=EXPENDABLE, elsewhere="--csv FILE has all columns")
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+    for side, ps in costs.openings.items():
+        print(f"  one row to the {side} and back takes {ps / 1e6:.2f} us before any expert is read")
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")
