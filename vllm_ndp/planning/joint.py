@@ -107,7 +107,7 @@ def _searched(question: Question) -> NDArray[np.int64]:
         if len(others) and (part := question.only(others)).has_room:
             plans.append(others[_searched(part)])
     chosen = question.best(np.stack(plans))
-    for turn in range(_ROUNDS):
+    for turn in range(_ROUNDS if len(tiers) > 1 else 1):
         if len(tiers) > 1:
             plans += descended(question, prices, chosen)
         chosen, prices = _mixture(question, [*plans, chosen], turn == _ROUNDS - 1)
