@@ -1,4 +1,4 @@
-"""Energy of what moved, by part, from the constants of one hardware. Arithmetic and idle power are not in it.
+"""Energy of what moved, by part, from the constants of one hardware. Neither arithmetic nor idle power is in it.
 
 link     bits on the wire, headers and flit overhead included
 dram     accesses of 32 B and row openings of the device's or the host's DRAM

@@ -156,7 +156,7 @@ _H200: Table = {
 }
 
 
-def _card(table: Table, flops: int, hbm: int, gigabytes: int, what: str) -> Table:
+def _card(table: Table, flops: int, hbm: int, gigabytes: int, idle_watts: int, what: str) -> Table:
     """A GPU that people have: rates (fp16 with fp32 sums, dense) and GB/s of its data sheet.
 
     Written from memory: hold each against the sheet that its source names before a result rests on it.
@@ -167,6 +167,7 @@ def _card(table: Table, flops: int, hbm: int, gigabytes: int, what: str) -> Tabl
         "gpu.hbm_bytes_per_s": _q(hbm * 10**9, "byte/s", f"[S] {what}"),
         "gpu.hbm_capacity_bytes": _q(gigabytes * 10**9, "byte", f"[S] {what}"),
         "gpu.hbm_efficiency_percent": _q(100, "%", "[O] a roofline, as of the H100"),
+        "energy.gpu_idle_mw": _q(idle_watts * 1000, "mW", "[O] of a card of its size that waits; sweep it"),
     }
 
 
@@ -185,6 +186,9 @@ _ENERGY: Table = {
     "energy.link_bit_fj": _q(8_000, "fJ/bit", "[S] M2NDP energy table"),
     "energy.scratchpad_access_fj": _q(113_000, "fJ per 32 B", "[S] M2NDP energy table"),
     "energy.hbm_bit_fj": _q(3_970, "fJ/bit", "[S] HBM2, O'Connor et al., Fine-Grained DRAM, MICRO 2017"),
+    "energy.gpu_idle_mw": _q(70_000, "mW", "[O] an H100 SXM that waits, about; sweep it"),
+    "energy.host_idle_mw": _q(100_000, "mW", "[O] one socket and its memory, waiting"),
+    "energy.device_idle_mw": _q(25_000, "mW", "[O] a card with 512 GiB of DDR5 in standby"),
 }
 
 _SEED002: Table = {
@@ -229,12 +233,12 @@ _X8: Table = {  # PCIe 4.0 x8, which is what a 4060 Ti has
 _BESIDE: Table = {**_DDR5, **_ARRAYS, **_H100, **_HOST, **_ENERGY}
 
 PRESETS: Mapping[str, Table] = {
-    "rtx4060ti-8gb": {**_BESIDE, **_card(_X8, 441, 288, 8, "RTX 4060 Ti, Ada whitepaper")},
-    "rtx4060ti-16gb": {**_BESIDE, **_card(_X8, 441, 288, 16, "RTX 4060 Ti, Ada whitepaper")},
-    "rtx4090": {**_BESIDE, **_card(_GEN4, 1652, 1008, 24, "RTX 4090, Ada whitepaper")},
-    "rtx5090": {**_BESIDE, **_card(_GEN5, 2095, 1792, 32, "RTX 5090, Blackwell whitepaper")},
-    "l40s": {**_BESIDE, **_card(_GEN4, 3620, 864, 48, "L40S data sheet")},
-    "rtxpro6000": {**_BESIDE, **_card(_GEN5, 5038, 1792, 96, "RTX PRO 6000 Blackwell data sheet")},
+    "rtx4060ti-8gb": {**_BESIDE, **_card(_X8, 441, 288, 8, 10, "RTX 4060 Ti, Ada whitepaper")},
+    "rtx4060ti-16gb": {**_BESIDE, **_card(_X8, 441, 288, 16, 10, "RTX 4060 Ti, Ada whitepaper")},
+    "rtx4090": {**_BESIDE, **_card(_GEN4, 1652, 1008, 24, 25, "RTX 4090, Ada whitepaper")},
+    "rtx5090": {**_BESIDE, **_card(_GEN5, 2095, 1792, 32, 30, "RTX 5090, Blackwell whitepaper")},
+    "l40s": {**_BESIDE, **_card(_GEN4, 3620, 864, 48, 35, "L40S data sheet")},
+    "rtxpro6000": {**_BESIDE, **_card(_GEN5, 5038, 1792, 96, 30, "RTX PRO 6000 Blackwell data sheet")},
     "h100-ndp512": {**_DDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h100-ndp512-lpddr5": {**_LPDDR5, **_GEN4, **_ARRAYS, **_H100, **_HOST, **_ENERGY},
     "h200-gen5": {**_DDR5, **_GEN5, **_ARRAYS, **_H200, **_HOST, **_ENERGY},

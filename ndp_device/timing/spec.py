@@ -266,17 +266,20 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class EnergySpec:
-    """Energy per event, femtojoules. Indicative: the arrays themselves are not in it."""
+    """Energy per event, femtojoules, and power without events. Indicative: the arrays themselves are not in it."""
 
     dram_line32_fj: int  # one 32 B access
     activate_fj: int  # activate and precharge of one row
     link_bit_fj: int
     scratchpad_access_fj: int  # one 32 B access
     hbm_bit_fj: int  # of the GPU's memory
+    gpu_idle_mw: int  # milliwatts that flow whatever moves
+    host_idle_mw: int
+    device_idle_mw: int
 
     def __post_init__(self) -> None:
         _at_least("energy", self, 0, "dram_line32_fj", "activate_fj", "link_bit_fj", "scratchpad_access_fj")
-        _at_least("energy", self, 0, "hbm_bit_fj")
+        _at_least("energy", self, 0, "hbm_bit_fj", "gpu_idle_mw", "host_idle_mw", "device_idle_mw")
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -158,7 +158,7 @@ def frontier_of_shapes(
 
 def _joint(workload: Workload, settings: CompareSettings, limit: float, loss: LossTable | None) -> list[Summary]:
     """The joint plan's row at a limit; none where it does not fit."""
-    at = replace(settings, systems=("joint",), options={"max_loss": _PLANNED * limit})
+    at = replace(settings, systems=("joint",), policies=("prefill_shrunk",), options={"max_loss": _PLANNED * limit})
     try:
         replays = Replays(workload, at, loss)
         return [replays.replay(combination)[0].row for combination in replays.combinations]

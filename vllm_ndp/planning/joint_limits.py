@@ -1,7 +1,7 @@
-"""A joint problem as an objective under limits, and what prices of the limits prove about it.
+"""An objective under limits, whoever chooses: each expert for itself, or each layer among its plans.
 
-At given prices each expert chooses for itself, and the least sum of all it costs is a bound that no plan beats. The
-first limit is that of loss or of time, the others are bytes. Does not know how prices are found.
+At given prices of the limits everyone chooses alone. The first limit is that of loss or of time, the others are bytes.
+Does not know how prices are found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ndp.planning.joint_problem import JointProblem, at, total
+from vllm_ndp.planning.joint_problem import at, total
 
 SLACK = 1e-9
 """A limit holds if it is exceeded by no more than this share: sums in another order."""
@@ -25,19 +25,9 @@ class Limited:
     takes: tuple[NDArray[np.float64], ...]  # each [C, L, E] or [C, 1, 1]
     most: tuple[float, ...]
 
-    @classmethod
-    def of(
-        cls, problem: JointProblem, objective: NDArray[np.float64], limited: NDArray[np.float64], most: float
-    ) -> Limited:
-        return cls(objective, (limited, *problem.takes.values()), (most, *problem.budgets.values()))
-
     def freed(self) -> Limited:
         """As little as possible of what the first limit is about, within the others."""
         return Limited(self.takes[0], self.takes, (np.inf, *self.most[1:]))
-
-    def only(self, which: NDArray[np.int64]) -> Limited:
-        """With some of the choices."""
-        return Limited(self.objective[which], tuple(takes[which] for takes in self.takes), self.most)
 
     def layers(self, which: slice) -> Limited:
         """Some of the layers, with their share of every limit."""
@@ -52,11 +42,18 @@ class Limited:
         most = np.array(self.most)
         return np.where(used > most * (1 + SLACK), used - most, 0.0)
 
-    def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.int64], float]:
-        """(each expert's choice [L, E] at these prices [R] of the limits, the bound that they prove)."""
-        values = self._values(prices)
-        worth = sum(price * most for price, most in zip(prices.tolist(), self.most, strict=True) if price)
-        return values.argmin(axis=0), float(values.min(axis=0).sum()) - worth
+    def better(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of two plans the one that exceeds bytes less, then the first limit, then that reaches more; or the first."""
+
+        def demerits(plan: NDArray[np.int64]) -> tuple[float, float, float]:
+            over = self.over(plan) / np.maximum(self.most, 1e-300)
+            return float(over[1:].sum()), float(over[0]), total(self.objective, plan)
+
+        return other if demerits(other) < demerits(one) else one
+
+    def cheapest(self, prices: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Everyone's choice [L, E] at these prices [R] of the limits."""
+        return np.asarray(self._values(prices).argmin(axis=0))
 
     def changes(self, prices: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """[C, L, E], how much more each other choice costs at these prices."""

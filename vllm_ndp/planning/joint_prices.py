@@ -1,4 +1,4 @@
-"""The search for prices at which every limit of a joint problem just holds, and the best bound that they prove.
+"""The search for prices at which every limit of a joint problem just holds.
 
 Prices of bytes settle inside each price of the first limit; each is the root of a falling function. Does not know how
 the plans at these prices become one within every limit (joint_rounding.py).
@@ -30,8 +30,6 @@ class PriceSearch:
         self.prices = np.zeros(len(limited.most)) if prices is None else prices.copy()
         self.plans: list[NDArray[np.int64]] = []
         """The plan at each price of the first limit."""
-        self.bound = -np.inf
-        """The best of those that prices have proved."""
 
     def run(self, steps: int) -> None:
         """So many prices of the first limit, each nearer to where it just holds."""
@@ -53,7 +51,7 @@ class PriceSearch:
 
     def _settle_bytes(self) -> NDArray[np.int64]:
         """Prices of bytes at which every budget just holds, and the plan at them."""
-        chosen = self._cheapest()
+        chosen = self._limited.cheapest(self.prices)
         for r in range(1, len(self.prices)):
             over, known = self._over(r, chosen), bool(self.prices[r])
             if over <= 0 and not known:
@@ -65,15 +63,10 @@ class PriceSearch:
                 if known and root.is_found:
                     break
                 self.prices[r], known = root.price, True
-                chosen = self._cheapest()
+                chosen = self._limited.cheapest(self.prices)
                 root.learn(self._over(r, chosen))
             if root.nearest < 1e-6 * self._scales[r]:
                 self.prices[r] = 0.0
-        return chosen
-
-    def _cheapest(self) -> NDArray[np.int64]:
-        chosen, bound = self._limited.cheapest(self.prices)
-        self.bound = max(self.bound, bound)
         return chosen
 
     def _over(self, r: int, chosen: NDArray[np.int64]) -> float:

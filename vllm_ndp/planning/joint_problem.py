@@ -2,19 +2,22 @@
 
     choices [C] of each expert:  time and loss in one step,  bytes held in its tier,  bytes over the link to get there
 
-Knows numbers: prices of reads come from the caller. Does not know how a plan is found (joint.py), models or hardware.
+The sides of a layer run at once (joint_sides.py): the time of a plan is that of the slowest side of each layer, and of
+what moves. Knows numbers: prices of reads come from the caller. Does not know how a plan is found (joint.py), models or
+hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.planning.joint_sides import LayerTimes
 from vllm_ndp.planning.same_everywhere import weighted
 from vllm_ndp.planning.stats import frozen_array
 
@@ -50,22 +53,32 @@ class JointProblem:
     """What may be chosen, C choices for each expert, and what it costs."""
 
     choices: tuple[Choice, ...]
-    ps: NDArray[np.float64]  # [C, L, E], expected in one step
+    ps: NDArray[np.float64]  # [C, L, E], expected in one step on the side of the choice
     loss: NDArray[np.float64]  # [C, L, E], expected in one step
     budgets: Mapping[str, float]
     """Of RESOURCES; what is not named is not limited."""
     moved: NDArray[np.float64] | None = None
     """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
+    move_ps: float = 0.0
+    """What a byte that moves adds to each step."""
+    used: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
+    """The chance that a step uses an expert; None: every step uses all."""
+    openings: Mapping[str, float] = field(default_factory=dict)
+    """Tier -> picoseconds of a layer's message to it, in steps that use any expert there."""
 
     def __post_init__(self) -> None:
         if not self.choices:
             raise ConfigError("a joint plan needs at least one tier and width to choose: none is available")
-        for name in ("ps", "loss", *(["moved"] if self.moved is not None else [])):
+        if self.used is None:
+            object.__setattr__(self, "used", np.ones(self.ps.shape[1:]))
+        for name in ("ps", "loss", "used", *(["moved"] if self.moved is not None else [])):
             object.__setattr__(self, name, frozen_array(getattr(self, name), np.float64))
         shape = (len(self.choices), *self.ps.shape[1:])
         moved = self.ps if self.moved is None else self.moved
         if self.ps.ndim != 3 or 0 in shape or not self.ps.shape == self.loss.shape == moved.shape == shape:
             raise ValueError(f"times, losses and moves must be {list(shape)}, got {list(self.ps.shape)}")
+        if self.used.shape != shape[1:] or (self.used < 0).any() or (self.used > 1).any():
+            raise ValueError(f"chances of use must be {list(shape[1:])} within 0..1, got {list(self.used.shape)}")
         for what, values in (("price", self.ps), ("loss", self.loss)):
             bad = (~np.isfinite(values) | (values < 0)).any(axis=(1, 2))
             if bad.any():
@@ -93,20 +106,40 @@ class JointProblem:
         takes["link"] = np.zeros((len(self.choices), 1, 1)) if self.moved is None else self.moved
         return {name: takes[name] for name in self.budgets}
 
-    def layers(self, which: slice) -> JointProblem:
-        """Some of the layers, with their share of every budget."""
-        share = self.ps[0, which].size / self.ps[0].size
-        return replace(
-            self,
-            ps=self.ps[:, which],
-            loss=self.loss[:, which],
-            budgets={name: budget * share for name, budget in self.budgets.items()},
-            moved=None if self.moved is None else self.moved[:, which],
-        )
+    def only(self, which: NDArray[np.int64]) -> JointProblem:
+        """With some of the choices."""
+        moved = None if self.moved is None else self.moved[which]
+        choices = tuple(self.choices[choice] for choice in which)
+        return replace(self, choices=choices, ps=self.ps[which], loss=self.loss[which], moved=moved)
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        return LayerTimes([c.tier for c in self.choices], self.ps, self.used, self.openings)
+
+    @cached_property
+    def moving(self) -> NDArray[np.float64]:
+        """[C, L, E], picoseconds that moving to a choice adds to each step."""
+        return np.zeros(self.ps.shape) if self.moved is None else self.moved * self.move_ps
+
+    @cached_property
+    def turns(self) -> NDArray[np.float64]:
+        """[C, L, E], picoseconds that a step would take if sides took turns: messages are shared by half of those
+        who use them."""
+        reads = np.maximum(self.used.sum(axis=1, keepdims=True) / 2, 1.0)
+        opening = np.array([self.openings.get(choice.tier, 0.0) for choice in self.choices])[:, None, None]
+        return np.asarray(self.ps + self.moving + opening * (self.used / reads))
+
+    def layers_ps(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[L], in one step."""
+        return np.asarray(self.times.of(chosen) + at(self.moving, chosen).sum(axis=1))
 
     def time_ps(self, chosen: NDArray[np.int64]) -> float:
         """Of all layers, in one step."""
-        return total(self.ps, chosen)
+        return float(self.layers_ps(chosen).sum())
+
+    def turns_ps(self, chosen: NDArray[np.int64]) -> float:
+        """Of all layers, if sides took turns."""
+        return total(self.turns, chosen)
 
     def lost(self, chosen: NDArray[np.int64]) -> float:
         return total(self.loss, chosen)
@@ -122,20 +155,12 @@ class JointProblem:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """One plan, what it takes, and the bound of what was asked to be least."""
+    """One plan and what it takes."""
 
     problem: JointProblem
     chosen: NDArray[np.int64]  # [L, E], index into the problem's choices
     time_ps: float
     loss: float
-    bound: float
-    """No plan within the limits has less time (or less loss, where that was asked for)."""
-    reached: float
-
-    @property
-    def gap(self) -> float:
-        """The share of what was reached by which the best plan may be better."""
-        return max(1 - self.bound / self.reached, 0.0) if self.reached > 0 else 0.0
 
     @property
     def bits(self) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from vllm_ndp.planning.same_everywhere import smallest
 
 _FULL = 1e-3
 """The share of a limit that may be left over."""
-_REPAIRS, _EXCHANGED = 12, 600
+_REPAIRS, _EXCHANGED = 12, 200
 
 
 def mixed(limited: Limited, plans: list[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -154,6 +154,11 @@ class Costs:
         inward, outward = hop_in(self.hardware.link, num_bytes), hop_out(self.hardware.link, num_bytes)
         return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
 
+    @property
+    def openings(self) -> dict[str, float]:
+        """What leaving the GPU with one row costs, by who is at the other end, picoseconds."""
+        return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
+
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
         """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
 

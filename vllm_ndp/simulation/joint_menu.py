@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
-from vllm_ndp.planning.joint_problem import Choice
+from vllm_ndp.planning.joint_problem import Choice, JointProblem
 from vllm_ndp.planning.same_everywhere import powers
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
@@ -107,30 +107,48 @@ class Menu:
     def bits(self) -> NDArray[np.uint8]:
         return np.array([choice.bits for choice in self.choices], np.uint8)
 
-    def expected_ps(self, chance: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
-        """[C, L, E], in a step of so many rows that each choose an expert with that chance [L, E].
-
-        An expert away from the GPU opens the message of its layer unless others have."""
-        shares = np.linspace(0.0, 1.0, _SHARES)
-        ways = np.array([math.comb(rows, n) for n in range(rows + 1)], np.float64)
-        likely = ways * powers(shares, rows) * powers(1 - shares, rows)[:, ::-1]
-        used = 1 - powers(1 - chance, rows)[..., rows]
-        reads = np.maximum(used.sum(axis=1, keepdims=True) / 2, 1.0)  # of them away, about
-        costs, cpu = self.costs, HostCpu.of(self.costs)
-        opening = {
-            "gpu": 0.0,
-            "host": float(cpu.hops_ps(costs, 1)[1]),
-            "device": float(costs.link_ps(1, 1)) + costs.device_fill_ps,
-        }
+    @cached_property
+    def openings(self) -> dict[str, float]:
+        """Of a layer's message to a tier, picoseconds."""
         if self.prices is not None:  # the CPU's own experts need no message
-            opening |= {"host": 0.0, "device": self.prices.message_ps(1, 1)}
-        return np.stack(
-            [
-                np.interp(chance, shares, (likely * table[: rows + 1]).sum(axis=1))
-                / (self.num_devices if choice.tier == "device" else 1)
-                + used * opening[choice.tier] / reads
-                for choice, table in zip(self.choices, self.ps, strict=True)
-            ]
+            return {"device": self.prices.message_ps(1, 1)}
+        return self.costs.openings
+
+    @cached_property
+    def _expected(self) -> NDArray[np.float64]:
+        """[rows, C, shares], an expert's time in a step of so many rows that each choose it with that chance."""
+        shares = np.linspace(0.0, 1.0, _SHARES)
+        expected = np.zeros((self.max_rows + 1, len(self.choices), _SHARES))
+        for rows in range(1, self.max_rows + 1):
+            ways = np.array([math.comb(rows, n) for n in range(rows + 1)], np.float64)
+            likely = ways * powers(shares, rows) * powers(1 - shares, rows)[:, ::-1]
+            expected[rows] = (likely * self.ps[:, None, : rows + 1]).sum(axis=2)
+        of_device = [choice.tier == "device" for choice in self.choices]
+        expected[:, of_device] /= self.num_devices
+        return expected
+
+    def problem(
+        self,
+        importance: NDArray[np.float64],
+        rows: int,
+        relative: NDArray[np.float64],
+        budgets: Mapping[str, float],
+        moved: NDArray[np.float64],
+        move_ps: float,
+    ) -> JointProblem:
+        """For a step of so many rows that choose experts with this mean importance [L, E]. relative [L, E, 17]: losses
+        by width. moved [C, L, E]: bytes over the link; move_ps: what each adds to a step."""
+        chance = np.minimum(self.costs.shape.top_k * importance, 1.0)
+        shares = np.linspace(0.0, 1.0, _SHARES)
+        return JointProblem(
+            self.choices,
+            np.stack([np.interp(chance, shares, each) for each in self._expected[rows]]),
+            np.moveaxis(importance[:, :, None] * relative[:, :, self.bits], 2, 0) / len(importance),
+            budgets,
+            moved,
+            move_ps,
+            1 - powers(1 - chance, rows)[..., rows],
+            self.openings,
         )
 
 

@@ -19,7 +19,6 @@ from ndp_device.timing.units import PS_PER_S
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.joint import least_time
-from vllm_ndp.planning.joint_problem import JointProblem
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
 from vllm_ndp.simulation.costs import Costs
@@ -63,15 +62,8 @@ class JointRule:
         moved = np.zeros((len(menu.choices), *self.shape))
         if before is not None:
             moved = np.moveaxis(menu.moved_bytes[before], 2, 0)
-        shape = self._costs.shape
-        ps = menu.expected_ps(np.minimum(shape.top_k * importance, 1.0), rows)
-        problem = JointProblem(
-            menu.choices,
-            ps + moved * (PS_PER_S / self._bytes_per_s / STEPS_TO_COME),
-            np.moveaxis(importance[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / self.shape[0],
-            self._budgets,
-            moved,
-        )
+        move_ps = PS_PER_S / self._bytes_per_s / STEPS_TO_COME
+        problem = menu.problem(importance, rows, self._relative, self._budgets, moved, move_ps)
         on_device, on_gpu = menu.index("device"), menu.index("gpu")
         cold = on_device[np.minimum(bits.bits, WIDTHS[-1])]  # a policy may want 16, which is no choice here
         papers = np.where(placement.hot, on_gpu[FULL_PRECISION_BITS], cold)

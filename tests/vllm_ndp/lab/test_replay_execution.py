@@ -238,7 +238,9 @@ def test_a_token_of_a_model_that_is_all_hot_costs_the_bits_it_reads():
     weights = 64 * shape.weights_per_expert + shape.beside_weights + shape.head_weights
     cached = 131_072 * batches.kv_tokens.mean()
     assert (row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj) == (0, 0, 0)
-    assert row.energy_gpu_mj == row.energy_mj == pytest.approx((2 * weights + cached) * 8 * 3.97e-9)
+    assert row.energy_gpu_mj == pytest.approx((2 * weights + cached) * 8 * 3.97e-9)
+    assert row.energy_idle_mj == pytest.approx((70_000 + 100_000) / row.decode_tokens_per_s)  # no device computes
+    assert row.energy_mj == row.energy_gpu_mj + row.energy_idle_mj
 
 
 def test_requests_of_different_lengths_decode_until_the_longest_is_done():

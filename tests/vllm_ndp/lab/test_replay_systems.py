@@ -115,7 +115,8 @@ def test_a_width_that_does_not_fit_is_said_beside_the_others_and_alone_refused()
 def test_every_system_has_a_loss_and_an_energy_of_every_part(system):
     row = summarise(run(system, batch=2), Batches.of(TRACE, 2), COSTS)
     assert 0 <= row.loss < 1
-    parts = row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj, row.energy_gpu_mj
+    moved = row.energy_link_mj, row.energy_dram_mj, row.energy_arrays_mj, row.energy_gpu_mj
+    parts = sum(moved), row.energy_idle_mj
     assert min(parts) >= 0
     assert sum(parts) == row.energy_mj > 0
 

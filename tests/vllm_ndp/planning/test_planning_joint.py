@@ -1,8 +1,11 @@
-"""Joint plans: against every plan there is on small cases, against their bound on large ones; what they refuse."""
+"""Joint plans: against every plan there is on small cases, monotone on all, within limits; what they refuse."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,17 +38,57 @@ MENU = tuple(
 
 
 def problem(
-    seed: int, layers: int, experts: int, gpu: float, menu: tuple[Choice, ...] = MENU, **budgets: float
+    seed: int,
+    layers: int,
+    experts: int,
+    gpu: float,
+    menu: tuple[Choice, ...] = MENU,
+    faster: float = 1.0,
+    **budgets: float,
 ) -> JointProblem:
-    """Skewed use; loss falls by 4.4 a bit, with an expert's own factor; half of what the GPU may hold is there."""
+    """Skewed use; loss falls by 4.4 a bit, with an expert's own factor; half of what the GPU may hold is there.
+    faster: of the link, for messages and for what moves."""
     generator = np.random.default_rng(seed)
     share = generator.dirichlet(np.full(experts, 0.5), size=layers)
     own = generator.lognormal(0.0, 0.3, size=share.shape)
-    ps = np.array([np.minimum(2 * share, 1.0) * c.held_bytes / RATES[c.tier] for c in menu])
+    used = np.minimum(2 * share, 1.0)
+    ps = np.array([used * c.held_bytes / RATES[c.tier] for c in menu])
     loss = np.array([share * own * (0.0 if c.bits == 16 else 4.4 ** (1 - c.bits)) for c in menu])
     moved = np.array([generator.integers(0, 2, share.shape) * (c.held_bytes if c.tier == "gpu" else 0) for c in menu])
     room = {"gpu": gpu * FULL * share.size, **{name: part * FULL * share.size for name, part in budgets.items()}}
-    return JointProblem(menu, ps, loss, room, moved)
+    openings = {"host": 40.0 / faster, "device": 25.0 / faster}
+    return JointProblem(menu, ps, loss, room, moved, 1e-4 / faster, used, openings)
+
+
+def with_tiers(whole: JointProblem, *tiers: str) -> JointProblem:
+    return whole.only(np.flatnonzero([choice.tier in tiers for choice in whole.choices]))
+
+
+def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
+    """One expert after the other, in plain Python: the formulas of joint_sides.py."""
+    picks = max(sum(u * (1 - u) for u in given.used[layer]), 1e-9)
+    sides = {}
+    for tier in ("device", "host", "gpu"):
+        here = [(c, e) for e, c in enumerate(plan) if given.choices[c].tier == tier]
+        reads = [(given.ps[c, layer, e], max(1 - given.used[layer, e], 1e-9), given.used[layer, e]) for c, e in here]
+        unused = np.prod([idle for _, idle, _ in reads])
+        opening = given.openings.get(tier, 0.0)
+        sides[tier] = (
+            sum(ps for ps, _, _ in reads) + opening * (1 - unused),
+            sum(ps * ps * idle / max(u, 1e-9) for ps, idle, u in reads) + opening**2 * (1 - unused) * unused,
+            sum(ps * idle for ps, idle, _ in reads),
+        )
+    present = [tier for tier in sides if any(choice.tier == tier for choice in given.choices)]
+    mean, spread, lean = sides[present[0]]
+    for tier in present[1:]:
+        a, b = mean, sides[tier][0]
+        variance = max(spread + sides[tier][1] - (lean - sides[tier][2]) ** 2 / picks, 0.0)
+        width = min(math.sqrt((a - b) ** 2 + variance), a + b)
+        weight = (1 + (a - b) / max(width, 1e-9)) / 2
+        mean = (a + b + width) / 2
+        spread = weight**2 * spread + (1 - weight) ** 2 * sides[tier][1]
+        lean = weight * lean + (1 - weight) * sides[tier][2]
+    return mean
 
 
 def best_of_all(given: JointProblem, most: float, least: str) -> float:
@@ -59,8 +102,10 @@ def best_of_all(given: JointProblem, most: float, least: str) -> float:
         for c, (layer, expert) in zip(plan, cells, strict=True):
             used[given.choices[c].tier] += given.choices[c].held_bytes
             used["link"] += given.moved[c, layer, expert]
-            time += given.ps[c, layer, expert]
             loss += given.loss[c, layer, expert]
+            time += given.moved[c, layer, expert] * given.move_ps
+        experts = given.shape[2]
+        time += sum(layer_ps(given, list(plan[at * experts : (at + 1) * experts]), at) for at in range(layers))
         value, limited = (time, loss) if least == "time" else (loss, time)
         if limited <= most * (1 + 1e-9) and all(used[n] <= b * (1 + 1e-9) for n, b in given.budgets.items()):
             best = min(best, value)
@@ -87,47 +132,101 @@ def test_a_small_plan_is_the_best_of_all_there_are(seed, gpu, link, most, least)
             find(given, limit)
     else:
         plan = find(given, limit)
-        assert plan.reached == pytest.approx(best, rel=1e-9)
-        assert plan.gap == 0
+        assert (plan.time_ps if least == "time" else plan.loss) == pytest.approx(best, rel=1e-9)
+
+
+def searched(find, given: JointProblem, limit: float) -> JointPlan | None:
+    """By the method for large problems, on cases so small that one expert is a quarter of everything."""
+    tried, joint.MOST_TRIED = joint.MOST_TRIED, 1
+    try:
+        return find(given, limit)
+    except ConfigError:
+        return None
+    finally:
+        joint.MOST_TRIED = tried
 
 
 @settings(max_examples=40)
-@given(
-    seed=st.integers(0, 999),
-    gpu=st.sampled_from([0.1, 0.3, 0.6]),
-    most=st.floats(0.02, 0.5),
-    least=st.sampled_from(["time", "loss"]),
-)
-def test_the_best_of_all_plans_lies_between_a_priced_plan_and_its_bound(seed, gpu, most, least):
-    """The method for large problems, on cases so small that one expert is a quarter of everything."""
+@given(seed=st.integers(0, 999), gpu=st.sampled_from([0.1, 0.3, 0.6]), most=st.floats(0.02, 0.5))
+def test_no_plan_of_the_search_is_better_than_the_best_of_all(seed, gpu, most):
     given = problem(seed, 2, 2, gpu, SMALL)
-    find, limit = (least_time, most) if least == "time" else (least_loss, most * 4 * FULL / 5)
-    best = best_of_all(given, limit, least)
-    tried, joint.MOST_TRIED = joint.MOST_TRIED, 1
-    try:
-        plan = find(given, limit)
-    except ConfigError:
-        plan = None
-    finally:
-        joint.MOST_TRIED = tried
+    plan = searched(least_time, given, most)
     if plan is not None:
-        assert plan.bound <= best * (1 + 1e-9)
-        assert best <= plan.reached * (1 + 1e-9)
+        assert plan.time_ps >= best_of_all(given, most, "time") * (1 - 1e-9)
+
+
+def test_the_search_is_on_average_within_six_percent_of_the_best_of_all_plans_of_one_layer():
+    ratios = []
+    for seed in range(24):
+        given = problem(seed, 1, 6, (0.1, 0.3, 0.6)[seed % 3], SMALL)
+        plan = searched(least_time, given, 0.15)
+        best = least_time(given, 0.15)
+        assert plan is not None
+        ratios.append(plan.time_ps / best.time_ps)
+    assert min(ratios) >= 1 - 1e-9
+    assert np.mean(ratios) < 1.06
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(94, 128), (61, 256), (32, 8)])
 @pytest.mark.parametrize("gpu", [0.05, 0.2, 0.5])
-def test_a_large_plan_keeps_every_limit_and_is_within_a_few_percent_of_its_bound(layers, experts, gpu):
+def test_a_large_plan_keeps_every_limit_and_is_faster_than_one_for_sides_that_take_turns(layers, experts, gpu):
     given = problem(0, layers, experts, gpu, link=0.1)
     plan = least_time(given, 0.02 * layers)
     assert given.lost(plan.chosen) <= 0.02 * layers * (1 + 1e-9)
     uses = given.uses(plan.chosen)
     assert all(uses[name] <= budget * (1 + 1e-9) for name, budget in given.budgets.items())
-    assert plan.gap < 0.005
+    assert plan.time_ps < given.turns_ps(plan.chosen)
     other = least_loss(given, plan.time_ps)
     assert other.time_ps <= plan.time_ps * (1 + 1e-9)
-    assert other.loss <= plan.loss * 1.02
-    assert other.gap < 0.03
+    assert other.loss <= plan.loss * 1.05
+
+
+def times_of(make: Callable[[Any], JointProblem], cases: Iterable[Any]) -> list[float]:
+    """Of plans within a loss of 0.1 a layer, infinite where none fits."""
+    times = []
+    for case in cases:
+        given = make(case)
+        try:
+            times.append(least_time(given, 0.1 * given.shape[1]).time_ps)
+        except ConfigError:
+            times.append(np.inf)
+    return times
+
+
+def falls(times: list[float], slack: float) -> bool:
+    return all(after <= before * (1 + slack) for before, after in itertools.pairwise(times))
+
+
+TINY = tuple(c for c in MENU if c.bits in (16, 4))
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 999), size=st.sampled_from([(1, 5), (2, 2), (4, 8), (8, 32)]), gpu=st.floats(0.05, 0.6))
+def test_another_tier_never_makes_a_plan_slower(seed, size, gpu):
+    """Not by the last bit: plans without the tier are among those that are chosen from."""
+    whole = problem(seed, size[0], size[1], gpu, TINY if size[0] < 4 else MENU)
+    for tiers in (("gpu", "device"), ("gpu", "host")):
+        fewer, more = times_of(lambda which: with_tiers(whole, *which), (tiers, ("gpu", "host", "device")))
+        assert more <= fewer * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 999),
+    size=st.sampled_from([(1, 5), (2, 2)]),
+    sizes=st.lists(st.floats(0.02, 1.0), min_size=2, max_size=3),
+    links=st.lists(st.floats(0.25, 4.0), min_size=2, max_size=3),
+)
+def test_more_memory_or_a_faster_link_never_makes_a_small_plan_slower(seed, size, sizes, links):
+    assert falls(times_of(lambda gpu: problem(seed, size[0], size[1], gpu, TINY), sorted(sizes)), 1e-9)
+    assert falls(times_of(lambda link: problem(seed, size[0], size[1], 0.3, TINY, link), sorted(links)), 1e-9)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 999), size=st.sampled_from([(32, 8), (8, 64)]), gpu=st.floats(0.05, 0.5))
+def test_twice_the_memory_or_the_link_makes_a_large_plan_slower_by_the_searchs_gap_at_most(seed, size, gpu):
+    assert falls(times_of(lambda gpu: problem(seed, size[0], size[1], gpu), (gpu, 2 * gpu)), 0.01)
+    assert falls(times_of(lambda link: problem(seed, size[0], size[1], gpu, faster=link), (1.0, 2.0)), 0.01)
 
 
 def test_more_of_anything_never_makes_a_plan_slower():
@@ -147,9 +246,8 @@ def test_the_papers_plan_quantization_alone_and_all_cold_are_points_of_the_space
         ("cold", lambda c: c.tier == "device"),
     ):
         which = [i for i, c in enumerate(MENU) if keep(c)]
-        part = JointProblem(tuple(MENU[i] for i in which), given.ps[which], given.loss[which], given.budgets)
-        whole[name] = least_time(part, 0.05 * 8)
-    everything = least_time(JointProblem(MENU, given.ps, given.loss, given.budgets), 0.05 * 8)
+        whole[name] = least_time(given.only(np.array(which)), 0.05 * 8)
+    everything = least_time(given, 0.05 * 8)
     assert all(everything.time_ps <= plan.time_ps * 1.001 for plan in whole.values())
     assert is_on(whole["quantized"], "gpu").all()
     assert is_on(whole["cold"], "device").all()

@@ -20,7 +20,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.beside_decode import copies_beside_decode
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.joint_menu import Menu
+from vllm_ndp.simulation.joint_menu import Menu, relative_losses
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 
@@ -57,6 +57,9 @@ def decisions() -> dict[str, str]:
     work = np.array([1.0, 1.5, 3.0])[:, None, None] * load
     lost = np.array([0.0, 0.01, 0.07])[:, None, None] * loss.mse[:, :, 0] * load
     problem = JointProblem(choices, work, lost, {"gpu": 5000.0 * LAYERS * EXPERTS})
+    nothing_moves = np.zeros((len(menu.choices), LAYERS, EXPERTS))
+    room = {"gpu": 0.2 * costs.shape.expert_bytes * LAYERS * EXPERTS}
+    whole = menu.problem(scores[0].values, 8, relative_losses(loss), room, nothing_moves, 0.0)
     watch = DriftWatch(DriftRules(), hot.hot, ImportanceScore.from_weights(load))
     noticed = [watch.see(ids[step % 6][step : step + 3]) for step in range(36)]
     balancer = Balancer(costs, 2)
@@ -75,7 +78,8 @@ def decisions() -> dict[str, str]:
         "one device more": digest(add_device(copies, load, 3, [LAYERS * EXPERTS] * 4)[0].held),
         "drift": digest(noticed, watch.noticed),
         "beside decode": digest([copies_beside_decode(costs, Budget(4, 3.0))(rows) for rows in range(1, 65)]),
-        "menu": digest(menu.expected_ps(np.minimum(TOP * scores[0].values, 1.0), 8)),
+        "menu": digest(whole.ps, whole.used),
+        "sides at once": digest(least_time(whole, 0.02).chosen),
         "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),
         "least loss": digest(least_loss(problem, problem.time_ps(np.full((LAYERS, EXPERTS), 1))).chosen),
         "offloaded": digest([sorted(balancer.offloaded(each)) for each in loads]),

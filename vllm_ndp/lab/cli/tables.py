@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import WIDTHS
 from vllm_ndp.cli.terminal import print_table
 from vllm_ndp.lab.analysis import Analysis, Sensitivity
@@ -14,6 +15,7 @@ from vllm_ndp.lab.reproduce import Reproduction
 from vllm_ndp.lab.serving.latency import CAUSES, Percentile
 from vllm_ndp.lab.sweep.run import SweepResult
 from vllm_ndp.lab.systems import SYSTEMS
+from vllm_ndp.simulation.costs import Costs, model_named
 
 EXPENDABLE = (
     "MoE ms/layer",
@@ -46,6 +48,9 @@ def print_comparison(result: Comparison, settings: CompareSettings) -> None:
                 f"{row.system} {row.policy}, {100 * beside.mean:+.1f} % of time ({100 * beside.low:+.1f} to "
                 f"{100 * beside.high:+.1f})"
             )
+    costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+    for side, ps in costs.openings.items():
+        print(f"  one row to the {side} and back takes {ps / 1e6:.2f} us before any expert is read")
     for name in settings.systems:
         for assumption in SYSTEMS[name].assumptions:
             print(f"  {name}: {assumption}")

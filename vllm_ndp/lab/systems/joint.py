@@ -29,12 +29,12 @@ from vllm_ndp.lab.vectorised.loads import add_up
 from vllm_ndp.lab.vectorised.outcome import Outcome, Traffic, layer_factor
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.joint import least_loss, least_time
-from vllm_ndp.planning.joint_problem import JointPlan, JointProblem
+from vllm_ndp.planning.joint_problem import JointPlan
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
-from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, TIER_SETS, Menu, relative_losses
+from vllm_ndp.simulation.joint_menu import TIER_SETS, Menu, relative_losses
 from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
 
 GPU_BITS = (16, 8, 4, 3, 2)
@@ -63,9 +63,9 @@ class JointPlans:
     """Plans for the groups of one replay, one after the other: each starts from what the one before has left."""
 
     def __init__(self, batches: Batches, costs: Costs, options: ReplayOptions) -> None:
-        _, b, _, layers, k = batches.shape
+        _, b, _, layers, _ = batches.shape
         self.menu = menu_of(costs, options, b)
-        self._costs, self._options, self._top_k, self._rows = costs, options, k, b
+        self._costs, self._options, self._rows = costs, options, b
         self._factor = layer_factor(batches, costs)
         places = costs.shape.num_layers * min(options.budget.num_hot, costs.shape.num_experts)
         gpu_bytes = places * costs.shape.expert_bytes
@@ -75,7 +75,7 @@ class JointPlans:
         most = options.number("move_gb", np.inf, 0.0, np.inf)
         if np.isfinite(most):
             self._budgets["link"] = most * 1e9 / self._factor
-        self._steps = options.number("steps", STEPS_TO_COME, 1, 1e9)
+        self._steps = options.number("steps", float((batches.rows > 0).sum() / len(batches.rows)), 1, 1e9)
         self._relative = relative_losses(options.loss)
         self._least = options.word("least", "time", ("time", "loss"))
         # Before anything is known every expert is alike.
@@ -93,24 +93,18 @@ class JointPlans:
     ) -> JointPlan:
         options, menu = self._options, self.menu
         values = np.mean([score.values for score in scores], axis=0)
-        chance = np.minimum(self._top_k * values, 1.0)
-        loss = np.moveaxis(values[:, :, None] * self._relative[:, :, menu.bits], 2, 0) / len(values)
-        moved = np.zeros(loss.shape)
+        shape = len(menu.choices), *values.shape
+        moved = np.zeros(shape)
         if current is not None and options.migration != "free":
             moved = np.moveaxis(menu.moved_bytes[current], 2, 0).copy()
             if options.migration == "once":
-                moved = np.broadcast_to(menu.moved_bytes.max(axis=0)[:, None, None], loss.shape).copy()
+                moved = np.broadcast_to(menu.moved_bytes.max(axis=0)[:, None, None], shape).copy()
             if options.migration in ("kept", "budgeted"):
                 wide = menu.where("gpu") & (menu.bits >= 8)
                 moved[wide] = np.where(streamed, 0.0, moved[wide])
         link = self._costs.hardware.link.bulk_bytes_per_s
-        problem = JointProblem(
-            menu.choices,
-            menu.expected_ps(chance, self._rows) + moved * (PS_PER_S / link / self._steps),
-            loss,
-            self._budgets if current is not None else {"gpu": self._budgets["gpu"]},
-            moved,
-        )
+        budgets = self._budgets if current is not None else {"gpu": self._budgets["gpu"]}
+        problem = menu.problem(values, self._rows, self._relative, budgets, moved, PS_PER_S / link / self._steps)
         if "max_loss" in options.own:
             return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0))
         if "device" not in menu.tiers:
@@ -147,7 +141,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     on_gpu, on_host, on_device = (menu.where(tier) for tier in ("gpu", "host", "device"))
     chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)
     moved = np.zeros(g)
-    gaps = []
     for group in range(g):
         before[group] = planner.current
         known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
@@ -155,7 +148,6 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         prompts = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0)
         plan, moved[group] = planner.plan(scores, prompts & ~on_gpu[planner.current])
         chosen[group] = plan.chosen
-        gaps.append(plan.gap)
     loads = batches.loads
     groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
     slots = chosen[groups, which, loads.experts]  # [G, D, L, S]
@@ -189,7 +181,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold_pairs=int(narrow.sum()),
         loss=gate_loss(batches, widths, options),
         traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
-        notes={"gap": float(max(gaps)), "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist()},
+        notes={"chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist()},
     )
 
 
@@ -225,7 +217,7 @@ JOINT = System(
         "one plan per group; the fastest that is expected to lose no more than the paper's at the same memory and bits",
         "8-bit experts are rounded from 16 on arrival; their loss is extrapolated from 4 bits at 4.4x per bit",
         "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
-        f"moving is weighed against {STEPS_TO_COME} steps to come",
+        "moving is weighed against as many steps to come as the trace's groups have on average",
     ),
     True,
     replay,

@@ -98,10 +98,13 @@ class Summary:
     energy_arrays_mj: float = float("nan")
     energy_gpu_mj: float = float("nan")
     """Millijoules per decode token of what moved, by part (ndp_device/timing/energy.py); migration is in it."""
+    energy_idle_mj: float = float("nan")
+    """What GPU, host and, where it computes, the device draw meanwhile whatever moves."""
 
     @property
     def energy_mj(self) -> float:
-        return self.energy_link_mj + self.energy_dram_mj + self.energy_arrays_mj + self.energy_gpu_mj
+        moved = self.energy_link_mj + self.energy_dram_mj + self.energy_arrays_mj + self.energy_gpu_mj
+        return moved + self.energy_idle_mj
 
     def cells(self) -> dict[str, str]:
         """Heading -> text, for tables that people read; what does not apply is a dash."""
@@ -228,12 +231,14 @@ def _with_energy(row: Summary, outcome: Outcome, traffic: Traffic, batches: Batc
     host_bytes = factor * traffic.host_bytes + copied
     hbm_bytes = factor * traffic.hbm_bytes + copied + _beside_experts_bytes(batches, costs)
     per_token = 1 / (1e12 * float(batches.valid.sum()))  # femtojoules of all decode to millijoules of a token
+    idle_mw = energy.gpu_idle_mw + energy.host_idle_mw + energy.device_idle_mw * bool(outcome.device_ps.any())
     return replace(
         row,
         energy_link_mj=8 * wire * energy.link_bit_fj * per_token,
         energy_dram_mj=(host_bytes * dram_fj_per_byte + 1e3 * factor * traffic.device_dram_pj) * per_token,
         energy_arrays_mj=1e3 * factor * traffic.device_arrays_pj * per_token,
         energy_gpu_mj=8 * hbm_bytes * energy.hbm_bit_fj * per_token,
+        energy_idle_mj=idle_mw / row.decode_tokens_per_s,
     )
 
 
