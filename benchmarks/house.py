@@ -22,8 +22,20 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (".py", ".cpp", ".h", ".js")
 MOST_PARAMETERS = 7
 LAYER = (
-    *("integration/moe_layer.py", "integration/pairs.py", "integration/few_rows.py", "integration/warm_experts.py"),
-    *("integration/device.py", "integration/device_link.py", "integration/step.py", "simulation/balance.py"),
+    *(
+        "integration/moe_layer.py",
+        "integration/device.py",
+        "integration/pairs.py",
+        "integration/few_rows.py",
+        "integration/warm_experts.py",
+    ),
+    *(
+        "integration/leaders_device.py",
+        "integration/device.py",
+        "integration/device_link.py",
+        "integration/step.py",
+        "simulation/balance.py",
+    ),
     *("integration/csrc/decode_layers.cpp", "integration/cuda/layer.py", "integration/cuda/routing.py"),
     *(
         "integration/cuda/packet.py",

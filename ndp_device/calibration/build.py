@@ -182,9 +182,7 @@ def build_calibrated(
     )
     if show_progress:
         peak = memory.peak_memory(
-            shape,
-            checkpoint.layout,
-            checkpoint.tensors,
+            checkpoint,
             num_tokens=num_sequences * sequence_length,
             group_size=group_size,
             num_widths=len(bits),

@@ -9,14 +9,12 @@ same time; tests/ndp_device/calibration/test_calibration_streamed.py holds a rea
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ndp_device.calibration import calibrated, gptq
 from ndp_device.calibration.loss_table import ROWS_BYTES
-from ndp_device.checkpoint.headers import TensorInfo
-from ndp_device.checkpoint.names import ExpertLayout
 from ndp_device.model_shape import ModelShape
+from ndp_device.replicas.checkpoint import CheckpointExperts
 
 _PROGRAMS = 700 << 20
 """torch, transformers, numpy and their libraries: measured 0.45 GB after the imports, and room for BLAS's buffers."""
@@ -44,9 +42,7 @@ class PeakMemory:
 
 
 def peak_memory(
-    shape: ModelShape,
-    layout: ExpertLayout,
-    tensors: Mapping[str, TensorInfo],
+    checkpoint: CheckpointExperts,
     *,
     num_tokens: int,
     group_size: int,
@@ -55,6 +51,7 @@ def peak_memory(
     num_planes: int,
 ) -> PeakMemory:
     """`num_tracks` widths are solved together; a layer's file holds `num_planes` bit planes of each weight."""
+    shape, layout, tensors = checkpoint.shape, checkpoint.layout, checkpoint.tensors
     hidden, inner = shape.hidden_size, shape.intermediate_size
     of_experts = {source.name for layer in layout.layers for source in layer.weights.values()}
     beside = sum(

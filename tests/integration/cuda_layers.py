@@ -27,6 +27,7 @@ from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -200,7 +201,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     if asynchronous:
         lane = LazyLane(gpu.waits.append)
         messenger = Messenger(
-            lane, gpu.pinned, GPU, top_k=top_k, hidden=HIDDEN, dtype=setup.dtype, start_thread=lambda: gpu.__enter__()
+            lane, gpu.pinned, GPU, RowForm(top_k, HIDDEN, setup.dtype), start_thread=lambda: gpu.__enter__()
         )
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)

@@ -14,6 +14,7 @@ from pretend_gpu import GPU, LazyLane, LazyMark, PretendGpu, peek
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
 from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.migration import Migrator
 
 
@@ -144,7 +145,7 @@ def test_a_thread_that_cannot_start_is_said_at_once_and_not_waited_for() -> None
         raise OSError("no such cores")
 
     with pytest.raises(OSError, match="no such cores"):
-        Messenger(HostLane(), pinned_for(cpu), cpu, top_k=2, hidden=8, dtype=torch.float32, start_thread=start)
+        Messenger(HostLane(), pinned_for(cpu), cpu, RowForm(2, 8, torch.float32), start_thread=start)
 
 
 def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:

@@ -36,6 +36,7 @@ from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
 from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
+from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceFacts, DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
@@ -449,9 +450,7 @@ class Assembly:
             make_lane(device),
             pinned_for(device),
             device,
-            top_k=shape.top_k,
-            hidden=shape.hidden_size,
-            dtype=weights.dtype,
+            RowForm(shape.top_k, shape.hidden_size, weights.dtype),
             start_thread=thread_of(device, compat.engine_cores()),
         )
 

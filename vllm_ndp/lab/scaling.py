@@ -27,7 +27,7 @@ from vllm_ndp.lab.exact.clients import together
 from vllm_ndp.lab.exact.engine import Asks, ReplayedCommand
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.devices import DeviceRules, Devices, of_part, slowest, work_of
+from vllm_ndp.simulation.devices import DeviceRules, Devices, HeldExperts, of_part, slowest, work_of
 from vllm_ndp.simulation.memory import CAPACITY_OF, Footprint, Memory, slots_bytes
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 
@@ -277,19 +277,10 @@ class _Host:
         gpu_ps = self._costs.shared_ps(self._batch) + self._costs.gpu.hot_experts_ps(pairs[pairs > 0].tolist())
         rows, columns = np.nonzero(~on_gpu)
         experts, widths = ids[rows, columns], np.full(len(rows), bits, np.uint8)
-        messages = []
+        messages, devices, costs = [], self._devices, self._costs
+        held = HeldExperts(devices.expert_bytes, costs.group_size, costs.shape.dtype_bytes, devices.num_parts)
         for device, own in self._devices.messages(layer, experts, widths, everywhere) if len(rows) else ():
-            work = work_of(
-                self._costs.shape,
-                layer,
-                rows[own],
-                experts[own].tolist(),
-                widths[own].tolist(),
-                expert_bytes=self._devices.expert_bytes,
-                group_size=self._costs.group_size,
-                activation_bytes=self._costs.shape.dtype_bytes,
-                num_parts=self._devices.num_parts,
-            )
+            work = work_of(self._costs.shape, held, layer, rows[own], experts[own].tolist(), widths[own].tolist())
             messages.append((device, work))
         return _LayerWork(gpu_ps, tuple(messages))
 

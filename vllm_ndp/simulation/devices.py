@@ -263,37 +263,40 @@ class DevicesBalancer:
         return experts_ps + (self.on_device.message_ps(min(pairs, rows), pairs) if pairs else 0.0)
 
 
+@dataclass(frozen=True)
+class HeldExperts:
+    """As a device holds them, and takes their rows."""
+
+    expert_bytes: Mapping[int, int]
+    """By width, of what the device has of an expert."""
+    group_size: int
+    activation_bytes: int
+    num_parts: int = 1
+    """Of an expert, one of which is what the device has."""
+
+
 def work_of(
     shape: WholeModel,
+    held: HeldExperts,
     layer: int,
     rows: NDArray[np.int64],
     experts: Sequence[int],
     bits: Sequence[int],
-    *,
-    expert_bytes: Mapping[int, int],
-    group_size: int,
-    activation_bytes: int,
-    num_parts: int = 1,
 ) -> Work:
-    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first.
-
-    num_parts: of an expert, one of which is what the device has; expert_bytes are of that.
-    """
+    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first."""
     tokens: dict[tuple[int, int], int] = {}
     for expert, width in zip(experts, bits, strict=True):
         tokens[expert, width] = tokens.get((expert, width), 0) + 1
     num_rows = len(np.unique(rows))
-    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, activation_bytes)
+    bytes_in, bytes_out = execute_bytes(num_rows, len(rows), shape.hidden_size, held.activation_bytes)
     return Work(
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size // num_parts,
-        group_size=group_size,
+        intermediate_size=shape.intermediate_size // held.num_parts,
+        group_size=held.group_size,
         tokens=num_rows,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
-        experts=tuple(
-            ExpertWork(layer, expert, width, count, expert_bytes[width]) for (expert, width), count in tokens.items()
-        ),
+        experts=tuple(ExpertWork(layer, *key, count, held.expert_bytes[key[1]]) for key, count in tokens.items()),
     )
 
 

@@ -19,7 +19,7 @@ from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Placement, Plan
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.devices import DeviceRules, Devices, slowest, work_of
+from vllm_ndp.simulation.devices import DeviceRules, Devices, HeldExperts, slowest, work_of
 
 SHAPE = model_named(str(MODEL))
 MIXTRAL = Costs(load_hardware("h100-ndp512"), model_named("mixtral-8x7b"))
@@ -199,17 +199,8 @@ def layer_ps(devices: Devices, experts: list[int]) -> int:
     pairs, bits = np.array(experts), np.full(len(experts), 3, np.uint8)
     timings = []
     for _, own in devices.messages(0, pairs, bits, devices.all_alive):
-        work = work_of(
-            MIXTRAL.shape,
-            0,
-            np.zeros(len(own), np.int64),
-            pairs[own].tolist(),
-            bits[own].tolist(),
-            expert_bytes=devices.expert_bytes,
-            group_size=128,
-            activation_bytes=2,
-            num_parts=devices.num_parts,
-        )
+        held = HeldExperts(devices.expert_bytes, 128, 2, devices.num_parts)
+        work = work_of(MIXTRAL.shape, held, 0, np.zeros(len(own), np.int64), pairs[own].tolist(), bits[own].tolist())
         timings.append(DeviceModel(MIXTRAL.hardware).execute(work, 0))
     return slowest(timings).total_ps
 

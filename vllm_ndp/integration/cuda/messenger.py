@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ndp.integration.cuda.lanes import Lane, Mark, Pinned
-from vllm_ndp.integration.cuda.packet import Fields, HostFields, lay_out, packet_bytes
+from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
 
 MOST_ROWS = 256
 """Of a step whose layers go this way; what has more rows computes for so long that waiting costs little."""
@@ -60,21 +60,19 @@ class Messenger:
         lane: Lane,
         pinned: Pinned,
         device: torch.device,
+        form: RowForm,
         *,
-        top_k: int,
-        hidden: int,
-        dtype: torch.dtype,
         most_rows: int = MOST_ROWS,
         start_thread: Callable[[], object] = object,
     ) -> None:
         """start_thread: called once in the thread, before anything else. Raises what it raises."""
         self.most_rows = most_rows
-        self._lane, self._shape = lane, (top_k, hidden, dtype)
-        size = packet_bytes(most_rows, *self._shape)
+        self._lane, self._form = lane, form
+        size = packet_bytes(most_rows, *form)
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host_memory = pinned(size, dtype=torch.uint8)
-        self._sums = torch.zeros(most_rows, hidden, dtype=torch.float32, device=device)
-        self._host_sums = pinned(most_rows, hidden, dtype=torch.float32)
+        self._sums = torch.zeros(most_rows, form.hidden, dtype=torch.float32, device=device)
+        self._host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
         self._by_rows: dict[int, Buffers] = {}
         self._asked: SimpleQueue[tuple[Buffers, Mark, Ask] | None] = SimpleQueue()  # at most one, by the turns
         self._taken: SimpleQueue[Taken | BaseException] = SimpleQueue()
@@ -93,8 +91,8 @@ class Messenger:
     def buffers(self, num_rows: int) -> Buffers:
         """The packet for so many rows; what is written into it leaves with `begin`."""
         if num_rows not in self._by_rows:
-            here = lay_out(self._memory, num_rows, *self._shape)
-            host = lay_out(self._host_memory, num_rows, *self._shape)
+            here = lay_out(self._memory, num_rows, *self._form)
+            host = lay_out(self._host_memory, num_rows, *self._form)
             self._by_rows[num_rows] = Buffers(here, host, HostFields(host))
         return self._by_rows[num_rows]
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 _ALIGNED = 16
+
+
+class RowForm(NamedTuple):
+    """Of each row of a packet."""
+
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

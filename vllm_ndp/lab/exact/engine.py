@@ -33,7 +33,7 @@ from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, slowest, work_of
+from vllm_ndp.simulation.devices import Alive, DeviceRules, Devices, DevicesBalancer, HeldExperts, slowest, work_of
 from vllm_ndp.simulation.gpu_timing import StepClock, StepTime
 from vllm_ndp.simulation.live_rules import on_hardware
 from vllm_ndp.simulation.prefill_split import PrefillSplit
@@ -113,6 +113,8 @@ class Engine:
                 splits_experts=setup.splits_experts,
             )
             self.devices = Devices(self.costs, device_rules, setup.expert_bytes, setup.spill_bits)
+        num_parts = 1 if self.devices is None else self.devices.num_parts
+        self._held = HeldExperts(setup.expert_bytes, setup.group_size, setup.activation_bytes, num_parts)
         self._alive: Alive = () if self.devices is None else self.devices.all_alive
         rules = on_hardware(rules, costs, setup.joint_tiers, prices, num_devices=setup.num_devices)
         self.planner = Replanner(rules, trace.provenance.num_layers, trace.provenance.num_experts)
@@ -336,17 +338,7 @@ class Engine:
         return slowest(timings) if is_served.all() else None
 
     def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
-        return work_of(
-            self.clock.model.shape,
-            layer,
-            rows,
-            experts.tolist(),
-            bits.tolist(),
-            expert_bytes=self.setup.expert_bytes,
-            group_size=self.setup.group_size,
-            activation_bytes=self.setup.activation_bytes,
-            num_parts=1 if self.devices is None else self.devices.num_parts,
-        )
+        return work_of(self.clock.model.shape, self._held, layer, rows, experts.tolist(), bits.tolist())
 
     def _bits_of(self, request: int) -> NDArray[np.uint8]:
         plan = self.requests[request].plan
