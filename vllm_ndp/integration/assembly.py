@@ -190,7 +190,7 @@ class Assembly:
         recorded = None
         if isinstance(device, DeviceLink):
             probe = PriceProbe(self.hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
-            prices = probe.measure(self._asked_of_probe(device), device.members.start_embedded, self.digest)
+            prices = probe.measure(self._asked_of_probe(device), device.members.beside_the_run)
             recorded = prices.recorded()
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
 

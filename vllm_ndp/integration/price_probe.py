@@ -3,16 +3,17 @@
     slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
     copies     an expert from the pool into a slot, or through one for a prompt
 
-The device that is asked is a process of its own on the device's cores, started for this and ended after it: commands
-would leave their traces on the simulated clock of the run's own device. Experts take turns, so that none stays in a
-cache because the one before was itself. The least of some tries: what other programs add is no price. Knows kernels,
-pool and one device. Does not know plans.
+The run's device is asked by a connection of its own, which has a simulated clock of its own there, so that commands
+leave no trace in the run. Of several devices, which are equal, the first is asked. Experts take turns, so that none
+stays in a cache because the one before was itself. The least of some tries: what other programs add is no price. Knows
+kernels, pool and one device. Does not know plans.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.device.client import DeviceClient
-from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.layer.split import Pairs
 from vllm_ndp.simulation.prices import MeasuredPrices
@@ -37,6 +37,8 @@ _REPEATS, _SECONDS = 7, 0.5
 _PATIENCE_MS = 60_000.0
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
+ReachDevice = Callable[[float], AbstractContextManager[DeviceClient]]
+"""A connected client of the device, for a deadline in ms, as long as its context lasts."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class PriceProbe:
         self._turn = 0
 
     @torch.inference_mode()
-    def measure(self, asked: WantedPrices, start_device: Callable[[], DeviceProcess], digest: str) -> MeasuredPrices:
-        """Raises ConfigError where a price that is asked for cannot be had, or DeviceUnavailable."""
+    def measure(self, asked: WantedPrices, reach_device: ReachDevice) -> MeasuredPrices:
+        """Raises ConfigError where a price that is asked for cannot be had."""
         experts: dict[str, tuple[int, ...]] = {}
         if asked.engine_widths:
             kernel, store = self._kernel(), ExpertStore(self._model_dir, self._replicas, kernel=self._kernel())
@@ -80,7 +82,7 @@ class PriceProbe:
                 experts |= {f"{tier}:{bits}": tuple(prices) for tier in asked.tiers}
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
             experts["gpu:16"] = tuple(self._in_slots(rows) for rows in ROWS)
-        messages, on_device, beside = self._on_device(asked.device_widths, start_device, digest)
+        messages, on_device, beside = self._on_device(asked.device_widths, reach_device)
         staging = self._held.empty_like(1)
         return MeasuredPrices(
             rows=ROWS,
@@ -136,42 +138,42 @@ class PriceProbe:
         return _least_ps(lambda: shared(self._many[:rows]))
 
     def _on_device(
-        self, widths: Sequence[int], start_device: Callable[[], DeviceProcess], digest: str
+        self, widths: Sequence[int], reach_device: ReachDevice
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
         """(What a command takes by its rows, `device:bits` -> what one expert more does, how much of the shorter side
         runs beside the longer one)."""
-        process = start_device()
-        client = DeviceClient(process.address, digest, deadline_ms=_PATIENCE_MS)
         try:
-            client.connect()
-            num_asked = min(4, self._shape.num_experts)
-            asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
-            for bits in widths:
-                asked[self._first_layer, :num_asked] |= FLAG_OF_BITS[bits]
-            if missing := client.install_plan(1, asked):
-                layer, expert, bits = missing[0]
-                raise ConfigError(
-                    f"prices are to be measured, but the device cannot serve expert {expert} of layer {layer} at "
-                    f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
-                )
-            client.activate_plan(1)
-            messages = tuple(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
-            prices = {
-                f"device:{bits}": tuple(
-                    self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
-                    for rows, message in zip(ROWS, messages, strict=True)
-                )
-                for bits in widths
-            }
-            return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
+            with reach_device(_PATIENCE_MS) as client:
+                return self._asked_about(client, widths)
         except (DeviceError, DeviceUnavailable) as error:
             raise ConfigError(
-                f"prices are to be measured, but the device that was started for it gave none ({error}): use 'prices': "
-                "'simulated', or look at the device's own words above"
+                f"prices are to be measured, but the device gave none ({error}): use 'prices': 'simulated', or look at "
+                "the device's own words above"
             ) from error
-        finally:
-            client.close()
-            process.terminate()
+
+    def _asked_about(
+        self, client: DeviceClient, widths: Sequence[int]
+    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
+        num_asked = min(4, self._shape.num_experts)
+        asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
+        for bits in widths:
+            asked[self._first_layer, :num_asked] |= FLAG_OF_BITS[bits]
+        if missing := client.install_plan(1, asked):
+            layer, expert, bits = missing[0]
+            raise ConfigError(
+                f"prices are to be measured, but the device cannot serve expert {expert} of layer {layer} at "
+                f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
+            )
+        client.activate_plan(1)
+        messages = tuple(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
+        prices = {
+            f"device:{bits}": tuple(
+                self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
+                for rows, message in zip(ROWS, messages, strict=True)
+            )
+            for bits in widths
+        }
+        return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
 
     @staticmethod
     def _one_more(took: int, message: int, experts: int) -> int:
