@@ -247,10 +247,11 @@ class NdpSettings:
         return self.plan == "joint" or splits_prompts or self.resolve_offload_bits(num_experts) > 0
 
     def _check_prices(self) -> None:
-        if self.prices == "measured" and (self.addresses or self.devices > 1):
+        if self.prices == "measured" and self.devices > 1:
             raise ConfigError(
-                "ndp setting 'prices' is 'measured', which asks a device of its own as the embedded one, but the run's "
-                "are others or several: use 'prices': 'simulated', or one embedded device"
+                f"ndp setting 'prices' is 'measured', but {self.devices} embedded devices compute on the same cores at "
+                "once, so that none takes what one takes alone: use 'prices': 'simulated', one embedded device, or "
+                "addresses of devices on cores of their own"
             )
 
     def _check_devices(self) -> None:

@@ -79,7 +79,7 @@ def _no_device_is_left_behind() -> Iterator[None]:
         ({"record": str(MODEL)}, "is not empty: a trace is recorded into a directory of its own"),
         ({"replan": "drift", "hot_experts": 8}, "exchanges hot and cold experts, but 8 of 8 are hot"),
         ({"replan": "drift", "max_moves": 0}, "but 'max_moves' is 0, so that none may be copied: drop one of the two"),
-        ({"prices": "measured", "devices": 2}, "use 'prices': 'simulated', or one embedded device"),
+        ({"prices": "measured", "devices": 2}, "so that none takes what one takes alone: use 'prices': 'simulated'"),
     ],
 )
 def test_impossible_settings_are_refused_before_loading(settings: dict[str, Any], wanted: str):

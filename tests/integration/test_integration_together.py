@@ -10,6 +10,7 @@ from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.loss_table import load_loss_table
+from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
@@ -46,8 +47,15 @@ def stock_tokens() -> list[list[int]]:
         return token_ids(greedy(llm, PROMPTS, TOKENS))
 
 
-@pytest.mark.parametrize("beside", [{"devices": 2}, {"devices": 2, "device_experts": "split"}], ids=["copies", "parts"])
-def test_warm_experts_beside_several_devices_leave_stocks_tokens(
+BESIDE = {
+    "two devices with copies": {"devices": 2},
+    "two devices with parts": {"devices": 2, "device_experts": "split"},
+    "layers that do not wait": {"layers": "asynchronous"},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_warm_experts_leave_stocks_tokens_beside(
     tmp_path: Path, stock_tokens: list[list[int]], beside: dict[str, Any]
 ) -> None:
     tokens, totals = run(tmp_path / "trace", FULL | beside)
@@ -82,4 +90,17 @@ def test_plans_over_tiers_and_several_devices_replay_to_the_picosecond(
 ) -> None:
     _, totals = run(tmp_path / "trace", settings | TWO, dtype="bfloat16")
     assert min(totals[f"{kind}_pairs"] for kind in kinds) > 0
+    assert_replays(tmp_path / "trace", LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+
+
+def test_prices_are_measured_on_devices_that_run_already_and_their_clocks_do_not_notice(tmp_path: Path) -> None:
+    devices = [DeviceProcess.spawn(MODEL, REPLICAS, hardware_overrides=SLOW_GPU) for _ in range(2)]
+    settings = {"hot_experts": 3, "avg_bits": 2.0, "prices": "measured", "replicas": str(REPLICAS)}
+    settings |= {"devices": [device.address for device in devices], "hardware_overrides": SLOW_GPU}
+    try:
+        _, totals = run(tmp_path / "trace", settings)
+    finally:
+        for device in devices:
+            device.terminate()
+    assert totals["cold_pairs"] > 0
     assert_replays(tmp_path / "trace", LossTable.from_measured(load_loss_table(REPLICAS)[1]))

@@ -368,11 +368,11 @@ class Assembly:
             return None
         recorded = None
         if (link := device.link) is not None:
-            wanted, address = self._asked_of_probe(device.facts), link.members.address
+            wanted = self._asked_of_probe(device.facts)
             probe = PriceProbe(hot, lambda: self._kernel, self.model_dir, replicas, self.layers.start, shared)
             facts = self._facts_of_prices(hot, link) | {"wanted": asdict(wanted), "shared experts": shared is not None}
             facts["group size"] = device.facts.group_size
-            measure = partial(probe.measure, wanted, address, self.digest)
+            measure = partial(probe.measure, wanted, link.members.beside_the_run)
             prices, said = known_prices.find_or_measure(MeasuredPrices, facts, measure)
             say(f"prices of this machine: {said}")
             recorded = prices.recorded()

@@ -125,15 +125,19 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.slot_bits == 8 and on_cpu(),
          "'slot_bits' 8 on CPU, for which there is no kernel: use 16, or one of 4, 3, 2, 1"),
         (settings.plan == "joint" and not on_cpu(),
-         "'plan' 'joint' on CUDA, where all slots have one width so far: drop it, or use 'slot_bits'"),
+         "'plan' 'joint' on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or use "
+         "'slot_bits'"),
         (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
          "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
         (settings.replan == "drift" and parallel.pipeline_parallel_size > 1,
          "'replan' 'drift' beside pipeline parallelism, where stages would change plans at other times: "
          "drop one of the two"),
-        (settings.prices == "measured" and (parallel.tensor_parallel_size > 1 or not on_cpu()),
-         "'prices' 'measured' on CUDA or beside tensor or expert parallelism, where no probe measures them so far: use "
-         "'simulated'"),
+        (settings.prices == "measured" and not on_cpu(),
+         "'prices' 'measured' on CUDA, where a kernel is launched long before it runs, so that the probe's clock would "
+         "measure the launch: use 'simulated'"),
+        (settings.prices == "measured" and parallel.tensor_parallel_size > 1,
+         "'prices' 'measured' beside tensor or expert parallelism, where ranks share memory and cores, so that none "
+         "takes what one takes alone: use 'simulated'"),
         (parallel.enable_eplb, "expert load balancing (EPLB): drop --enable-eplb"),
         (bool(getattr(parallel, "use_sequence_parallel_moe", False)), "sequence-parallel MoE: disable it"),
         (parallel.enable_dbo, "dual-batch overlap: drop --enable-dbo"),

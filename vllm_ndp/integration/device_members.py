@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -109,13 +110,7 @@ class DeviceMembers:
         self._agreement.check_part(part)
         if settings.addresses:
             return self._reach(settings.addresses[number], settings.keys_of(number), part=part)
-        process = self.start_embedded()
-        return self._reach(process.address, None, process, part)
-
-    def start_embedded(self) -> DeviceProcess:
-        """A private device as the settings describe it."""
-        settings = self._settings
-        return DeviceProcess.spawn(
+        process = DeviceProcess.spawn(
             self._model_dir,
             self.replicas,
             hardware=settings.preset,
@@ -125,6 +120,7 @@ class DeviceMembers:
             cores=self.cores,
             extra_arguments=("--prepare", settings.prepare),
         )
+        return self._reach(process.address, None, process, part)
 
     def _reach(
         self, address: str, keys: Path | None, process: DeviceProcess | None = None, part: Part = WHOLE
@@ -190,6 +186,25 @@ class DeviceMembers:
         newcomer, self._newcomer = self._newcomer, None
         self.each.append(newcomer)
         return newcomer.client
+
+    @contextmanager
+    def beside_the_run(self, deadline_ms: float) -> Iterator[DeviceClient]:
+        """The first device by another connection, which has its own plans and its own simulated clock there: what is
+        asked by it leaves no trace in the run. Raises what connecting raises."""
+        first = self.each[0]
+        client = DeviceClient(
+            first.address,
+            self._digest,
+            deadline_ms=deadline_ms,
+            name="vllm-ndp prices",
+            keys=first.keys,
+            part=first.client.part,
+        )
+        try:
+            client.connect()
+            yield client
+        finally:
+            client.close()
 
     @property
     def pids(self) -> list[int | None]:

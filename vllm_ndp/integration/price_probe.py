@@ -3,15 +3,17 @@
     slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
     copies     an expert from the pool into a slot, or through one for a prompt
 
-The run's own device is asked, in a session of its own: every session has a simulated clock of its own. Experts take
-turns, so that none stays in a cache because the one before was itself. The least of some tries: what other programs
-add is no price. Knows kernels, pool and one device. Does not know plans.
+The run's own device is asked, in a session of its own: every session has a simulated clock of its own. Of several
+devices, which are equal, the first is asked. Experts take turns, so that none stays in a cache because the one before
+was itself. The least of some tries counts: what other programs add is no price. Knows kernels, pool and one device.
+Does not know plans.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +40,8 @@ _EXPERTS, _ON_DEVICE = 2, 4
 _PATIENCE_MS = 60_000.0
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
+ReachDevice = Callable[[float], AbstractContextManager[DeviceClient]]
+"""A connected client of the device, for a deadline in ms, as long as its context lasts."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class PriceProbe:
         self._turn, self._two = 0, self._held.empty_like(_EXPERTS)
 
     @torch.inference_mode()
-    def measure(self, asked: WantedPrices, device: str, digest: str) -> MeasuredPrices:
-        """device: its address. Raises ConfigError where a price that is asked for cannot be had."""
+    def measure(self, asked: WantedPrices, reach_device: ReachDevice) -> MeasuredPrices:
+        """Raises ConfigError where a price that is asked for cannot be had."""
         for slot in range(_EXPERTS):
             self._hot.streamer.fill(0, self._next(), self._two, slot)
         experts: dict[str, tuple[int, ...]] = {}
@@ -83,7 +87,7 @@ class PriceProbe:
                 experts |= {f"{tier}:{bits}": prices for tier in asked.tiers}
         if asked.slot_bits == FULL_PRECISION_BITS and "gpu:16" not in experts:
             experts["gpu:16"] = _rising(self._in_slots(rows) for rows in ROWS)
-        messages, on_device, beside = self._on_device(asked.device_widths, device, digest)
+        messages, on_device, beside = self._on_device(asked.device_widths, reach_device)
         return MeasuredPrices(
             rows=ROWS,
             experts=experts | on_device,
@@ -140,40 +144,42 @@ class PriceProbe:
         return _least_ps(lambda: shared(self._many[:rows]))
 
     def _on_device(
-        self, widths: Sequence[int], device: str, digest: str
+        self, widths: Sequence[int], reach_device: ReachDevice
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
         """(What a command takes by its rows, `device:bits` -> what one expert more does, how much of the shorter side
         runs beside the longer one)."""
-        client = DeviceClient(device, digest, deadline_ms=_PATIENCE_MS)
         try:
-            client.connect()
-            num_asked, num_there = (min(count, self._shape.num_experts) for count in (_EXPERTS, _ON_DEVICE))
-            asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
-            for bits in widths:
-                asked[self._first_layer, :num_there] |= FLAG_OF_BITS[bits]
-            if missing := client.install_plan(1, asked):
-                layer, expert, bits = missing[0]
-                raise ConfigError(
-                    f"prices are to be measured, but the device cannot serve expert {expert} of layer {layer} at "
-                    f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
-                )
-            client.activate_plan(1)
-            messages = _rising(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
-            prices = {
-                f"device:{bits}": _rising(
-                    self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
-                    for rows, message in zip(ROWS, messages, strict=True)
-                )
-                for bits in widths
-            }
-            return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
+            with reach_device(_PATIENCE_MS) as client:
+                return self._asked_about(client, widths)
         except (DeviceError, DeviceUnavailable) as error:
             raise ConfigError(
                 f"prices are to be measured, but the device gave none ({error}): use 'prices': 'simulated', or look at "
                 "the device's own words above"
             ) from error
-        finally:
-            client.close()
+
+    def _asked_about(
+        self, client: DeviceClient, widths: Sequence[int]
+    ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
+        num_asked, num_there = (min(count, self._shape.num_experts) for count in (_EXPERTS, _ON_DEVICE))
+        asked = np.zeros((self._hot.pool.model.num_layers, self._shape.num_experts), np.uint8)
+        for bits in widths:
+            asked[self._first_layer, :num_there] |= FLAG_OF_BITS[bits]
+        if missing := client.install_plan(1, asked):
+            layer, expert, bits = missing[0]
+            raise ConfigError(
+                f"prices are to be measured, but the device cannot serve expert {expert} of layer {layer} at "
+                f"{bits} bits: use 'prices': 'simulated', or rebuild the replicas with `vllm-ndp quantize`"
+            )
+        client.activate_plan(1)
+        messages = _rising(self._asked(client, rows, 0, WIDTHS[0]) for rows in ROWS)
+        prices = {
+            f"device:{bits}": _rising(
+                self._one_more(self._asked(client, rows, num_asked, bits), message, num_asked)
+                for rows, message in zip(ROWS, messages, strict=True)
+            )
+            for bits in widths
+        }
+        return messages, prices, self._beside(client, max(widths, default=WIDTHS[0]))
 
     @staticmethod
     def _one_more(took: int, message: int, experts: int) -> int:

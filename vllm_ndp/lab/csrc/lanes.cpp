@@ -1,7 +1,8 @@
 // What replay does step by step because each step depends on the one before: expert caches of one size and of all sizes at
-// once, HOBBIT's two caches that all layers share, and a hot set that follows decode; and the search for what balances a
-// layer. A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread; cache.py, hobbit_caches.py, adaptive.py
-// and balanced.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same in numpy.
+// once, HOBBIT's two caches that all layers share, and a hot set that follows decode; and which hot experts leave for the
+// device (offload.h). A lane is one layer of one group of requests. Exact doubles, no randomness but a hash, one thread;
+// cache.py, hobbit_caches.py, adaptive.py and balanced.py are the users, tests/vllm_ndp/lab/lane_reference.py is the same
+// in numpy.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -15,6 +16,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "offload.h"
 
 namespace nb = nanobind;
 
@@ -707,8 +710,8 @@ void lightest_first(std::vector<size_t>& places, const double* gate) {
     }
 }
 
-// balanced.py's rule, the same as balance.py's: of each layer's hot experts, those of least gate weight run on the device,
-// as many as make max(GPU, device) smallest, fewer where equal. Marks them in spilled.
+// The rule of offload.h for every layer of a trace: of its hot experts, which of least gate weight run on the device.
+// Marks them in spilled.
 void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<double, 1> device, In<double, 1> gpu,
            In<double, 2> shared, double opening, Out<bool, 4> spilled) {
     const size_t groups = rows.shape(0), steps = rows.shape(1), layers = rows.shape(2), slots = rows.shape(3);
@@ -722,7 +725,7 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
 
     nb::gil_scoped_release release;
     std::vector<size_t> order;
-    std::vector<double> left;  // GPU time of order[n:], for every n
+    std::vector<double> left;
     for (size_t cell = 0; cell < groups * steps * layers; ++cell) {
         const int64_t* count = rows.data() + cell * slots;
         const double* gate = gates.data() + cell * slots;
@@ -731,16 +734,11 @@ void spill(In<int64_t, 4> rows, In<double, 4> gates, In<double, 3> already, In<d
             if (count[s]) order.push_back(s);
         if (order.empty()) continue;
         lightest_first(order, gate);
-        left.assign(order.size() + 1, shared.data()[cell / layers]);
-        for (size_t n = order.size(); n-- > 0;) left[n] = left[n + 1] + gpu.data()[count[order[n]]];
-        const double before = already.data()[cell], message = before == 0.0 ? opening : 0.0;
-        double least = std::max(left[0], before), moved = 0.0;
-        size_t best = 0;
-        for (size_t n = 1; n <= order.size(); ++n) {
-            moved += device.data()[count[order[n - 1]]];
-            const double layer = std::max(left[n], before + moved + message);
-            if (layer < least) least = layer, best = n;
-        }
+        const double before = already.data()[cell];
+        const size_t best = fewest_offloaded(
+            order.size(), {shared.data()[cell / layers], before, before == 0.0 ? opening : 0.0}, left,
+            [&](size_t n) { return gpu.data()[count[order[n]]]; },
+            [&](size_t n) { return device.data()[count[order[n]]]; });
         for (size_t n = 0; n < best; ++n) spilled.data()[cell * slots + order[n]] = true;
     }
 }

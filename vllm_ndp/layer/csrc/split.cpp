@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "offload.h"
+
 namespace nb = nanobind;
 
 namespace {
@@ -100,9 +102,6 @@ struct Prices {
         const double ps = nb::cast<double>(ask_message(rows, pairs));
         messages.emplace(key, ps);
         return ps;
-    }
-    double together(double one, double other) const {
-        return std::max(one, other) + (1 - beside) * std::min(one, other);
     }
 };
 
@@ -427,20 +426,11 @@ class Splitter {
         std::sort(hot_.begin(), hot_.end(), [](const Expert& a, const Expert& b) {  // least weight first
             return a.weight < b.weight || (a.weight == b.weight && a.id < b.id);
         });
-        gpu_ps_.assign(1, prices_.of_shared(num_rows_));  // and of the heaviest 0, 1, ... experts
-        for (size_t i = hot_.size(); i-- > 0;) gpu_ps_.push_back(gpu_ps_.back() + prices_.of_gpu(hot_[i].rows));
-        const double opening = cold_.empty() ? prices_.of_message(1, 1) : 0.0, host_ps = static_cast<double>(host_ps_);
-        double best_ps = std::max(prices_.together(gpu_ps_.back(), device_ps), host_ps), moved_ps = 0.0;
-        size_t best = 0;
-        for (size_t count = 1; count <= hot_.size(); ++count) {
-            moved_ps += prices_.of_device(prices_.offload_bits, hot_[count - 1].rows);
-            const double there = device_ps + moved_ps + opening;
-            const double layer_ps = std::max(prices_.together(gpu_ps_[hot_.size() - count], there), host_ps);
-            if (layer_ps < best_ps) {
-                best = count;
-                best_ps = layer_ps;
-            }
-        }
+        const LayerTimes layer{prices_.of_shared(num_rows_), device_ps, cold_.empty() ? prices_.of_message(1, 1) : 0.0,
+                               static_cast<double>(host_ps_), prices_.beside};
+        const size_t best = fewest_offloaded(
+            hot_.size(), layer, gpu_ps_, [&](size_t n) { return prices_.of_gpu(hot_[n].rows); },
+            [&](size_t n) { return prices_.of_device(prices_.offload_bits, hot_[n].rows); });
         for (size_t i = 0; i < best; ++i) moved_.push_back(hot_[i].id);
     }
 
