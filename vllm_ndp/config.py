@@ -237,8 +237,8 @@ class NdpSettings:
         """The same with `auto` for prices decided."""
         if self.prices != "auto":
             return self
-        asks_for_others = self.hardware or self.hardware_overrides or self.device_hosts > 1 or self.addresses
-        alone = one_worker_on_cpu and self.num_devices == 1 and not asks_for_others
+        named = self.hardware is not None or self.hardware_overrides or self.device_hosts > 1 or self.addresses
+        alone = one_worker_on_cpu and self.num_devices == 1 and not named
         return replace(self, prices="measured" if alone and self._decides(num_experts) else "simulated")
 
     def _decides(self, num_experts: int) -> bool:
@@ -309,7 +309,7 @@ class NdpSettings:
 
     @property
     def preset(self) -> str:
-        return self.hardware or DEFAULT_HARDWARE
+        return DEFAULT_HARDWARE if self.hardware is None else self.hardware
 
     @property
     def num_devices(self) -> int:
