@@ -66,7 +66,7 @@ FAMILIES = (
         "Drop one of the two, as the sentence says.",
         files="vllm_ndp/config.py vllm_ndp/integration ndp_device/transport/address.py ndp_device/transport/keys.py",
         sentence=r"has no effect|which needs quantized|'prefill' is 'split'|drop one of the two|'devices' counts|"
-        r"use 'checkpoint'",
+        r"use 'checkpoint'|use 'execution': 'paper'",
     ),
     Family(
         "A setting out of its range",
@@ -94,7 +94,7 @@ FAMILIES = (
         "A kernel needs sizes that are multiples of what it computes at a time, and knows certain activations.",
         "Serve this model on a GPU where the sentence says so, or with stock vLLM.",
         files="vllm_ndp/integration/hot_slots.py vllm_ndp/integration/moe_method.py vllm_ndp/integration/compat.py "
-        "vllm_ndp/integration/cuda",
+        "vllm_ndp/integration/cuda ndp_device/activation.py",
         sentence=r"kernel|cannot run layer|on CPU only|cannot be served on a CPU",
     ),
     Family(
@@ -111,8 +111,22 @@ FAMILIES = (
         "What vLLM has built is not what the files hold: an override, a config.json of another model, or layers that "
         "do not go through vLLM's Mixture-of-Experts layer.",
         "Drop overrides (`--hf-overrides`), and take config.json and weights from one checkpoint.",
-        files="vllm_ndp/integration/compat.py vllm_ndp/integration/controller.py",
+        files="vllm_ndp/integration/compat.py vllm_ndp/integration/assembly.py",
         sentence=r"vLLM has experts|vLLM runs|MoE layers were attached|needs the worker class",
+    ),
+    Family(
+        "A call to an engine that is not there",
+        "The call asks a worker of this process, and no engine with `--quantization ndp` runs here.",
+        "Start the engine first, or call from the process that holds it.",
+        files="vllm_ndp/integration/controller.py",
+        sentence=r"no engine with quantization",
+    ),
+    Family(
+        "A machine that does not say what it has",
+        "A server that sizes itself asks the system for free memory.",
+        "Give `hot_experts`, `avg_bits` and `--kv-cache-memory-bytes` by hand: compatibility.md.",
+        files="vllm_ndp/integration/self_sizing.py",
+        sentence=r"does not say how much memory",
     ),
     Family(
         "Several ranks",
