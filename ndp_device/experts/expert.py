@@ -1,4 +1,4 @@
-"""What one expert is in memory: quantized at one bit width, or the checkpoint's own weights.
+"""One expert in memory: quantized at one bit width, or the checkpoint's own weights.
 
 Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/).
 """
@@ -18,7 +18,7 @@ from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
 @dataclass(frozen=True)
 class Biases:
-    """What an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
+    """Biases that an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
 
     gate: NDArray[np.float32]
     up: NDArray[np.float32]
@@ -78,7 +78,7 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """What a read of this matrix moves: its planes, scales and offsets.
+        """Bytes that a read of this matrix moves: its planes, scales and offsets.
 
         The permutation is not streamed with the weights: it reorders a row's activations, once per row.
         """
@@ -104,7 +104,8 @@ class NestedMatrix:
 
     @classmethod
     def of(cls, matrices: Sequence[QuantizedMatrix]) -> NestedMatrix:
-        """What these widths, rising, are views of; of matrices with planes of their own it is proven that they nest."""
+        """The matrix that these widths, rising, are views of; refuses matrices with planes of their own that do not
+        nest."""
         widest, bits = matrices[-1], tuple(matrix.bits for matrix in matrices)
         nested = widest.nested
         if nested is not None and nested.bits == bits and all(matrix.nested is nested for matrix in matrices):
