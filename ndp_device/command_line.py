@@ -3,7 +3,7 @@ end.
 
 A command prints one JSON object as its last line. At a terminal, a command that shows its result as a table omits that
 line. An error is one sentence on stderr and exit code 2. The subject of a command (a trace, a model, the address of a
-device) is an argument; a choice of how it works is an option. Knows typer, and imports nothing that takes time, so that
+device) is an argument. A choice of how it works is an option. Knows typer, and imports nothing that takes time, so that
 a help appears at once. Knows no command.
 """
 

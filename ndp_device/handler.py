@@ -415,7 +415,7 @@ def _next_ahead(shelf: Shelf) -> _Ahead | None:
 
 
 def _id_of(frames: codec.Frames) -> int:
-    """Id of a refused request, from its first frame; 0 where there is none."""
+    """Id of a refused request, from its first frame (0: none); a served request is decoded with its id."""
     return codec.peek_id(frames[0]) if frames else 0
 
 

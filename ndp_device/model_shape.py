@@ -1,7 +1,7 @@
 """Sizes of a Mixture-of-Experts model. Values only: no file, no torch, no time.
 
-ModelShape     the routed experts: all that a device, a plan and a replica directory know of a model
-WholeModel     and a GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
+- ModelShape: the routed experts, all that a device, a plan and a replica directory know of a model
+- WholeModel: also the GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
 """
 
 from __future__ import annotations

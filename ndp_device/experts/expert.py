@@ -42,9 +42,9 @@ class Biases:
 class QuantizedMatrix:
     """W[n, c] ~ scale[n, c // g] * code[n, c] + offset[n, c // g]; the code's bits lie in planes, the top bit first.
 
-    planes  uint8 [bits, N, C // 8]; plane 0 holds the most significant bit; column c is bit c % 8 of byte c // 8
-    scale, offset  float16 [N, ceil(C / g)]
-    perm    int32 [C] or None: column c of the matrix multiplies input element perm[c] (None = identity)
+    - planes: uint8 [bits, N, C // 8]; plane 0 holds the most significant bit; column c is bit c % 8 of byte c // 8
+    - scale, offset: float16 [N, ceil(C / g)]
+    - perm: int32 [C] or None: column c of the matrix multiplies input element perm[c] (None = identity)
     """
 
     bits: int
@@ -89,10 +89,10 @@ class QuantizedMatrix:
 class NestedMatrix:
     """One matrix at several widths: its first b planes are the b-bit matrix, and each width has scales of its own.
 
-    bits    the widths, rising
-    planes  uint8 [bits[-1], N, C // 8]
-    scale, offset  float16 [len(bits), N, ceil(C / g)]
-    perm    int32 [C] or None, of all widths
+    - bits: the widths, rising
+    - planes: uint8 [bits[-1], N, C // 8]
+    - scale, offset: float16 [len(bits), N, ceil(C / g)]
+    - perm: int32 [C] or None, of all widths
     """
 
     bits: tuple[int, ...]
