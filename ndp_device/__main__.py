@@ -51,7 +51,7 @@ class DeviceHardwareOptions:
 
 @dataclass(frozen=True)
 class AccessOptions:
-    """Who may come in by tcp."""
+    """Options for access by tcp."""
 
     keys: Annotated[
         Path | None,
@@ -70,7 +70,7 @@ class AccessOptions:
 
 @dataclass(frozen=True)
 class ParentOptions:
-    """What a device owes the process that started it."""
+    """Options that tie a device to its parent process."""
 
     die_with_parent: Annotated[int | None, typer.Option(metavar="PID", help="End when this parent does.")] = None
     private_dir: Annotated[Path | None, typer.Option(hidden=True, help="Remove it when the parent was killed.")] = None
@@ -86,7 +86,7 @@ class FailpointOptions:
 
 @dataclass(frozen=True)
 class ExpertsOptions:
-    """What is computed, and by what."""
+    """Options for the experts: their weights, and the kernel that computes them."""
 
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL", help="Checkpoint directory: full-precision experts.")

@@ -1,4 +1,4 @@
-"""What stands between an expert's products, as four numbers: one formula for every family.
+"""The function between an expert's products, as four numbers: one formula for every family.
 
 Knows names too, since configurations, vLLM and old replicas have those. Does not know arrays, files or how rows lie.
 

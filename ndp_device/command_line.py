@@ -1,9 +1,10 @@
-"""What the command lines of `ndp-device` and `vllm-ndp` share: examples in every help, old spellings, how commands end.
+"""Shared parts of the command lines `ndp-device` and `vllm-ndp`: examples in every help, old spellings, how commands
+end.
 
-A command prints one JSON object as its last line; at a terminal, one that has shown its result as a table leaves that
-line out. An error is one sentence on stderr and exit code 2. What a command works on (a trace, a model, the address of
-a device) is an argument; how it works is an option. Knows typer, and imports nothing that takes time, so that a help
-appears at once. Knows no command.
+A command prints one JSON object as its last line. At a terminal, a command that shows its result as a table omits that
+line. An error is one sentence on stderr and exit code 2. The subject of a command (a trace, a model, the address of a
+device) is an argument. A choice of how it works is an option. Knows typer, and imports nothing that takes time, so that
+a help appears at once. Knows no command.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one device process is asked to be. Frozen; checks itself. Knows no file content and no socket."""
+"""Settings of one device process. Frozen; checks itself. Knows no file content and no socket."""
 
 from __future__ import annotations
 

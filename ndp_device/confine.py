@@ -1,4 +1,5 @@
-"""What a device process gives up when it starts, because it never needs it. Knows Linux, and nothing of devices."""
+"""Rights and open files that a device process gives up when it starts, because it never needs them. Knows Linux, and
+nothing of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU computes in one decoder layer beside its routed experts, by sizes: attention of each form, a dense FFN.
+"""GPU work in one decoder layer beside its routed experts, by sizes: attention of each form, a dense FFN.
 
     GroupedQuery   keys and values of every token are cached, all of them or those of a window or chunk
     Latent         multi-head latent attention: one compressed vector per token is cached (DeepSeek, Kimi)
@@ -6,9 +6,9 @@
     StateSpace     Mamba-2, the same for state-space models (Granite hybrid)
     SelectiveScan  Mamba-1 (Jamba)
 
-Every form answers the same questions: its projections, what it caches per token, its state per request, and the FLOPs
-that come on top of the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer.
-Knows sizes. Does not know configuration files (model_config.py), files or time.
+Every form gives the same figures: its projections, its cache per token, its state per request, and the FLOPs on top of
+the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer. Knows sizes. Does not
+know configuration files (model_config.py), files or time.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
         return self.chunked
 
     def flops(self, rows: int, kv_tokens: int, pairs: int) -> int:
-        """Of `rows` rows with `pairs` (row, cached token) pairs: scores and the sum of values."""
+        """FLOPs of `rows` rows with `pairs` (row, cached token) pairs: scores and the sum of values."""
         return 4 * pairs * self.num_heads * self.head_dim
 
 

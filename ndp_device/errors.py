@@ -26,7 +26,7 @@ answered with a typed error; answered against the rules."""
 class NdpError(Exception):
     """Root of the tree; command lines print it as one line and exit 2.
 
-    Its message is one line of printable characters whatever a file or a peer put into it: names out of a file must
+    Its message is one line of printable characters, whatever a file or a peer put into it. A name out of a file must
     neither forge a second line nor reach a terminal as control characters.
     """
 

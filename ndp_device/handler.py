@@ -263,7 +263,8 @@ class Handler:
     def _prepare(self, shelf: Shelf, replicas: NDArray[np.uint8], *, others_wait: bool) -> NDArray[np.uint8]:
         """Load what the plan will use, so that no Execute waits for a file; returns the flags that cannot be served.
 
-        What no client's plan uses may be forgotten. others_wait: load little, since somebody else's Execute waits.
+        The store may forget replicas that no client's plan uses. others_wait: load little, since another client's
+        Execute waits.
         """
         store, in_use = shelf.store, replicas.copy()
         for client in self._clients.values():
@@ -414,7 +415,7 @@ def _next_ahead(shelf: Shelf) -> _Ahead | None:
 
 
 def _id_of(frames: codec.Frames) -> int:
-    """Of a request that is refused; one that is served has said it."""
+    """Id of a refused request, from its first frame (0: none); a served request is decoded with its id."""
     return codec.peek_id(frames[0]) if frames else 0
 
 

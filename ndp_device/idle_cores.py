@@ -1,7 +1,7 @@
 """Whether the cores that this process may use have time that no other program wants. Knows /proc/stat and a clock.
 
 Asked before work that nobody waits for. A lower priority would not do: the kernel does not let a thread of an ordinary
-user take it back, and a request that waits for work at the lowest priority waits for all other programs.
+user take it back. Then a request that waits for work at the lowest priority waits for all other programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a config.json says of a model's sizes: decoder layers, shared and routed experts, vocabulary.
+"""Sizes of a model in its config.json: decoder layers, shared and routed experts, vocabulary.
 
     whole_model     a checkpoint whose experts were found among its tensors, and the rest from its config.json
     public_model    everything from config.json: for published models that are not here (timing/public_models.py)
@@ -85,7 +85,7 @@ class _Config:
         return self.size(*keys) if any(self._config.get(key) is not None for key in keys) else default
 
     def _period(self, default: int, *keys: str) -> int:
-        """What something is divided by."""
+        """A divisor from config.json, at least 1."""
         if value := self._or(default, *keys):
             return value
         raise ConfigError(f"model {self._name!r}: {' or '.join(keys)} must be at least 1, got 0")
@@ -111,7 +111,8 @@ class _Config:
         return layer % self._period(1, "expert_layer_period") == self._or(0, "expert_layer_offset")
 
     def shared_weights(self, intermediate: int) -> int:
-        """Of the shared experts of one layer: count or width, and the gate that some families put before them."""
+        """Weights of one layer's shared experts, by count or width, and of the gate that some families put before
+        them."""
         hidden, get = self.size("hidden_size"), self._config.get
         if "shared_expert_intermediate_size" in self._config:  # Qwen: with a gate of one number per row
             width = self._or(0, "shared_expert_intermediate_size")
@@ -125,7 +126,7 @@ class _Config:
         return 3 * hidden * intermediate * count
 
     def _kind(self, layer: int) -> str:
-        """What the layer's attention is called, in one of the ways in which families say it."""
+        """Name of the layer's attention, from one of the keys that families use for it."""
         get = self._config.get
         kinds = get("layer_types") or get("layers_block_type")
         if isinstance(kinds, list) and layer < len(kinds):

@@ -1,7 +1,7 @@
 """Sizes of a Mixture-of-Experts model. Values only: no file, no torch, no time.
 
-ModelShape     the routed experts: all that a device, a plan and a replica directory know of a model
-WholeModel     and a GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
+- ModelShape: the routed experts, all that a device, a plan and a replica directory know of a model
+- WholeModel: also the GPU's work beside them: decoder layers (decoder_layers.py), shared experts, output projection
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class ModelShape:
 class WholeModel(ModelShape):
     """A model as the GPU sees it; `dtype` is that of weights, KV cache and state.
 
-    A family with more to compute beside its routed experts adds a form of attention to decoder_layers.py, or a field
-    here with a default that means "has none": no time is computed from anything else.
+    A family with more to compute beside its routed experts adds a form of attention to decoder_layers.py. Or it adds a
+    field here with a default that means "has none". Times depend on nothing else.
     """
 
     vocab_size: int
@@ -108,7 +108,7 @@ class WholeModel(ModelShape):
 
     @property
     def router_weights(self) -> int:
-        """Of one MoE layer."""
+        """Router weights of one MoE layer."""
         return self.hidden_size * self.num_experts
 
     @cached_property
@@ -137,7 +137,7 @@ class WholeModel(ModelShape):
 
     @property
     def kv_bytes(self) -> int:
-        """What the KV cache of all layers holds for one token, windows aside."""
+        """Bytes of one token in the KV cache of all layers, windows aside."""
         return self.dtype_bytes * sum(layer.attention.kv_values for layer in self.decoder)
 
     @property
@@ -152,7 +152,7 @@ class WholeModel(ModelShape):
 
     @property
     def beside_weights(self) -> int:
-        """Of all decoder layers, routed experts apart."""
+        """Weights of all decoder layers without routed experts."""
         layers = sum(layer.attention.weights(self.hidden_size) + layer.dense_weights for layer in self.decoder)
         return layers + self.num_layers * (self.router_weights + self.shared_weights)
 
@@ -164,7 +164,7 @@ class WholeModel(ModelShape):
 
     @property
     def num_active_parameters(self) -> int:
-        """What one token is multiplied with, the output projection included: an embedding is looked up."""
+        """Weights that one token is multiplied with, the output projection included; an embedding is only looked up."""
         return self.beside_weights + self.num_layers * self.top_k * self.weights_per_expert + self.head_weights
 
     @classmethod

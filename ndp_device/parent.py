@@ -37,7 +37,7 @@ class Parent:
         self._look()  # it may have ended before
 
     def clean_up(self) -> None:
-        """What the parent would have removed."""
+        """Remove the private directory, as the parent would have done."""
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
 

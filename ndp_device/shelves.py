@@ -1,7 +1,7 @@
 """A device's experts, whole or in parts: one shelf for each part that sessions ask for, all from the same files.
 
-What no session asks for any longer stays until a session comes that is about something else, so that a host that was
-cut off finds its experts prepared. Knows stores. Knows no session and no client.
+A shelf that no session asks for any longer stays until a session asks for another part. So a host that was cut off
+finds its experts prepared. Knows stores. Knows no session and no client.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Shelves:
         return iter(self._shelves.values())
 
     def take(self, part: Part, in_use: Collection[Part]) -> Shelf:
-        """What a session about this part is served from; in_use: what the others are about. Raises ConfigError where
-        experts cannot be cut so, DeviceError where there are too many parts."""
+        """The shelf that serves a session about this part; in_use: the parts of the other sessions. Raises ConfigError
+        where experts cannot be cut so, DeviceError where there are too many parts."""
         if part not in self._shelves:
             if len(wanted := {part, *in_use}) > MAX_PARTS:
                 raise DeviceError(
@@ -61,7 +61,7 @@ class Shelves:
 
 
 def served_by(store: ExpertStore) -> msg.Served:
-    """What a device with these experts says of itself in the handshake."""
+    """Description of a device with these experts in the handshake."""
     shape, files = store.shape, store.replicas
     missing = [
         (layer, expert, bits)

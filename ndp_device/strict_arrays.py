@@ -1,7 +1,7 @@
 """Arrays of numpy's own files that others wrote: what a header promises is compared with the bytes before any is read.
 
-numpy allocates what a header says, so a file of 200 bytes may ask for 8 TB, and a member of an .npz of 5 MB may unfold
-into gigabytes. Knows .npy and .npz, not what an array means. No pickles.
+numpy allocates what a header says: a file of 200 bytes may ask for 8 TB. A member of an .npz of 5 MB may unfold into
+gigabytes. Knows .npy and .npz, not what an array means. No pickles.
 """
 
 from __future__ import annotations

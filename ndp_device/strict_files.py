@@ -1,6 +1,6 @@
 """Files that others wrote, opened without trust: plain files only, and their size before their contents.
 
-Knows sizes. Does not know what a file means, nor the error of who reads it: a reader turns `Refused` into its own
+Knows sizes. Does not know the meaning of a file, nor its reader's error. A reader turns `Refused` into its own
 sentence, which names the file.
 """
 

@@ -1,9 +1,15 @@
 """The one reader of JSON that others wrote: sizes before contents, one grammar for every file, one sentence in refusal.
 
-What it refuses, before a reader looks at a value: files that are no plain files or too large, texts that would unfold
-into too many values or too deep, bytes that are not UTF-8, half of a surrogate pair, a name given twice, numbers that
-are infinite or longer than 20 digits. Knows bytes and limits. Does not know what a file means, nor its error: a reader
-turns `Refused` into its own sentence, which names the file.
+Refuses, before a reader looks at a value:
+
+- files that are no plain files, or too large
+- texts that would unfold into too many values, or too deep
+- bytes that are not UTF-8, and half of a surrogate pair
+- a name given twice
+- numbers that are infinite, or longer than 20 digits
+
+Knows bytes and limits. Does not know the meaning of a file, nor its reader's error. A reader turns `Refused` into its
+own sentence, which names the file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**1
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What of the DRAM and its controller is another than in the preset."""
+    """Changes to a preset's DRAM and its controller."""
 
     refresh: Annotated[str | None, typer.Option(help=f"{', '.join(REFRESH_MODES)}.")] = None
     bank_group_interleave: Annotated[str | None, typer.Option(help="on, off.")] = None

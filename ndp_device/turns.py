@@ -1,7 +1,7 @@
 """Whose request is next: the host's that was served least (start-time fair queueing over measured time).
 
-A host that has computed has an account of its own; all others share one, so that many newcomers together cost a host
-what one of them would. Within an account requests are served as they came. Pure: no socket, no clock.
+A host that has computed has an account of its own. All others share one, so many newcomers together cost a host as much
+as one newcomer would. Within an account requests are served as they came. Pure: no socket, no clock.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Turns:
         return self._accounts.get(client) or self._accounts[_NEWCOMERS]
 
     def _opened(self, client: bytes) -> _Account:
-        """What it has asked before this waits with it, not with the newcomers."""
+        """Open an account for this client. Its earlier requests wait there, not with the newcomers."""
         newcomers, account = self._accounts[_NEWCOMERS], _Account(self._spent_ns)
         account.waiting.extend(received for received in newcomers.waiting if received.client == client)
         newcomers.waiting = deque(received for received in newcomers.waiting if received.client != client)

@@ -1,8 +1,8 @@
 """auto-gptq's solver behind our interface, for comparison. An optional extra: docs/replica-format.md, "auto-gptq".
 
 auto-gptq 0.7.1, the last release, cannot be imported beside today's transformers: its package file pulls in names that
-are gone. Its GPTQ class alone still works, given two shims: an empty parent package, so that only the one submodule is
-executed, and on a machine without CUDA a torch.cuda.synchronize that does nothing.
+are gone. Its GPTQ class alone still works, with two shims. An empty parent package makes Python execute only the one
+submodule. On a machine without CUDA, the second shim makes torch.cuda.synchronize do nothing.
 """
 
 from __future__ import annotations

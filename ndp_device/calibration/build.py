@@ -1,7 +1,7 @@
 """The job that fills a replica directory, layer by layer, and goes on where it was stopped. Knows files and settings.
 
-How a layer is quantized is not its business: data_free.py does it from the weights alone, calibrated.py from text.
-torch and transformers are imported only where text is involved.
+Other files quantize a layer: data_free.py from the weights alone, calibrated.py from text. Only jobs with text import
+torch and transformers.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def build_data_free(
 ) -> Manifest:
     """Nested replicas from the weights alone, at the speed in docs/replica-format.md; continues an interrupted build.
 
-    Their loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text,
-    and of a large expert from part of its intermediate units.
+    Their loss table is a proxy: output error on unit normal rows times the weight of the layer's norm, not on text. A
+    large expert is probed on part of its intermediate units.
     """
     checkpoint = CheckpointExperts(model_dir)
     if data_free.native is None:
@@ -314,8 +314,8 @@ def weigh_layers(
 ) -> Manifest:
     """Measure what a loss in each layer does to the model's answer, and write it into the replicas' manifest.
 
-    Each layer in turn runs at one width, all others in full precision: the divergence of the answers over the layer's
-    mean relative loss at that width. Needs the whole model in memory.
+    Each layer in turn runs at one width, all others in full precision. The weight of a layer is the divergence of the
+    answers over the layer's mean relative loss at that width. Needs the whole model in memory.
     """
     import numpy as np
     import transformers

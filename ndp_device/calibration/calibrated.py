@@ -35,7 +35,7 @@ _MIN_HELD_OUT = 32
 
 @dataclass(frozen=True)
 class RoutedInputs:
-    """What entered the experts of one layer: hidden states [T, H] and the experts chosen for them [T, top_k]."""
+    """Inputs to the experts of one layer: hidden states [T, H] and the experts chosen for them [T, top_k]."""
 
     hidden: Tensor
     expert_ids: Tensor
@@ -116,7 +116,7 @@ def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) 
 def shrunk(solver: Solver, part: float) -> Solver:
     """The solver on H + part * mean(diag H) * I: it trusts the text less, and a weight's own error counts more.
 
-    What the text says of directions that it hardly uses is what other text contradicts first (docs/log/calibration.md).
+    In directions that the text hardly uses, other text contradicts it first (docs/log/calibration.md).
     """
 
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
@@ -167,7 +167,7 @@ def quantize_expert(
 
 
 def test_rows(held_out: RoutedInputs, expert: int) -> Tensor:
-    """What an expert's widths are compared on: its own rows, or where they are too few all that the layer saw."""
+    """Rows to compare an expert's widths on: its own, or where they are too few all rows of the layer."""
     own = held_out.of(expert)
     return own if len(own) >= _MIN_HELD_OUT else held_out.hidden
 

@@ -1,10 +1,10 @@
-"""Nested replicas from the weights alone: what is served where nobody has calibrated. No torch, no data.
+"""Nested replicas from the weights alone, for models that nobody has calibrated. No torch, no data.
 
 One code per weight serves every width, because the k-bit replica is its top k bits. Each width ("track") has its own
-scale and offset per group, and Lloyd's two steps alternate: given the codes, fit every track by least squares; given
-the fits, take for each weight the code with the smallest sum over tracks of track_weight * (w - w_track(code))**2.
-Both steps lower that sum. The numpy version says what is meant; the C++ one (csrc/) is 30 to 50 times as fast on a
-core, works on the checkpoint's own dtype, and is taken where it was built.
+scale and offset per group. Lloyd's two steps alternate. Given the codes, fit every track by least squares. Given the
+fits, take for each weight the code with the smallest sum over tracks of track_weight * (w - w_track(code))**2. Both
+steps lower that sum. The numpy version defines the result. The C++ version (csrc/) runs where it was built: 30 to 50
+times as fast on a core, on the checkpoint's own dtype.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def probe_losses(
 
 
 def num_probe_units(intermediate: int, group_size: int) -> int:
-    """Of an expert's intermediate units: all, or whole groups of at most PROBE_UNITS but at least one."""
+    """Number of an expert's intermediate units to probe: all, or whole groups up to PROBE_UNITS, at least one group."""
     if intermediate <= max(PROBE_UNITS, group_size):
         return intermediate
     return max(1, PROBE_UNITS // group_size) * group_size

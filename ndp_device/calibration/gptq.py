@@ -1,11 +1,16 @@
 """GPTQ for one matrix, at one or several widths at once. Knows a matrix and a Hessian, not experts, layers or files.
 
-With one width this is GPTQ: column by column, choose the nearest code and pass its error on to the columns that are
-still open, through a factor of the inverse Hessian. With several widths (nested.py) each has its own error-compensated
-copy of the weights and its own feedback, and every weight gets the one code whose prefixes suit all of them best.
-Where it differs from the textbook, because it measured better (docs/replica-format.md, "recipe"): float offsets; levels
-of a group fitted to its weights as they are when it is reached, weighted by 1 / U[c, c]**2; columns in falling order of
-the Hessian's diagonal where that lowers the loss; at the end scales are refitted and codes polished, in turns.
+With one width this is GPTQ: column by column, choose the nearest code and pass its error on to the open columns. The
+error goes through a factor of the inverse Hessian. With several widths (nested.py) each width has its own
+error-compensated copy of the weights and its own feedback. Every weight gets the one code whose prefixes suit all
+widths best.
+
+Differences from the textbook, each of which measured better (docs/replica-format.md, "recipe"):
+
+- Offsets are floats.
+- Levels of a group fit its weights as they are when the solver reaches the group, weighted by 1 / U[c, c]**2.
+- Columns come in falling order of the Hessian's diagonal where that lowers the loss.
+- At the end, the solver refits scales and polishes codes, in turns.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ def quantize(
 
 
 def peak_bytes(num_rows: int, num_columns: int, group_size: int, num_tracks: int) -> int:
-    """What quantize() allocates at most, beside the weights and the Hessian that it is given."""
+    """Most bytes that quantize() allocates, beside the weights and the Hessian that it is given."""
     rows, groups = min(num_rows, _ROWS_AT_ONCE), -(-num_columns // group_size)
     square = num_columns**2 * 8
     factoring = 3 * square  # the Hessian in order, and one factor out of another
@@ -148,7 +153,7 @@ def _polished(
 def _descend(
     weights: Tensor, hessian32: Tensor, codes: Tensor, scale: Tensor, offset: Tensor, group_of: Tensor, tracks: Tracks
 ) -> None:
-    """Choose each code anew, all others fixed, in place.
+    """Choose each code again with all others fixed, in place.
 
     With R = (Q - W) H, the best real value of column c is q_c - R_c / H[c, c]. R is kept up to date within a group, and
     for the other groups when the group is done.

@@ -1,4 +1,4 @@
-"""What quantization wants to know of a matrix's inputs: their second moment, and a factor of its inverse.
+"""Statistics of a matrix's inputs for quantization: their second moment, and a factor of its inverse.
 
 Knows activations, not weights or codes. An expert that calibration text reached seldom borrows from its layer.
 """

@@ -1,7 +1,7 @@
 """How much each replica loses: mean squared error of the expert's output against full precision. numpy only.
 
-Measured at the expert's output and not per matrix, because that is what enters the residual stream and because errors
-of gate, up and down do not add.
+The error is that of the expert's output, because the output enters the residual stream. Errors per matrix would not
+help: those of gate, up and down do not add.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def peak_memory(
 
 
 def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
-    """What tuning (tuned.py) holds at the same time of the experts: all of them, and a step's gradients."""
+    """Bytes of experts that tuning (tuned.py) holds at the same time: all experts, and a step's gradients."""
     num_weights = shape.num_layers * shape.num_experts * shape.weights_per_expert
     each = (
         _FLOAT + num_widths + 3 * _FLOAT
@@ -88,7 +88,7 @@ def tuning_bytes(shape: ModelShape, *, group_size: int, num_widths: int) -> int:
 
 
 def physical_bytes() -> int:
-    """Of this machine."""
+    """Physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -39,7 +39,7 @@ class Tracks:
 
 
 class LevelTable:
-    """What every code means to every track in one group of columns, and which code suits given weights best."""
+    """Levels of every code for every track in one group of columns; finds the code that suits given weights best."""
 
     def __init__(self, scale: Tensor, offset: Tensor, tracks: Tracks) -> None:
         prefixes = tracks.prefixes(torch.arange(1 << tracks.bits[-1], device=scale.device))
@@ -82,8 +82,8 @@ def refit(
 ) -> tuple[Tensor, Tensor]:
     """Given the codes, the scale and offset of each row and group that minimise (w - q) H (w - q)' of the whole row.
 
-    That is 2G unknowns per row, solved for the step away from the present values with a little ridge, so that a group
-    whose codes are all equal, or of which the Hessian knows nothing, stays as it is.
+    Each row has 2G unknowns: the step away from the present values, solved with a little ridge. So a group stays as it
+    is where all its codes are equal or the Hessian knows nothing of the group.
     """
     refitted = [
         _refit_rows(weights[rows], hessian, prefix[rows], scale[k, rows], offset[k, rows], group_of)
@@ -115,8 +115,8 @@ def _refit_rows(
 ) -> tuple[Tensor, Tensor]:
     """One track, rows [n]: weights and prefix [n, C], scale and offset [n, G].
 
-    Of the normal equations only what symmetry does not give is computed: a group's prefixes against its own columns and
-    those behind; what belongs to two offsets is the same for all rows.
+    The code computes only the part of the normal equations that symmetry does not give: a group's prefixes against its
+    own and later columns. The part of two offsets is the same for all rows.
     """
     num_groups = scale.shape[1]
 

@@ -2,10 +2,10 @@
 experts, no files of replicas and no solver.
 
 The model is loaded without its experts. All sequences go through one decoder layer before any goes through the next, so
-that every expert is needed once per pass: run each sequence up to the layer's experts, hand over what all of them sent
-there, take what the experts answer, and run each sequence through the layer again with that answer. What stands before
-the experts of a layer is so computed twice, which is little beside the experts, and in exchange any architecture of
-transformers works as it is: layers are run by their own code, with the arguments that their model passes them.
+a pass needs every expert once. Run each sequence up to the layer's experts, and hand over the inputs of all sequences.
+Take the experts' answers, and run each sequence through the layer again with its answer. The part of a layer before its
+experts so runs twice, which costs little beside the experts. In exchange any architecture of transformers works as it
+is: layers run by their own code, with the arguments that their model passes them.
 
 Sequences run one by one, as they would in a model that holds its experts, and give the same bits.
 """
@@ -43,7 +43,7 @@ def _stop(*args: Any, **kwargs: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """What S sequences of T tokens send to the experts of one layer, and where the experts' answers gather."""
+    """Inputs of S sequences of T tokens to the experts of one layer, and the sum of the experts' answers."""
 
     hidden: Tensor  # [S, T, H]
     expert_ids: Tensor  # [S, T, k]
@@ -51,7 +51,7 @@ class RoutedBatch:
     answers: Tensor | None  # [S, T, H], zeros at first; None behind the last layer, whose answers no layer reads
 
     def inputs(self, sequences: slice) -> RoutedInputs:
-        """Of some sequences, as rows."""
+        """Inputs of some sequences, as rows."""
         return RoutedInputs(self.hidden[sequences].flatten(0, 1), self.expert_ids[sequences].flatten(0, 1))
 
     def answer(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
@@ -145,7 +145,7 @@ class StreamedForward:
         return first[0] if first.ndim == 3 else first
 
     def _entering(self, token_ids: Tensor) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-        """What the model calls the layer with at which it stops now: hidden states (of layer 0 only), arguments."""
+        """The model's call to the layer where it stops now: hidden states (of layer 0 only), arguments."""
         try:
             self._base(input_ids=token_ids[None].to(self._device), use_cache=False)
         except _Reached as reached:

@@ -1,10 +1,10 @@
 """Scales and offsets of all experts, trained together through the whole model towards its answers in full precision.
 
-GPTQ makes each matrix right by itself. What the model then says still drifts, and much of that can be taken back by
-levels alone: codes stay as they are, so size, container and kernels do too. Text passes through the model twice, in
-full precision and with a mixture of widths such as plans deal out (some experts hot, the others around an average that
-changes from step to step), and every level goes down the gradient of the divergence between the two answers. A width
-whose divergence on held-out text did not fall keeps the levels that it had.
+GPTQ makes each matrix right by itself. The model's answers still drift, and levels alone can take back much of the
+drift. Codes stay as they are, so size, container and kernels do too. Text passes through the model twice: in full
+precision, and with a mixture of widths such as plans deal out. Some experts are hot, the others around an average that
+changes from step to step. Every level goes down the gradient of the divergence between the two answers. A width whose
+divergence on held-out text did not fall keeps the levels that it had.
 
 Knows a model in memory, all of it: for models that fit there in float32. Knows no solver and no files.
 """
@@ -201,7 +201,7 @@ class Tuning:
                         step.zero_()
 
     def inputs(self, token_ids: Tensor) -> list[RoutedInputs]:
-        """What sequences [S, T] send to the experts of each layer in full precision."""
+        """Inputs of sequences [S, T] to the experts of each layer in full precision."""
         self._set([[FULL_PRECISION_BITS] * len(layer.full) for layer in self._layers])
         for layer in self._layers:
             layer.seen = []
@@ -225,7 +225,7 @@ class Tuning:
             return sum(float(self._divergence(part, widths)) * len(part) for part in parts) / len(token_ids)
 
     def _divergence(self, token_ids: Tensor, widths: Sequence[Sequence[int]]) -> Tensor:
-        """Of the answers at these widths from those in full precision: Kullback-Leibler, mean over tokens."""
+        """Kullback-Leibler divergence of the answers at these widths from full precision, mean over tokens."""
         with torch.no_grad():
             self._set([[FULL_PRECISION_BITS] * len(each) for each in widths])
             wanted = self.log_probabilities(token_ids)
@@ -243,7 +243,7 @@ class Tuning:
             layer.widths = list(each)
 
     def _some_widths(self) -> list[list[int]]:
-        """Of every expert of every layer, for one step: one average and one number of hot experts for all layers."""
+        """Widths of all experts of all layers for one step: one average and one part of hot experts for all layers."""
         chances = torch.tensor([_MIDDLE[bits] for bits in self.bits])
         middle = int(torch.multinomial(chances, 1, generator=self._draw))
         around = torch.tensor([{0: 1.0, 1: 0.4}.get(abs(place - middle), 0.0) for place in range(len(self.bits))])

@@ -1,4 +1,4 @@
-"""What the experts of a layer compute, from config.json. Knows its keys and which model types mean more by them.
+"""The activation of a layer's experts, from config.json. Knows its keys and which model types mean more by them.
 
 Does not know tensors: in what order gate and up lie in them says nothing of the activation (names.py).
 """

@@ -49,7 +49,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 class _Tensor(msgspec.Struct):
-    """What a header says of one tensor."""
+    """The entry of one tensor in a header."""
 
     dtype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)], ...]
@@ -59,8 +59,8 @@ class _Tensor(msgspec.Struct):
 def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
     """The JSON header of a safetensors file and the offset of its first tensor byte.
 
-    Every entry but `__metadata__` has a dtype, a shape and two data_offsets, of the types that they must have; whether
-    they agree with each other and with the file is looked at by who reads the tensor (replicas/mapped.py).
+    Every entry but `__metadata__` has a dtype, a shape and two data_offsets, each of its right type. The reader of a
+    tensor (replicas/mapped.py) checks that they agree with each other and with the file.
     """
     with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -96,8 +96,8 @@ def _open(path: Path) -> BinaryIO:
 def model_digest(model_dir: Path) -> str:
     """32 hex digits that change when the architecture or the weights do.
 
-    BLAKE2b over the sizes in config.json and, per safetensors file, its size, its header and 64 samples of 4 KiB
-    spread evenly: a few milliseconds for 90 GB, at the price of missing an edit between the samples.
+    BLAKE2b over the sizes in config.json and, per safetensors file, its size, its header and 64 samples of 4 KiB spread
+    evenly. That takes a few milliseconds for 90 GB, but misses an edit between the samples.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = read_config(model_dir)

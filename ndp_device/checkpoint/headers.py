@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, from its safetensors headers: names, dtypes, shapes, and the file of each tensor.
+"""Contents of a checkpoint directory, from its safetensors headers: names, dtypes, shapes, the file of each tensor.
 
 Knows files and the index that lists them. Does not know what a tensor means (names.py), and reads no weight.
 """

@@ -6,8 +6,8 @@
     experts.gate_up_proj [E, H, 2I]  down_proj         the same transposed (Llama-4); interleaved too (gpt-oss)
 
 Pure: takes names, shapes and config.json, and returns where each matrix lies. A family whose tensors lie in one of
-these ways needs no code, and one with other words for them adds these to spellings.py. What the tensors say wins;
-config.json has the number of experts per token, and where it contradicts the tensors the checkpoint is refused. Does
+these ways needs no code, and one with other words for them adds these to spellings.py. The tensors decide; config.json
+adds the number of experts per token. Where config.json contradicts the tensors, the code refuses the checkpoint. Does
 not know files (headers.py) or values (replicas/checkpoint.py).
 """
 
@@ -185,7 +185,7 @@ class _Names:
         return int(at[1])
 
     def before(self, name: str) -> str:
-        """What all tensors of its layer begin with."""
+        """The prefix that all tensors of its layer share."""
         return name[: self._layer.search(name).end()]  # type: ignore[union-attr]
 
     def renumbered(self, name: str, expert: int | str) -> str:
@@ -390,7 +390,7 @@ def _rows(intermediate: int, interleaved: bool) -> dict[Part, TensorRows]:
 
 
 def _refuse_other_types(config: Mapping[str, Any], name: str) -> None:
-    """What is read below is of the type that it is read as; null stands for left out."""
+    """Refuse keys of config.json whose values have another type than the code reads; null stands for left out."""
     known = spellings()
     counts = (*known.num_experts, *known.top_k, *known.other_top_k)
     for key in (*counts, "hidden_size", "intermediate_size", "moe_intermediate_size"):

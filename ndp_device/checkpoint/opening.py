@@ -18,7 +18,7 @@ from ndp_device.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a checkpoint before a weight is read."""
+    """Facts about a checkpoint, known before a weight is read."""
 
     shape: ModelShape
     layout: ExpertLayout

@@ -5,10 +5,10 @@
     X.weight_packed, X.weight_scale, X.weight_shape  compressed-tensors, pack-quantized
     X.qweight, X.scales, X.qzeros, X.g_idx           GPTQ as auto-gptq writes it; AWQ: same names, another order
 
-`unpacked` shows each such group as one tensor X (or X.weight) with the shape and dtype it has when dequantized, so that
-names.py finds experts in it as in any other checkpoint. Values come out as the formats' own libraries dequantize them:
-in bfloat16 for MXFP4, where that is exact, and FP8, in the dtype of the scales for the others. A format that is not
-read is refused by its name. numpy only; knows nothing of experts but how their tensors are named, and opens no file.
+`unpacked` shows each such group as one tensor X (or X.weight) with its shape and dtype when dequantized. So names.py
+finds experts in it as in any other checkpoint. Values equal those of the formats' own libraries: bfloat16 for MXFP4,
+where that is exact, and FP8, the dtype of the scales for the others. The error for any other format names the format.
+Needs numpy only. Knows nothing of experts but the names of their tensors, and opens no file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Group(msgspec.Struct):
 
 
 class _Settings(msgspec.Struct):
-    """What is read of config.json's quantization_config."""
+    """The part of config.json's quantization_config that the code reads."""
 
     quant_method: str = ""
     bits: int | None = None  # GPTQ and AWQ
@@ -125,7 +125,7 @@ class _Parts:
         self.where = f"{model}: {prefix[:-1]}"
 
     def shape(self, part: str, dtypes: Sequence[str], *dimensions: int) -> tuple[int, ...]:
-        """Of one part, which must be there, of one of these dtypes and with so many dimensions."""
+        """Shape of one part; refuses a part that is missing, has another dtype or another number of dimensions."""
         if part not in self.names:
             others = " and ".join(sorted(self.names))
             raise ReplicaError(f"{self.where}: its {part} is missing beside {others}: the checkpoint is incomplete")

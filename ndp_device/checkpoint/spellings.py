@@ -1,8 +1,8 @@
 """How families spell what we look for: keys of config.json, words of tensor names. One table, typed once, data only.
 
-A family with odd names adds words. In a package of one's own, the entry point group `ndp_device.spellings` names a
-`Spellings` that holds the additional words; docs/extend.md shows one. Of several keys the first that is there counts.
-Does not know tensors, shapes or files.
+A family with odd names adds words. An entry point of another package, in the group `ndp_device.spellings`, names a
+`Spellings` that holds the additional words; docs/extend.md shows one. The first key that is present counts. Does not
+know tensors, shapes or files.
 """
 
 from __future__ import annotations

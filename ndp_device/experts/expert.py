@@ -1,4 +1,4 @@
-"""What one expert is in memory: quantized at one bit width, or the checkpoint's own weights.
+"""One expert in memory: quantized at one bit width, or the checkpoint's own weights.
 
 Knows shapes and dtypes. Does not know files (replicas/) or arithmetic (kernels/).
 """
@@ -18,7 +18,7 @@ from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
 @dataclass(frozen=True)
 class Biases:
-    """What an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
+    """Biases that an expert adds to its three products, float32: gate and up [I], down [H]. Never quantized."""
 
     gate: NDArray[np.float32]
     up: NDArray[np.float32]
@@ -42,9 +42,9 @@ class Biases:
 class QuantizedMatrix:
     """W[n, c] ~ scale[n, c // g] * code[n, c] + offset[n, c // g]; the code's bits lie in planes, the top bit first.
 
-    planes  uint8 [bits, N, C // 8]; plane 0 holds the most significant bit; column c is bit c % 8 of byte c // 8
-    scale, offset  float16 [N, ceil(C / g)]
-    perm    int32 [C] or None: column c of the matrix multiplies input element perm[c] (None = identity)
+    - planes: uint8 [bits, N, C // 8]; plane 0 holds the most significant bit; column c is bit c % 8 of byte c // 8
+    - scale, offset: float16 [N, ceil(C / g)]
+    - perm: int32 [C] or None: column c of the matrix multiplies input element perm[c] (None = identity)
     """
 
     bits: int
@@ -78,7 +78,7 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """What a read of this matrix moves: its planes, scales and offsets.
+        """Bytes that a read of this matrix moves: its planes, scales and offsets.
 
         The permutation is not streamed with the weights: it reorders a row's activations, once per row.
         """
@@ -89,10 +89,10 @@ class QuantizedMatrix:
 class NestedMatrix:
     """One matrix at several widths: its first b planes are the b-bit matrix, and each width has scales of its own.
 
-    bits    the widths, rising
-    planes  uint8 [bits[-1], N, C // 8]
-    scale, offset  float16 [len(bits), N, ceil(C / g)]
-    perm    int32 [C] or None, of all widths
+    - bits: the widths, rising
+    - planes: uint8 [bits[-1], N, C // 8]
+    - scale, offset: float16 [len(bits), N, ceil(C / g)]
+    - perm: int32 [C] or None, of all widths
     """
 
     bits: tuple[int, ...]
@@ -104,7 +104,8 @@ class NestedMatrix:
 
     @classmethod
     def of(cls, matrices: Sequence[QuantizedMatrix]) -> NestedMatrix:
-        """What these widths, rising, are views of; of matrices with planes of their own it is proven that they nest."""
+        """The matrix that these widths, rising, are views of; refuses matrices with planes of their own that do not
+        nest."""
         widest, bits = matrices[-1], tuple(matrix.bits for matrix in matrices)
         nested = widest.nested
         if nested is not None and nested.bits == bits and all(matrix.nested is nested for matrix in matrices):

@@ -1,6 +1,6 @@
 """Kernels: one signature (kernel.py), several implementations. load_kernel names them.
 
-A package of one's own adds one by an entry point, whose name is what `--kernel` takes; docs/extend.md shows one:
+Another package adds a kernel by an entry point, and `--kernel` takes the entry point's name; docs/extend.md shows one:
 
     [project.entry-points."ndp_device.kernels"]
     chip = "my_package:Chip"       # called without arguments, gives a Kernel
@@ -36,7 +36,7 @@ def load_kernel(name: str = "auto") -> Kernel:
 
 
 def _foreign(name: str) -> Kernel:
-    """Of a package that is installed beside ours."""
+    """Kernel of another installed package."""
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise ConfigError(f"kernel must be one of {', '.join((*KERNELS, *sorted(found)))}, got {name!r}")

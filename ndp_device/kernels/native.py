@@ -1,8 +1,8 @@
 """The fast kernel: experts streamed at their bit width by the C++ engine in csrc/. Knows layouts and settings.
 
-An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h), and
-replicas cut from one nested container share them: 2, 3 and 4 bits read the same top component. 1 and 3 bits have one
-component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
+An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h).
+Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have
+one component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
 Activations are quantized per row and weight group to two int8 limbs (15 bits; far more exact than bfloat16), or to one
 with mode "a8". Full-precision experts are read where they lie, in the mapped checkpoint.
 """

@@ -1,8 +1,8 @@
 """The kernel everything else is tested against: numpy, slow and obviously right. Knows no file and no clock.
 
 Experts are dequantized to float32 when prepared (32 / bits times their packed size), so this is for small models and
-tests. Every (row, expert) pair is computed alone, with three matrix-vector products in float32: what a row gets does
-not depend on which other rows share its batch.
+tests. Every (row, expert) pair is computed alone, with three matrix-vector products in float32. So the result of a row
+does not depend on the other rows of its batch.
 """
 
 from __future__ import annotations

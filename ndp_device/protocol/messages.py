@@ -72,7 +72,7 @@ class ServedWidth(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a device can be asked for and what its simulated times are computed from: the host plans from this.
+    """Experts that a device serves, and the values behind its simulated times: the host plans from this.
 
     The digests are empty where the device has no replicas; `group_size` is 1 then, `container` and `format` are empty.
     """

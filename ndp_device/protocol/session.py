@@ -1,4 +1,4 @@
-"""What one client may ask for now: Hello first, a plan before Execute, one epoch at a time. Pure, no socket, no clock.
+"""Order of one client's requests: Hello first, a plan before Execute, one epoch at a time. Pure, no socket, no clock.
 
 The device keeps one Session per client. A request that is out of order raises DeviceError, whose code goes back.
 """

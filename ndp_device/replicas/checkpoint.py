@@ -1,8 +1,8 @@
 """Full-precision experts straight from a safetensors checkpoint, as a memory map. No torch.
 
-Nothing is read until an expert is used, and the page cache decides what stays: this is the pool. Where an expert lies
-is what `checkpoint/` found; an expert that does not lie row by row (transposed, interleaved) is a strided view, which
-who computes with it copies. An expert that is stored quantized is dequantized each time it is asked for.
+Nothing is read until an expert is used, and the page cache decides what stays: this is the pool. `checkpoint/` finds
+where an expert lies. An expert that does not lie row by row (transposed, interleaved) is a strided view; the code that
+computes with it makes a copy. Each request for a quantized expert dequantizes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CheckpointExperts:
             file.check()
 
     def norm_weight(self, layer: int) -> NDArray[np.float32]:
-        """What the norm before the layer's experts multiplies by, [H]; ones where there is no such norm."""
+        """Factors of the norm before the layer's experts, [H]; ones where there is no such norm."""
         name = self.layout.layers[layer].norm
         if name is None:
             return np.ones(self.shape.hidden_size, np.float32)

@@ -4,7 +4,7 @@
     DIR/experts-00000.safetensors    bit planes, scales and offsets of every expert of layer 0, and its loss table
 
 Knows files and digests, not kernels or solvers. A writer puts each file beside its name, syncs it and renames it, so a
-name holds a whole file or nothing; the manifest grows by one entry per layer, so what is missing can be told by name.
+name holds a whole file or nothing. The manifest grows by one entry per layer, so a reader can name what is missing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Container = Literal["nested", "independent"]
 
 
 class LayerFile(msgspec.Struct, frozen=True):
-    """What the manifest promises about one layer's file."""
+    """Size and digest of one layer's file, as the manifest promises them."""
 
     num_bytes: int
     blake2b: str
@@ -106,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """32 hex digits that name what the files hold and how it is read.
 
-        The same bytes have the same digest wherever they lie and whoever wrote them; another calibration has another.
+        The same bytes have the same digest, in any place and from any writer; another calibration has another digest.
         """
         digest = hashlib.blake2b(digest_size=16)
         meaning = (self.format, self.version, self.model_digest, self.container, self.bits, self.group_size)
@@ -119,9 +119,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class LayerReplicas:
     """Every expert of one layer at every width, with what is known about its quality.
 
-    loss, relative_loss  float64 [E, 4], column b - 1 for b bits, NaN for a width that was not made
-    calibration_tokens   int64 [E], the routed tokens its Hessian was summed from (0 = data-free)
-    own_weight           float64 [E], the expert's own share in its Hessian; the rest is the layer's
+    - loss, relative_loss: float64 [E, 4], column b - 1 for b bits, NaN for a width that was not made
+    - calibration_tokens: int64 [E], the routed tokens its Hessian was summed from (0 = data-free)
+    - own_weight: float64 [E], the expert's own share in its Hessian; the rest is the layer's
     """
 
     experts: tuple[dict[int, QuantizedExpert], ...]

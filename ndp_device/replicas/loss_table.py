@@ -12,7 +12,7 @@ from ndp_device.replicas.format import ReplicaFiles, read_manifest
 
 
 def load_layer_weights(replicas_dir: Path) -> NDArray[np.float64] | None:
-    """What the same relative loss in each layer does to the answer [L], mean 1; None where that was not measured."""
+    """Effect of the same relative loss in each layer on the answer [L], mean 1; None where it was not measured."""
     weights = read_manifest(replicas_dir).layer_weights
     return None if isinstance(weights, msgspec.UnsetType) else np.array(weights)
 

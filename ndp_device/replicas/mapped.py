@@ -1,7 +1,7 @@
 """One safetensors file as a read-only memory map. Knows the file format, not what the tensors mean. No torch.
 
-A file that is cut short or rewritten while it is mapped ends neither the process (csrc/mapping.cpp) nor goes unnoticed:
-who has used its values calls `check` before it uses what it made of them.
+A mapped file that is cut short or rewritten does not end the process (csrc/mapping.cpp). Nor does the change go
+unnoticed: a reader of its values calls `check` before it uses its results.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MappedFile:
         return dtype, storage, tuple(entry["shape"]), self._start + first, self._start + last
 
     def _refuse_disagreement(self, name: str, shape: list[int], first: int, last: int) -> None:
-        """Of a tensor of any dtype, most of which are never read: where it lies is inside the file."""
+        """Refuse a tensor that does not lie inside the file, whatever its dtype: most tensors are never read."""
         if last < first or self._start + last > self._bytes.size:
             raise self._damaged(name, shape, first, last)
 

@@ -1,4 +1,4 @@
-"""What to prepare while nobody asks for anything: the widths that plans have asked for most.
+"""Order of preparation while nobody asks for anything: the widths that plans have asked for most.
 
 Knows what plans asked for and what the store holds. Knows no client, no clock and no socket.
 """

@@ -1,15 +1,15 @@
 """(layer, expert, bits) -> expert prepared for one kernel. Knows the two places experts come from, not who asks.
 
-Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. An expert is prepared the
-first time it is asked for and kept, as long as all of them together take no more than the packed replicas: an expert
-shares its top bits between widths, but not all of them, so all widths of all experts would take two fifths more.
+Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkpoint itself. The store prepares an
+expert at the first request, and keeps it while all experts together take no more than the packed replicas. An expert
+shares its top bits between widths, but not all bits. So all widths of all experts would take two fifths more.
 
-Where that is too much, widths that no plan names are forgotten first, and then experts prepared at two widths give up
-what only the narrow one reads, 3 bits before 1: that width is masked from then on, which is computed from the wide one,
-slower, to the same bits. A masked width is forgotten as soon as no plan names it, so that the next plan that does may
-find room for all of it.
+Where that is too much, the store first forgets widths that no plan names. Then experts prepared at two widths give up
+the part that only the narrow width reads, 3 bits before 1. The kernel computes such a masked width from the wide one:
+slower, to the same bits. The store forgets a masked width as soon as no plan names it. So the next plan that names it
+may find room for all of it.
 
-What is prepared is known as one array per width, so that a plan over thousands of experts is compared with it at once.
+One array per width tells which experts are prepared, to compare a plan over thousands of experts at once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ExpertStore:
 
     @property
     def held_bytes(self) -> int:
-        """What the experts prepared so far take, parts that widths share counted once."""
+        """Bytes of the experts prepared so far, parts that widths share counted once."""
         return self._held_bytes
 
     @property

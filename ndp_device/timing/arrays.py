@@ -1,6 +1,6 @@
 """How long the systolic arrays take for one matrix, by precision mode. Stateless arithmetic.
 
-One pass holds `rows` tokens and `units x cols` output columns and takes one cycle per fp16 weight row; a mode that
+One pass holds `rows` tokens and `units x cols` output columns and takes one cycle per fp16 weight row. A mode that
 splits its multipliers passes 16 / width narrow weights in the same cycle.
 """
 

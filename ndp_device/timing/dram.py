@@ -1,8 +1,8 @@
 """How long the DRAM takes to read bytes: from the first line offered to the last data returned, most loaded channel.
 
-`stream` is the closed form used for every command: the undisturbed time of n lines plus one loss per refresh met.
-Its three constants per device (the ramp of the first lines, the pace after it, the loss of one refresh) are taken from
-the exact controller in dram_controller.py, never fitted. `transfer` and `idle_ps` ask the controller itself.
+`stream` is the closed form used for every command: the undisturbed time of n lines plus one loss per refresh met. Its
+three constants per device are the ramp of the first lines, the pace after it, and the loss of one refresh. They come
+from the exact controller in dram_controller.py, never from a fit. `transfer` and `idle_ps` ask the controller itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def stream(dram: DramSpec, lines: int, start_ps: int) -> Stream:
 
 
 class Streams:
-    """The streams of one device, for whoever asks often: its constants are looked up once."""
+    """The streams of one device, for frequent callers: its constants are looked up once."""
 
     def __init__(self, dram: DramSpec) -> None:
         self._dram = dram
@@ -135,8 +135,8 @@ def transfer(dram: DramSpec, num_bytes: int, streams: int = 1, placement: str = 
 def _moments(dram: DramSpec, count: int) -> list[Idle]:
     """An idle device that refreshes itself, offered lines in the middles of `count` equal parts of a refresh interval.
 
-    It is simulated from the last refresh that falls due before the start; with per-bank refresh, the interval is that
-    of one bank, and as many refreshes before the start as may still be under way are simulated.
+    The simulation begins at the last refresh that falls due before the start. With per-bank refresh, the interval is
+    that of one bank. The simulation then covers as many refreshes before the start as may still be under way.
     """
     if dram.refresh == "off":
         return [Idle(0)]
@@ -196,7 +196,7 @@ def _from_multiple(value: int, of: int) -> int:
 
 @dataclass(frozen=True)
 class _Profile:
-    """What a sequential stream on one device looks like, taken from the exact controller. Cycles."""
+    """Timing of a sequential stream on one device, taken from the exact controller. Cycles."""
 
     ramp: tuple[int, ...]  # for the first 0, 1, 2 … lines without refresh
     pace: tuple[int, int]  # (cycles, lines) after the ramp, rows being opened in closed banks

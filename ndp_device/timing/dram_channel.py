@@ -2,8 +2,8 @@
 
     ACT -> tRCD -> RD -> tCL + burst -> data;  RD -> tRTP -> PRE -> tRP -> ACT;  all rows closed -> REF -> tRFC -> ACT
 
-Knows one channel and no requests; dram_controller.py decides what to issue. Time is in cycles of the DRAM clock, and
-every array holds the earliest cycle at which the command it is named after may be issued.
+Knows one channel and no requests; dram_controller.py decides what to issue. Time is in cycles of the DRAM clock. Every
+array is named after a command, and holds the earliest cycle at which that command may be issued.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ First-ready first-come-first-served over a queue of queue_entries, open rows. A 
 before that request is read. A refresh that is due lets no queued request begin before it is issued. Where an activate
 is two commands (LPDDR5), the second takes the first cycle that nothing else wants, and no other activate comes between.
 
-Time jumps from command to command. Where the state repeats itself while one set of open rows is streamed, whole
-periods are skipped at once (`_skip_periods`): the result is that of walking through them.
+Time jumps from command to command. Where the state repeats itself while one set of open rows streams, `_skip_periods`
+skips whole periods at once. The result is that of walking through them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class ServedBurst:
-    """What serving the lines took, from the first cycle in which the scheduler saw one."""
+    """Cost of serving the lines, from the first cycle in which the scheduler saw one."""
 
     cycles: int
     activations: int
@@ -234,7 +234,7 @@ class Controller:
         return number
 
     def _read(self, bank: int) -> bool:
-        """Read a line. A stopped data clock is started in this cycle and the line read in the next; False if even that
+        """Read a line. A stopped data clock starts in this cycle, and the read follows in the next. False if even that
         must wait for the second half of an activate."""
         channel = self.channel
         if self.dram.wck_sync and self.now >= channel.data_clock_until:

@@ -56,9 +56,9 @@ class StreamMap:
 class ConcurrentStreams:
     """Sequential streams of `length` lines each on one channel, served in turn, one stripe at a time.
 
-    natural     consecutive parts of one allocation; `parts_of` cuts it where the bytes are, between any two stripes
-    staggered   each in its own rows, its start shifted by one bank against the stream before
-    same-bank   each in its own rows, all starting in the same bank
+    - natural: consecutive parts of one allocation; `parts_of` cuts it where the bytes are, between any two stripes
+    - staggered: each in its own rows, its start shifted by one bank against the stream before
+    - same-bank: each in its own rows, all starting in the same bank
     """
 
     dram: DramSpec
@@ -72,8 +72,8 @@ class ConcurrentStreams:
     def parts_of(cls, dram: DramSpec, streams: int, num_bytes: int) -> ConcurrentStreams:
         """Equal parts of one allocation, as the first channel sees them, which is loaded most.
 
-        A part begins on whichever channel the one before left off, so a channel holds a stripe more of some parts than
-        of others: never two.
+        A part begins on the channel where the part before left off. So a channel holds a stripe more of some parts than
+        of others, never two.
         """
         if streams < 1:
             raise ConfigError(f"the number of streams must be at least 1, got {streams}")
@@ -91,7 +91,7 @@ class ConcurrentStreams:
 
     @cached_property
     def num_lines(self) -> int:
-        """Of all streams together."""
+        """Number of lines of all streams together."""
         if not self.parts:
             return self.streams * self.length
         return sum(count for _, count in self.parts) * self._chunk

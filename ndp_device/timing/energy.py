@@ -1,9 +1,9 @@
-"""Energy of what moved, by part, from the constants of one hardware. Neither arithmetic nor idle power is in it.
+"""Energy of moved data, by part, from the constants of one hardware. Neither arithmetic nor idle power is in it.
 
-link     bits on the wire, headers and flit overhead included
-dram     accesses of 32 B and row openings of the device's or the host's DRAM
-arrays   scratchpads of the device: each weight is written to and read from them once
-gpu      bits read from or written to HBM
+- link: bits on the wire, headers and flit overhead included
+- dram: accesses of 32 B and row openings of the device's or the host's DRAM
+- arrays: scratchpads of the device: each weight is written to and read from them once
+- gpu: bits read from or written to HBM
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PARTS = ("link", "dram", "arrays", "gpu")
 
 
 class CommandEnergy(NamedTuple):
-    """What one command took on the link and on the device, in femtojoules."""
+    """Energy of one command on the link and on the device, in femtojoules."""
 
     link_fj: int
     dram_fj: int

@@ -2,8 +2,8 @@
 
     launch -> link in -> queue -> [ DRAM read || arrays ] -> link out -> completion
 
-Commands are served one after the other in order of arrival. Inside one, weights stream from DRAM through double
-buffers into the arrays, expert after expert, gate and up before down; both link directions run beside the device.
+Commands are served one after the other in order of arrival. Inside a command, weights stream from DRAM through double
+buffers into the arrays: expert after expert, gate and up before down. Both link directions run beside the device.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Hops(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What DRAM and arrays made of one command."""
+    """One command on DRAM and arrays: its times and its work."""
 
     end_ps: int
     dram_ps: int
@@ -267,8 +267,9 @@ class DeviceModel:
     def begin_migration(self, num_bytes: int, submit_ps: int) -> int:
         """Weights leave for the GPU in bulk; returns the migration's number.
 
-        It begins when everything submitted before it has left the device. Commands submitted later run beside it: they
-        read what it leaves of the DRAM, and their activations pass it on the link, which moves its end.
+        The migration begins when everything submitted before it has left the device. Commands submitted later run
+        beside the migration and read with the DRAM bandwidth that it leaves. Their activations pass it on the link,
+        which moves its end.
         """
         number, self._num_migrations = self._num_migrations, self._num_migrations + 1
         self._migration_ends = {n: end for n, end in self._migration_ends.items() if end >= submit_ps}

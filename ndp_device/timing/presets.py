@@ -1,8 +1,15 @@
 """The numbers of each hardware preset, every one with its unit and source. Data only; spec.py checks it.
 
-Sources: [P] the paper's Table 2 · [J5] JESD79-5 (DDR5) speed bin 6400AN and refresh tables · [JL] JESD209-5 (LPDDR5)
-· [D] derived, the arithmetic is given · [S] another public source, named · [O] our assumption. Presets of machines that
-were measured ([M]) are files: measured_presets.py.
+Sources:
+
+    [P]   the paper's Table 2
+    [J5]  JESD79-5 (DDR5) speed bin 6400AN and refresh tables
+    [JL]  JESD209-5 (LPDDR5)
+    [D]   derived, the arithmetic is given
+    [S]   another public source, named
+    [O]   our assumption
+
+Presets of machines that were measured ([M]) are files: measured_presets.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published Mixture-of-Experts models: the sizes in their config.json files, by our name for them.
 
-`source` is the repository on the Hugging Face hub whose config.json has these keys; `published` are its parameters in
-billions as its model card or paper says them, total and active, which a test holds the sizes against. Data only.
+`source` is the repository on the Hugging Face hub whose config.json has these keys. `published` holds its parameters in
+billions by its model card or paper, total and active. A test compares the sizes with them. Data only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PublicModel:
 
 
 def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    """What every config.json has."""
+    """Keys that every config.json has."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,

@@ -344,7 +344,7 @@ def load_hardware(preset: str = "h100-ndp512", /, **overrides: Any) -> Hardware:
 
 
 def density_overrides(preset: str, gbit: int) -> Mapping[str, int]:
-    """What changes in a preset when its DRAM is made of parts of another density."""
+    """Changes to a preset for DRAM parts of another density."""
     standard = str(preset_table(preset)["dram.standard"].value)
     known = DENSITY_REFRESH.get(standard.split()[0], {})
     if gbit not in known:

@@ -1,4 +1,4 @@
-"""What the device is asked to do, in sizes, and what that took, in integer picoseconds. Values only.
+"""Work for the device, in sizes, and its times, in integer picoseconds. Values only.
 
 Knows no hardware and no clock: `model.py` turns a Work into a Timing.
 """

@@ -1,6 +1,6 @@
 """One way to a transport: `connect` and `listen` by the scheme of an address.
 
-A package of one's own adds a scheme by an entry point; nothing here changes:
+Another package adds a scheme by an entry point; nothing here changes:
 
     [project.entry-points."ndp_device.transports"]
     rdma = "my_package:transport"       # an object with `connect` and `listen`, such as a module
@@ -25,7 +25,7 @@ _OWN = {"ipc": "ndp_device.transport.zmq_both", "tcp": "ndp_device.transport.zmq
 
 
 class Scheme(Protocol):
-    """What carries the addresses of one scheme. keys: what its user was given for it, None = nothing."""
+    """Carrier of the addresses of one scheme. keys: the path of its user's keys, None = none."""
 
     def connect(self, address: str, keys: Path | None) -> ClientTransport: ...
 
@@ -43,7 +43,7 @@ def listen(address: str, keys: Path | None = None) -> ServerTransport:
 
 
 def schemes() -> list[str]:
-    """What an address may begin with, before ://."""
+    """Schemes that an address may begin with, before ://."""
     return [*_OWN, *(entry.name for entry in entry_points(group=GROUP) if entry.name not in _OWN)]
 
 

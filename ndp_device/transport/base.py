@@ -1,6 +1,6 @@
-"""What host and device need of a transport, and the transport that is none: a handler in the same process. No socket.
+"""Interfaces of a transport for host and device, and a stand-in without one: a handler in the same process. No socket.
 
-Who writes a transport of his own writes these two, and names them in an entry point (transport/__init__.py).
+Another transport implements these two, and names them in an entry point (transport/__init__.py).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class ServerTransport(Protocol):
 
     @property
     def address(self) -> str:
-        """What hosts connect to."""
+        """The address that hosts connect to."""
         ...
 
     def receive(self, timeout_ms: int) -> Sequence[Received]:
-        """What has arrived, some of it at least; nothing after timeout_ms. Who is served next is the caller's."""
+        """Requests that have arrived, at least some; none after timeout_ms. The caller decides whom to serve next."""
         ...
 
     def send(self, client: bytes, frames: Frames) -> None:
@@ -81,7 +81,8 @@ class ServerTransport(Protocol):
 class ClientTransport(Protocol):
     """The host's end of one connection attempt. After `receive` raised, close it and make another.
 
-    Frames go in without a checksum and come out checked. What `receive` returned is valid until the next call of it.
+    Frames go in without a checksum and come out checked. A result of `receive` is valid until the next call of
+    `receive`.
     """
 
     @property

@@ -1,7 +1,7 @@
 """The checksum of a message: the last 4 bytes of frame 0, CRC-32 of all bytes before them and of frame 1.
 
-The codec leaves the field empty, whoever carries the frames fills it in and looks at it. Knows bytes only. C++ where
-the extension is built (csrc/crc32.h), isal elsewhere: the same values.
+The codec leaves the field empty; the carrier of the frames fills it in and checks it. Knows bytes only. C++ where the
+extension is built (csrc/crc32.h), isal elsewhere: the same values.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _LOOK_AGAIN_S = 0.5
 
 @dataclass(frozen=True)
 class HostKeys:
-    """What a host needs to reach a device: its own pair, and the device's public key."""
+    """Keys with which a host reaches a device: its own pair, and the device's public key."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -73,7 +73,7 @@ class DeviceKeys:
 
 
 class AllowList:
-    """Who may come in now: the files are looked at again at most half a second after they changed."""
+    """Hosts that may come in now: changed files count after half a second at most."""
 
     def __init__(self, keys: DeviceKeys, warn: Callable[[str], None]) -> None:
         self._keys, self._warn = keys, warn
@@ -91,7 +91,7 @@ class AllowList:
         return self._hosts.get(key)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """What zmq.auth asks of a handshake."""
+        """Answer zmq.auth in a handshake: whether the key may come in."""
         name = self.name(key)
         if name is None:
             self._warn(f"a host was refused: its key {key.decode()} is not allowed")

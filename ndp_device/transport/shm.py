@@ -1,11 +1,11 @@
 """The shared-memory transport: the same two frames, written into ring slots that host and device both map.
 
-The device makes the segment (a memfd: it has no name, so no crash can orphan it and nobody can find it, and it is
-sealed, so it cannot shrink under us); the host opens it through /proc/<device>/fd, which the kernel allows to the same
+The device makes the segment, a sealed memfd. It has no name, so no crash can orphan it and nobody can find it. It is
+sealed, so it cannot shrink under us. The host opens it through /proc/<device>/fd, which the kernel allows to the same
 user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "doorbell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-Of the protocol it knows the checksum. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
+This file knows only the checksum of the protocol. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ with contextlib.suppress(ImportError):
 
 
 class Put(enum.Enum):
-    """What became of a message: it must take the socket; it lies in a ring slot; … and its reader sleeps, so ring."""
+    """Fate of a message: it must take the socket; it lies in a ring slot; … and its reader sleeps, so ring."""
 
     REFUSED = 0
     DONE = 1
@@ -214,8 +214,9 @@ def checked_part(body: Buffer) -> Buffer:
 class Spinner:
     """Looks at memory for a bounded time before its owner goes to sleep, as long as the core is its own.
 
-    Whoever spins on a core that others wait for pays with a whole time slice when a message does come. So a spin during
-    which the core was lost for 0.5 ms is the last one for 0.4 s, and for twice as long each time, up to 6.4 s.
+    A process that spins on a core that others wait for loses a whole time slice when a message does come. So after a
+    spin that lost the core for 0.5 ms, the owner does not spin for 0.4 s. That time doubles with each such loss, up to
+    6.4 s.
     """
 
     def __init__(self, default_us: int) -> None:

@@ -1,4 +1,4 @@
-"""What both ends of a libzmq connection have in common: frames, limits, the context of a process, and how they end."""
+"""Common parts of both ends of a libzmq connection: frames, limits, the context of a process, and how they end."""
 
 from __future__ import annotations
 

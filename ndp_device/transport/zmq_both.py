@@ -1,4 +1,4 @@
-"""What ipc:// and tcp:// are: libzmq, with shared memory beside it where both ends are on one machine."""
+"""Transport of ipc:// and tcp://: libzmq, with shared memory beside it where both ends are on one machine."""
 
 from __future__ import annotations
 

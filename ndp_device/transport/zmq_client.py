@@ -1,9 +1,9 @@
 """The host's end of a ZeroMQ connection: a DEALER of libzmq with a monitor; a ClientTransport (base.py).
 
-Between processes of one machine the frames may lie in shared memory instead (shm.py); then the socket carries the
-doorbell that wakes a sleeper, and every message the memory cannot take. A device that died shows in the monitor within
-milliseconds, one that froze in the deadline of a call, a machine that is gone in TCP's keepalive. What had arrived when
-a connection ended is still handed out.
+Between processes of one machine the frames may lie in shared memory instead (shm.py). Then the socket carries the
+doorbell that wakes a sleeper, and every message the memory cannot take. The monitor shows a dead device within
+milliseconds. The deadline of a call shows a frozen device, and TCP's keepalive a machine that is gone. Messages that
+had arrived before a connection ended are still handed out.
 
 Two options of libzmq 4.3.5 are left out because they can end the process. IMMEDIATE: when a connection ends between two
 frames of a message; so `send` itself waits for the handshake. HEARTBEAT_IVL: when a connection ends while its queue is
@@ -154,7 +154,7 @@ class ZmqTransport:
         return header, body
 
     def _ask_whether_memory_is_well(self, channel: ShmChannel) -> None:
-        """Who wrote over the segment may have taken the device's doorbell, or our request: it looks when we ring."""
+        """Ring, so that the device looks too: damage to the segment may have hit its doorbell or our request."""
         if not channel.is_intact():
             raise RemoteProtocolError("the shared memory was damaged: somebody wrote over this host's counters")
         self._to_socket(sockets.DOORBELL)

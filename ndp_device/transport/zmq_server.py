@@ -1,9 +1,9 @@
 """The device's end: a ROUTER of libzmq, and shared memory beside it (shm.py) for hosts of this machine.
 
-Between processes of one machine the frames may lie in shared memory instead; then the socket carries the doorbell that
+Between processes of one machine the frames may lie in shared memory instead. Then the socket carries the doorbell that
 wakes a sleeper, and every message the memory cannot take. Connections, handshakes, queues, sizes and CURVE are
-libzmq's. What libzmq leaves open is done here: a peer is known by the descriptor that its messages came through, so
-that its connection can be ended and its end is noticed.
+libzmq's. This file does the rest: it knows a peer by the descriptor of its messages, to end the connection and to
+notice its end.
 
 Knows checksums and fragments; not whose request is next.
 """
@@ -100,7 +100,7 @@ class ZmqServer:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def receive(self, timeout_ms: int) -> list[Received]:
-        """What has arrived. While requests come by memory, a look at the socket before each would cost too much."""
+        """Requests that arrived. While they come by memory, a look at the socket before each would cost too much."""
         now = time.monotonic_ns()
         arrived = self._from_rings(now)
         if now - self._looked_ns > _SPIN_SLICE_NS or now - self._active_ns > self._spinner.spin_ns:
@@ -283,7 +283,7 @@ class ZmqServer:
             self._end(peer, "what it asked could not be answered")
 
     def _meet(self, frame: zmq.Frame) -> _Peer | None:
-        """Who sends for the first time; None: its connection has ended."""
+        """The peer of a first message; None: its connection has ended."""
         self._watch()  # first: its descriptor may have had another owner a moment ago
         fd = int(frame.get(zmq.SRCFD))
         if fd not in self._open:
@@ -356,7 +356,8 @@ class ZmqServer:
         return None if peer.channel is None else peer.channel.offer
 
     def _make_room_for_segment(self) -> bool:
-        """False: every segment is used, or was given away a moment ago. Who loses one notices and may ask anew."""
+        """False: every segment is used, or was given away a moment ago. A host that loses one notices and may ask
+        again."""
         owners = [peer for peer in self._peers.values() if peer.channel is not None]
         if len(owners) < shm.MAX_CHANNELS:
             return True
