@@ -265,9 +265,9 @@ def shared_experts(model: Any) -> dict[str, Any]:
 
 
 def activation_of(layer: Any) -> Activation:
-    """Return the activation of vLLM's experts in this layer; raises ConfigError for one that ours cannot compute. Its
-    swigluoai has constants, and its other SwiGLU of gpt-oss's form takes the model's numbers, 1 and 0 where the model
-    gives none."""
+    """Return the activation of vLLM's experts in this layer; raises ConfigError for one that ours cannot compute.
+    The swigluoai of vLLM has constants. Its other SwiGLU of gpt-oss's form takes the model's numbers, 1 and 0 where the
+    model gives none."""
     name, limit = layer.activation.value, getattr(layer, "swiglu_limit", None)
     linear, up_bias = getattr(layer, "swiglu_alpha", None), getattr(layer, "swiglu_beta", None)
     if name == "swigluoai":

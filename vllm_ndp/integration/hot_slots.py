@@ -241,8 +241,8 @@ class CudaSlotKernel:
         tiles: Callable[..., Any],
         copies: CopiesByThread | None = None,
     ) -> None:
-        """`fused`: vLLM's fused_experts. `tiles(w13 shape, w2 shape, k, dtype, T)`: a context in which it uses the
-        tiles of stock vLLM with all num_experts in one tensor. Without it vLLM looks tiles up by the number of slots.
+        """`fused`: vLLM's fused_experts. `tiles(w13 shape, w2 shape, k, dtype, T)`: a context in which `fused` uses
+        the tiles of stock vLLM with all num_experts in one tensor. Else vLLM looks tiles up by the number of slots.
         `copies`: how weights get into a slot; plainly where None."""
         self.activation, self.num_experts = activation, num_experts
         self.fused, self._tiles, self.copies = fused, tiles, copies
