@@ -302,7 +302,7 @@ class NdpSettings:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of running devices; empty where devices are embedded."""
+        """Addresses of the running devices; empty where devices are embedded."""
         if self.device == EMBEDDED:
             return ()
         return (self.device,) if isinstance(self.device, str) else self.device
@@ -363,7 +363,7 @@ class NdpSettings:
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def recorded(self) -> dict[str, Any]:
-        """What a trace keeps: all of them, and the losses in force, which a policy's default may have named."""
+        """All settings for a trace, with the losses in force, which a policy's default may have named."""
         return {**asdict(self), "losses": self.losses}
 
     def resolve_offload_bits(self, num_experts: int) -> int:

@@ -1,4 +1,4 @@
-"""What a person writes under `{"ndp": {...}}`: at most 20 names on top, the rest under `policy_options` and `debug`.
+"""Names that a person writes under `{"ndp": {...}}`: at most 20 on top, the rest under `policy_options` and `debug`.
 
 Turns that into values by the names of NdpSettings' fields (config.py). Older names are taken too, each with one
 sentence that names the new one. Does not know ranges, types or effects.

@@ -1,4 +1,4 @@
-"""What a host plans with and a device must serve exactly, compared at every handshake: one sentence where they differ.
+"""Compares what a host plans with and what a device serves, at every handshake, exactly: a difference is one sentence.
 
 Knows what a Welcome says and what the host has found on its own disk. Does not know connections, vLLM or plans.
 """
@@ -37,7 +37,7 @@ class PlannedReplicas:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the device is asked for: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
+    """Request to a device: `full_precision` experts, `quantized` ones from `replicas`, or none at all."""
 
     shape: ModelShape
     hardware: Hardware
@@ -51,7 +51,7 @@ class Agreement:
         part.check(self.shape.intermediate_size, group_size)
 
     def check(self, address: str, welcome: msg.Welcome, part: Part = WHOLE) -> msg.Served:
-        """What the device serves. Raises ConfigError unless it is what the host plans with, and this part of it."""
+        """Return what the device serves. Raises ConfigError unless the host plans with it, and this part of it."""
         served = welcome.served
         if served is None:
             raise ConfigError(

@@ -38,7 +38,7 @@ class ExecuteHandle:
 
 
 class Executes(Protocol):
-    """What a layer asks of one device, or of several as of one."""
+    """Interface of a layer to one device, or to several as to one."""
 
     def begin_execute(
         self,
@@ -57,7 +57,7 @@ class Executes(Protocol):
 
 @dataclass
 class Counters:
-    """What happened to calls and connections since the client was made."""
+    """Counts of calls and connections since the client was made."""
 
     executed: int = 0  # results used
     unavailable: int = 0  # calls that found the device down, or lost it
@@ -97,7 +97,7 @@ def is_finite(x: NDArray[Any]) -> bool:
 
 
 def lie_of(timing: Timing | None, submit_ps: int, config_hash: str) -> str | None:
-    """What is impossible about a simulated time; None: it may be true. An answer without one says nothing false."""
+    """Say what is impossible about a simulated time; None where nothing is, or where an answer has no time."""
     if timing is None:
         return None
     if timing.config_hash != config_hash:

@@ -2,9 +2,9 @@
 
     no connection -> CONNECTING -> GREETING -> REPLAYING -> UP       any fault: no connection, another after 5..200 ms
 
-Coming back is driven by `poll` and `begin_execute`, a step at a time, without waiting. connection.py says what a
-connection is and which answers are possible; here is when there is one and what it is asked. One thread per client.
-Does not know vLLM, experts, or what the caller does when the device is down.
+`poll` and `begin_execute` bring the connection back, one step at a time, without waiting. The file connection.py says
+what a connection is and which answers are possible. This file says when there is a connection and what the client asks
+on it. One thread per client. Does not know vLLM, experts, or what the caller does when the device is down.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class DeviceClient:
         clock: Clock = time,
         jitter: random.Random | None = None,
     ) -> None:
-        """keys: the file of this host, for a tcp address. part: of every expert, that is computed there.
-        accept: raises ConfigError for a device that serves something else than its host plans with; asked at every
-        connection, because a device may come back as another one."""
+        """`keys`: the file of this host, for a tcp address. `part`: the part of every expert that the device computes.
+        `accept`: raises ConfigError for a device that serves something else than its host plans with. The client calls
+        `accept` at every connection, because a device may come back as another one."""
         self.address, self.expected_digest, self.name, self.part = address, expected_digest, name, part
         self.counters = Counters()
         self.welcome: msg.Welcome | None = None
@@ -334,7 +334,7 @@ class DeviceClient:
             _log.log(level, "NDP device at %s is %s (incarnation %.10r)", self.address, state, connection.incarnation)
 
     def _next_of_plans(self, connection: Connection) -> tuple[msg.Message, AnnouncedPlan] | None:
-        """What is still to be asked until the device has our plans; found anew each time, as plans change meanwhile."""
+        """Return the next request that gives the device our plans; found again each time, as plans change meanwhile."""
         active, wanted = self._active, self._installed
         epoch = connection.active.epoch if connection.active else 0
         if active is not None and connection.active is not active:

@@ -2,8 +2,9 @@
 
     CONNECTING -> GREETING -> REPLAYING -> UP        any of them -> CLOSED, for good
 
-A result is used only if its id, incarnation, epoch, shape, dtype, checksum and simulated time are possible and it is
-finite wherever its input was. Knows the protocol and a transport; when to connect and what to ask is the client's.
+The client uses a result only if its id, incarnation, epoch, shape, dtype, checksum and simulated time are possible. The
+result must also be finite if its input was. Knows the protocol and a transport; when to connect and what to ask is
+the client's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class Presence:
-    """Of the running step."""
+    """Device availability that the running step went by."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[bool, ...]] = set()
@@ -26,7 +26,7 @@ class Presence:
         self._lost = True
 
     def take(self) -> tuple[bool, ...] | None:
-        """[D], what the step went by, and begin anew. None: it changed within the step; (): nothing was asked."""
+        """Take what the step went by, [D], and start over. None: it changed within the step; (): nothing was asked."""
         seen, lost = self._seen, self._lost
         self._seen, self._lost = set(), False
         if lost or len(seen) > 1:

@@ -2,10 +2,10 @@
 
     pairs -> route -> one call per device -> partial sums added up         a call that fails -> route again, without it
 
-What a call that fails was sent goes to the devices that hold the other copies, within the one deadline of all: they
-fail only where an expert has no copy on a device that is up. Where each device computes a part of every expert there
-are no other copies, and no answer is used then, so that no unit counts twice. Has the methods of `client.DeviceClient`
-that its caller uses. Knows clients. Does not know experts, nor why a pair goes where it goes.
+The pairs of a failed call go to the devices that hold the other copies, within the one deadline of all. They fail only
+where an expert has no copy on a device that is up. Where each device computes a part of every expert there are no other
+copies. No answer is used then, so that no unit counts twice. Has the methods of `client.DeviceClient` that its caller
+uses. Knows clients. Does not know experts, nor why a pair goes where it goes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ served."""
 
 @dataclass
 class _Message:
-    """What one device was sent of a call."""
+    """Part of a call that one device was sent."""
 
     device: int
     pairs: NDArray[np.int64]  # of the call
@@ -163,8 +163,8 @@ class DeviceSet:
             client.close()
 
     def _send(self, handle: SetHandle, pairs: NDArray[np.int64], usable: Sequence[bool]) -> None:
-        """Send these pairs to devices that may be asked. Half of the time that is left is for them, and half for those
-        that hold the other copies, as long as there may be some."""
+        """Send these pairs to devices that may be asked. Half of the time that is left is for them. The other half is
+        for devices that hold the other copies, as long as there may be some."""
         routed = self._route(handle.layer, handle.pair_experts[pairs], handle.pair_bits[pairs], usable)
         is_served = np.zeros(len(pairs), np.bool_)
         for _, places in routed:
@@ -190,7 +190,7 @@ class DeviceSet:
             handle.messages.append(_Message(device, own, rows.astype(np.int64), asked))
 
     def _sum(self, handle: SetHandle) -> ExecuteResult:
-        """In the order of devices, whoever answered first. Without a time where one answer has none."""
+        """Add up the answers in the order of devices, not of arrival. Without a time where one answer has none."""
         answered = sorted(handle.answered, key=lambda one: (one[0].device, one[0].pairs[0]))
         timings = [result.timing for _, result in answered if result.timing is not None]
         timing = self._slowest(timings) if len(timings) == len(answered) else None

@@ -1,7 +1,7 @@
 """A worker in the making: from the settings, the checkpoint, vLLM's configuration and what the other ranks say.
 
-While the model loads, each MoE layer hands over its hot slots (`attach`); then `finish` makes every other part, each
-complete, and gives the worker whose model is loaded. Knows which parts there are and what each needs. Does not know
+While the model loads, each MoE layer hands over its hot slots (`attach`). Then `finish` makes every other part, each
+complete, and returns the worker whose model is loaded. Knows which parts there are and what each needs. Does not know
 steps.
 """
 
@@ -104,7 +104,7 @@ class LoadedWorker:
 
     @property
     def unsimulated(self) -> str:
-        """What runs here and is in no simulated clock; empty where nothing is."""
+        """Work that runs here and is in no simulated clock; empty where there is none."""
         link = self.parts.device.link
         of_device = DEVICE_TIME if link is not None and not link.members.simulate else ""
         return self.made.unsimulated or of_device
@@ -238,12 +238,12 @@ class Assembly:
 
     @property
     def unsimulated(self) -> str:
-        """What runs here and is in no simulated clock."""
+        """Work that runs here and is in no simulated clock."""
         return compat.unsimulated(self.vllm_config)
 
     @property
     def _held(self) -> SlotWeights:
-        """Of any layer, for dtype and place."""
+        """Slot weights of any layer, for dtype and place."""
         return self.attached[0].slots.held
 
     @property
@@ -254,7 +254,7 @@ class Assembly:
 
     @cached_property
     def digest(self) -> str:
-        """Of the checkpoint."""
+        """Digest of the checkpoint."""
         return model_digest(self.model_dir)
 
     # -- agreed among the ranks -----------------------------------------------------------------------------------
@@ -362,8 +362,8 @@ class Assembly:
     def measure_prices(
         self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
     ) -> MeasuredPrices | None:
-        """By the leader, for all ranks; None where prices are those of the simulated hardware. shared: the shared
-        experts of a layer, where there are any."""
+        """Measure as the leader, for all ranks; None where prices are those of the simulated hardware. `shared`: the
+        shared experts of a layer, where there are any."""
         if self.settings.prices != "measured":
             return None
         recorded = None
@@ -379,7 +379,7 @@ class Assembly:
         return MeasuredPrices.of_recorded(self.ranks.from_leader(recorded))
 
     def _facts_of_prices(self, hot: HotExperts, link: DeviceLink) -> dict[str, Any]:
-        """What measured prices depend on beside the processor and what is asked."""
+        """Facts that measured prices depend on, beside the processor and what is asked."""
         shape, settings, members = self.pool.shape, self.settings, link.members
         sizes = [shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k]
         return {
@@ -415,7 +415,7 @@ class Assembly:
         return make_streamer(self.settings.pool, self.pool, slots, default_cache_dir(self.digest).with_name(name))
 
     def _make_replica_fill(self, replicas: Path | None, slots: dict[int, HotSlots]) -> ReplicaFill | None:
-        """What fills hot slots with replicas; None where they are filled from the checkpoint."""
+        """Make the object that fills hot slots with replicas; None where the checkpoint fills them."""
         if not (self.settings.has_quantized_slots and compat.on_cpu()):
             return None
         if replicas is None:
@@ -468,7 +468,7 @@ class Assembly:
 
 
 def current_assembly() -> Assembly:
-    """Of the engine that is being built in this process. Raises when it runs without our worker."""
+    """Return the assembly of the engine that this process builds. Raises when it runs without our worker."""
     if _current is None:
         raise ConfigError(
             "quantization 'ndp' needs the worker class vllm_ndp.integration.worker.NdpWorker, which is not running: "

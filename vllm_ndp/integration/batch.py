@@ -1,8 +1,8 @@
-"""Who owns which row of a step, and where each request stands. Mirrors vLLM's scheduler from its own messages.
+"""Finds who owns which row of a step, and where each request stands. Mirrors vLLM's scheduler from its own messages.
 
-A row is prefill while its position lies inside the prompt, decode after it; so recomputing a preempted request repeats
-exactly what its first pass did. Drafts that are checked in the step that ends the prompt are prefill: no plan exists
-yet. Knows scheduler messages, block tables and the order of vLLM's runner; does not know experts.
+A row is prefill while its position lies inside the prompt, decode after it. Recomputing a preempted request therefore
+repeats exactly what its first pass did. Drafts that are checked in the step that ends the prompt are prefill: no plan
+exists yet. Knows scheduler messages, block tables and the order of vLLM's runner; does not know experts.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RequestTracker:
 
 
 def _prompt_len(new: NewRequestData) -> int:
-    """Of a new request, whose message does not say it before vLLM 0.30."""
+    """Prompt length of a new request, whose message does not say it before vLLM 0.30."""
     if (length := getattr(new, "prompt_len", None)) is not None:
         return int(length)
     return len(new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds)

@@ -1,4 +1,4 @@
-"""What the plugin cannot do together with other vLLM features: refuse in one sentence, before anything is loaded.
+"""Refuses what the plugin cannot do together with other vLLM features: in one sentence, before anything is loaded.
 
 Also the few places where vLLM versions differ. Knows vLLM's configuration objects; holds no state.
 """
@@ -265,8 +265,9 @@ def shared_experts(model: Any) -> dict[str, Any]:
 
 
 def activation_of(layer: Any) -> Activation:
-    """What vLLM's experts of this layer compute; raises ConfigError for what ours cannot. Its swigluoai has constants,
-    and its other SwiGLU of gpt-oss's form takes the model's numbers, 1 and 0 where the model gives none."""
+    """Return the activation of vLLM's experts in this layer; raises ConfigError for one that ours cannot compute.
+    The swigluoai of vLLM has constants. Its other SwiGLU of gpt-oss's form takes the model's numbers, 1 and 0 where the
+    model gives none."""
     name, limit = layer.activation.value, getattr(layer, "swiglu_limit", None)
     linear, up_bias = getattr(layer, "swiglu_alpha", None), getattr(layer, "swiglu_beta", None)
     if name == "swigluoai":
@@ -382,7 +383,7 @@ def drafts_with_a_model(vllm_config: VllmConfig) -> bool:
 
 
 def unsimulated(vllm_config: VllmConfig) -> str:
-    """What runs in an engine and is in no simulated clock, in words for its reports; empty where that is nothing."""
+    """Work of an engine that is in no simulated clock, in words for its reports; empty where there is none."""
     return "the draft model's time" if drafts_with_a_model(vllm_config) else ""
 
 
@@ -396,7 +397,7 @@ def share_cores_with_the_device(settings: NdpSettings) -> None:
     """vLLM's CPU build leaves cores to its scheduler and its connector, which sleep while a layer runs: take them.
 
     Engine and embedded device then share every core, so that none lies idle while one of the two waits for the other
-    (measured: docs/performance.md). Whoever sets vLLM's own variables keeps them.
+    (measured: docs/performance.md). Variables of vLLM that the user has set stay as they are.
     """
     ours_to_set = not {"VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_OMP_THREADS_BIND"} & set(os.environ)
     if on_cpu() and settings.device == EMBEDDED and ours_to_set:

@@ -1,9 +1,9 @@
 """A KV connector that moves no KV: it only lets a finished request carry its report back to the client that asked.
 
-Worker side: hand over the step's report. Scheduler side: collect them and attach `{"ndp": {...}}` to the finished
-request (`RequestOutput.kv_transfer_params`, and the field of the same name in OpenAI responses that do not stream).
-Every finished report also goes to the worker with the next step, where the front end can ask for it; counts of the step
-go to vLLM's own /metrics (serving/metrics.py).
+Worker side: hand over the step's report. Scheduler side: collect the reports and attach `{"ndp": {...}}` to the
+finished request. Clients find it in `RequestOutput.kv_transfer_params`, and in the field of the same name in OpenAI
+responses that do not stream. Every finished report also goes to the worker with the next step, where the front end can
+ask for it. Counts of the step go to vLLM's own /metrics (serving/metrics.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One worker of the plugin, whose model is loaded and whose KV cache exists: frames every step, and tells of it.
 
-while the model loads    assembly.attach      each MoE layer hands over its hot slots
-model loaded             assembly.finish      find the device, make the first placement, connect the layers
-KV cache sized           NdpController        put the routing sidecar beside it, say what is effective
-every step               step                 replan, run, report, score
+* while the model loads    assembly.attach    each MoE layer hands over its hot slots
+* model loaded             assembly.finish    find the device, make the first placement, connect the layers
+* KV cache sized           NdpController      put the routing sidecar beside it, say what is effective
+* every step               step               replan, run, report, score
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _current: NdpController | None = None
 
 
 def current_controller() -> NdpController:
-    """Of the engine that runs its step in this process."""
+    """Return the controller of the engine that runs its step in this process."""
     if _current is None:
         raise ConfigError("no engine with quantization 'ndp' runs in this process")
     return _current
@@ -125,7 +125,7 @@ class NdpController:
             device.agreed = ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum)
 
     def take_report(self) -> StepReport | None:
-        """What happened in the running step, or in the last one, once, as the leader tells it."""
+        """Return the report of the running step, or of the last one, once, as the leader tells it."""
         running = self.worker.parts.running.step
         return self.log.take_left() if running is None else self.log.close(running)
 
@@ -152,8 +152,8 @@ class NdpController:
     def add_device(self, address: str, keys: str | None) -> dict[str, Any]:
         """Between steps: one device more, which gets its part of the experts. Every rank must be asked.
 
-        Where any rank cannot use it, all is as before, and `refused` says why in one sentence: to raise in one worker
-        would leave the answers of the others in vLLM's queues.
+        Where any rank cannot use it, all is as before, and `refused` says why in one sentence. An exception in one
+        worker would leave the answers of the others in vLLM's queues.
         """
         refusal, made = "", self.worker.made
         settings, ranks, clock = made.settings, made.ranks, self.worker.clock
@@ -204,7 +204,7 @@ class NdpController:
         }
 
     def live(self) -> dict[str, Any] | None:
-        """What goes on now, for a status page; None where another rank tells."""
+        """Return what goes on now, for a status page; None where another rank tells."""
         if (link := self.device.link) is None:
             return None
         return {
@@ -224,7 +224,7 @@ class NdpController:
         }
 
     def experts(self) -> dict[str, Any] | None:
-        """Who is hot where, layer by layer, of the layers that this worker runs; None where another rank tells."""
+        """Return which experts are hot where, for each layer of this worker; None where another rank tells."""
         made = self.worker.made
         return (
             live.experts(self.worker.parts.planner.replanner, self._last_planned, made.layers)

@@ -79,7 +79,7 @@ class DeviceCall:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What plans are made from, the same on every rank and for all devices."""
+    """Facts that plans are made from, the same on every rank and for all devices."""
 
     offload_bits: int
     """Of hot experts that run on the device; 0 where none ever does."""
@@ -104,9 +104,9 @@ class DeviceLink:
         dtype: torch.dtype,
         local: LocalReplicas | None,
     ) -> None:
-        """devices: where there are several, who holds and serves what. shape: of the whole model; layers: those of its
-        MoE layers that this worker runs, which it counts from 0. dtype: of activations. local: computes what a call did
-        not bring, None where that is done in full precision.
+        """`devices`: where there are several, who holds and serves what. `shape`: of the whole model. `layers`: those
+        of its MoE layers that this worker runs, which it counts from 0. `dtype`: of activations. `local`: computes what
+        a call did not bring, None where that is done in full precision.
         """
         self.members = members
         self.client: DeviceClient | DeviceSet = members.clients[0]

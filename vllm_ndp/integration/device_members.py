@@ -130,7 +130,7 @@ class DeviceMembers:
         return Member(address, keys, process, client)
 
     def _agree(self) -> msg.Served:
-        """What all devices serve. Raises ConfigError or what connecting raises, in one sentence with the address."""
+        """Return what all devices serve. Raises ConfigError or what connecting raises, with the address."""
         served = [self._meet(member, self.each[:number]) for number, member in enumerate(self.each)]
         return served[0]
 
@@ -189,8 +189,8 @@ class DeviceMembers:
 
     @contextmanager
     def beside_the_run(self, deadline_ms: float) -> Iterator[DeviceClient]:
-        """The first device by another connection, which has its own plans and its own simulated clock there: what is
-        asked by it leaves no trace in the run. Raises what connecting raises."""
+        """The first device by another connection, which has its own plans and its own simulated clock there. Requests
+        on that connection leave no trace in the run. Raises what connecting raises."""
         first = self.each[0]
         client = DeviceClient(
             first.address,
@@ -208,7 +208,7 @@ class DeviceMembers:
 
     @property
     def pids(self) -> list[int | None]:
-        """Of each device that we started."""
+        """Process id of each device that we started."""
         return [member.pid for member in self.each]
 
     @property
@@ -217,7 +217,7 @@ class DeviceMembers:
 
     @property
     def description(self) -> msg.Description:
-        """Of the first device; the others serve the same."""
+        """Description of the first device; the others serve the same."""
         return self.descriptions[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Who computes pairs beside the hot slots: the device, the host's CPU, or experts that stream through. One protocol.
+"""Executors of pairs beside the hot slots: the device, the host's CPU, or experts that stream through. One protocol.
 
 Each is started when a layer is split and brings its part when the hot experts have run. Knows no tensors' contents,
 nor who there is.

@@ -1,4 +1,4 @@
-"""What vLLM's workers can do to weights while they serve, refused: pool, replicas and device keep the checkpoint's.
+"""Refuses what vLLM's workers can do to weights while they serve: pool, replicas and device keep the checkpoint's.
 
 Without this vLLM replaces what it loaded itself, and says nothing of the experts, which stay those of the old model.
 """

@@ -4,9 +4,9 @@
     {"prompt": [1, 17, 4], "max_tokens": 2, "logprobs": 1, "vllm_xargs": {"ndp_forced_tokens": [9, 305]}}
 
 Rows of a prompt run in full precision, so log-likelihoods of a prompt say nothing of the widths that decode uses. The
-rows of forced tokens are decode rows like any other: the request's own plan, hot slots, the device, balancing. vLLM
-takes its raw log-probabilities before logits processors run, so those of the answer are the model's. Knows vLLM's
-logits processors; runs beside stock vLLM too, where it changes nothing unless a request asks.
+rows of forced tokens are decode rows like any other: the request's own plan, hot slots, the device, balancing. Logits
+processors run after vLLM takes its raw log-probabilities, so those of the answer are the model's. Knows vLLM's logits
+processors; runs beside stock vLLM too, where it changes nothing unless a request asks.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
     """The replica directory to plan and serve from.
 
     Where the setting names none, it is the one in the cache. If that is empty, data-free replicas are built there for
-    an embedded device; a running device has its own, which replicas made here could only differ from: None.
+    an embedded device. A running device has its own, which replicas made here could only differ from: None.
     """
     from ndp_device.cache import default_cache_dir
     from ndp_device.calibration.build import build_data_free
@@ -47,7 +47,7 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
 
 
 def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
-    """Of the MoE layers that this worker runs; kind: one of planning.bitwidths.LOSSES."""
+    """Load the losses of the MoE layers that this worker runs; `kind`: one of planning.bitwidths.LOSSES."""
     missing = set(WIDTHS) - set(read_manifest(replicas).bits)
     if missing:
         raise ConfigError(

@@ -35,7 +35,7 @@ def slots_of_module(
     num_quantized: int = 0,
     slot_bits: int = FULL_PRECISION_BITS,
 ) -> HotSlots:
-    """Those that vLLM's module of a layer has allocated, for this kernel. num_quantized: slots per layer that are
+    """Slots that vLLM's module of a layer has allocated, for this kernel. `num_quantized`: slots per layer that are
     narrower than the checkpoint's, as `slot_bits` says on a GPU."""
     held = SlotWeights.of_layer(module)
     num_experts, own = tiers.where.shape[1], (tiers.where[index], tiers.without_slot[index])
@@ -110,7 +110,7 @@ class HotExperts:
     def stream(self, layer: int, x: torch.Tensor, pairs: Pairs, keep: Mapping[int, int]) -> torch.Tensor:
         """Weighted sum over the pairs of each row in full precision from the pool, f32 [T, H]. keep: expert -> slot.
 
-        Of this worker's share of each expert, or of its share of the experts: the sum of all ranks is the whole.
+        The sum is of this worker's share of each expert, or of its share of the experts; all ranks add up to the whole.
         """
         if (owners := self.tiers.owners) is not None:
             mine = owners.streaming(layer)[pairs.experts] == self.tiers.rank

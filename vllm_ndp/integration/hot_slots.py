@@ -2,8 +2,8 @@
 activation that it lacks is run by the device's kernel.
 
 A hot slot holds one expert; `where[e]` says which slot holds expert e, or where it is else. A pair that runs elsewhere
-costs next to nothing: on a CPU only hot pairs are given, on CUDA the kernel skips experts without a slot. Knows kernels
-and layouts. Does not know requests, plans or the device.
+costs next to nothing: a CPU gets hot pairs only, and on CUDA the kernel skips experts without a slot. Knows kernels and
+layouts. Does not know requests, plans or the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SlotPairs(NamedTuple):
 
 
 class SlotWeights(NamedTuple):
-    """What S slots hold: w13 [S, 2I, H] and w2 [S, H, I]; b13 [S, 2I] and b2 [S, H] where experts have biases."""
+    """Weights of S slots: w13 [S, 2I, H] and w2 [S, H, I]; b13 [S, 2I] and b2 [S, H] where experts have biases."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -188,8 +188,8 @@ class NativeSlotKernel(CpuSlotKernel):
         return weighted_sums(self._kernel, experts, x, rows, slots.flatten().numpy(), weights.flatten().numpy())
 
     def _prepared(self, held: SlotWeights, slot: int) -> Any:
-        """The native kernel reads weights where they lie, whatever expert the slot holds by then. What is copied is not
-        kept: biases, and all that the reference kernel prepares."""
+        """The native kernel reads weights where they lie, so it sees the expert that the slot holds at that moment.
+        Copies are not kept: biases, and all that the reference kernel prepares."""
         if held.b13 is not None or self._kernel.name != "native":
             return self._kernel.prepare(self._expert(held, slot))
         key = held.w13.data_ptr(), slot
@@ -241,9 +241,9 @@ class CudaSlotKernel:
         tiles: Callable[..., Any],
         copies: CopiesByThread | None = None,
     ) -> None:
-        """fused: vLLM's fused_experts. tiles(w13 shape, w2 shape, k, dtype, T): a context in which it uses the tiles
-        that stock vLLM, with all num_experts in one tensor, would use: it looks them up by the number of slots.
-        copies: how weights get into a slot; plainly where None."""
+        """`fused`: vLLM's fused_experts. `tiles(w13 shape, w2 shape, k, dtype, T)`: a context in which `fused` uses
+        the tiles of stock vLLM with all num_experts in one tensor. Else vLLM looks tiles up by the number of slots.
+        `copies`: how weights get into a slot; plainly where None."""
         self.activation, self.num_experts = activation, num_experts
         self.fused, self._tiles, self.copies = fused, tiles, copies
         self._maps: dict[int, torch.Tensor] = {}
@@ -307,7 +307,7 @@ class CudaSlotKernel:
             )
 
     def _beside(self, held: SlotWeights) -> dict[str, Any]:
-        """What else vLLM's function is told about these slots."""
+        """Further arguments of vLLM's function for these slots."""
         return {}
 
     def _map(self, num_slots: int, device: torch.device) -> torch.Tensor:
@@ -373,7 +373,7 @@ class HotSlots:
         return self.held.num_bytes
 
     def running(self) -> tuple[CpuSlotKernel | CudaSlotKernel, Any]:
-        """What computes the slots, and what it computes with."""
+        """The kernel that computes the slots, and the weights that it reads."""
         return self.kernel, self.held
 
     @property

@@ -1,8 +1,8 @@
 """Ask Linux to put large tensors on pages of 2 MiB, before anything is written to them. Knows addresses, no meaning.
 
 Hot slots are read from one end to the other for a row or two, at the speed of memory. On pages of 4 KiB the processor
-looks up an address for every 64 cache lines: vLLM's kernel took 1.2 times as long (docs/log/kernels.md). torch leaves
-its memory on small pages where the system hands out large ones on request only, as most distributions do.
+looks up an address for every 64 cache lines: vLLM's kernel took 1.2 times as long (docs/log/kernels.md). Most
+distributions hand out large pages on request only; there torch leaves its memory on small ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE_BYTES = 2 << 20
 
 
 def ask_for(tensor: torch.Tensor) -> int:
-    """Of a fresh tensor in the host's memory; returns how many bytes the system was asked for, 0 where it refused.
+    """Ask for such pages under a fresh tensor in the host's memory; returns how many bytes, 0 where the system refused.
 
     It is a hint: values do not depend on it, and a system without such pages, or out of them, serves small ones.
     """

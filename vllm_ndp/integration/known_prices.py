@@ -1,7 +1,7 @@
 """Measured prices that this machine keeps: one file in the cache for each processor, shape of experts and version.
 
-A machine measures once; every later start decides by the same prices, and so alike. Whoever changed the machine
-deletes the file. Knows files and what prices depend on. Does not measure.
+A machine measures once; every later start decides by the same prices, and so alike. After a change of the machine,
+delete the file. Knows files and what prices depend on. Does not measure.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _waited_ns() -> int:
 
 
 def processor() -> dict[str, str]:
-    """What it is, and what keeps kernels from using all of it."""
+    """Processor of this machine, and what keeps kernels from using all of it."""
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     limits = {name: os.environ[name] for name in _ISA_VARIABLES if name in os.environ}
@@ -67,7 +67,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, kind: type[P]) -> P | None:
-    """None where nothing is kept, or nothing that can be read: it is measured again then."""
+    """Read kept prices; None where there are none, or none that can be read: they are measured again then."""
     if not path.exists():
         return None
     try:

@@ -27,8 +27,8 @@ class Beside(Protocol):
 
 class Migrator:
     def __init__(self, cores: Collection[int], beside: Callable[[], Beside | None] | None = None) -> None:
-        """cores: where the thread may run; the one that makes it may be bound to a single core. beside: asked for each
-        layer as it is begun; None where moves are done when they return."""
+        """`cores`: where the thread may run; the one that makes it may be bound to a single core. `beside`: asked for
+        each layer as it is begun; None where moves are done when they return."""
         self._cores = frozenset(cores)
         self._beside = beside or _OneStream()
         self._thread = ThreadPoolExecutor(1, "ndp-migration", self._start)

@@ -1,8 +1,8 @@
 """One MoE layer, one step: split the (row, expert) pairs, run all sides at the same time, add them, account.
 
-The device's message leaves before shared and hot experts are computed and its answer is collected after; what it
-returns is a weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same
-pairs are computed here. Knows tensors of one layer; does not know how a plan was made, nor where a pair runs and why.
+The device's message leaves before shared and hot experts are computed, and its answer is collected after. The answer is
+a weighted partial sum, added before vLLM's tensor-parallel all-reduce. If no valid answer comes, the same pairs are
+computed here. Knows tensors of one layer; does not know how a plan was made, nor where a pair runs and why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYERS: WeakValueDictionary[str, MoELayer] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What the layers of a worker share."""
+    """Parts that the layers of a worker share."""
 
     hot: HotExperts
     device: DeviceView
@@ -117,7 +117,7 @@ class MoELayer:
         return x * topk_weights.to(x.dtype) if self._parts.weighs_input else x
 
     def _applied(self, topk_weights: torch.Tensor) -> torch.Tensor:
-        """What outputs are weighed with: 1 where the input was. Planning and balancing see the router's weights."""
+        """Weights for the outputs: 1 where the input was weighed. Planning and balancing see the router's weights."""
         return torch.ones_like(topk_weights) if self._parts.weighs_input else topk_weights
 
     def _run(
@@ -153,7 +153,7 @@ class MoELayer:
         return out
 
     def _beside(self, split: Split) -> Iterator[tuple[Executor, Pairs]]:
-        """Who computes what beside the hot slots; of several ranks the leader alone for whole experts."""
+        """Executors beside the hot slots, each with its pairs; of several ranks the leader alone for whole experts."""
         parts = self._parts
         if split.device and self._link is not None:
             yield self._link, split.device

@@ -1,7 +1,7 @@
 """Workers end when the process that asked for their engine ends, at any moment of the start-up.
 
-vLLM's own processes notice it once the engine serves; while it loads, nobody looks, and a worker that quantizes would
-go on and start a device for nobody. Knows processes of Linux. Does not know engines or devices.
+vLLM's own processes notice it once the engine serves; while it loads, nobody looks. A worker that quantizes would go on
+and start a device for nobody. Knows processes of Linux. Does not know engines or devices.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class PlanRunner:
             self.replanner.keep(self._scores(), step.streamed)
 
     def slots_to_keep(self, step: Step, layer: int, pairs: Pairs) -> dict[int, int]:
-        """Of the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
+        """Slots for the prefill pairs that are about to be streamed: expert -> slot for those that will be hot."""
         ending = step.ending
         if not (ending and self.replanner.rules.keeps_streamed and self._hot.streamer.keeps):
             return {}
@@ -142,11 +142,11 @@ class PlanRunner:
         return self._hot.slots_to_keep(layer, self.replanner.placement.hot[layer], resident)
 
     def _scores(self) -> list[ImportanceScore]:
-        """Of every request whose prefill has ended."""
+        """Scores of every request whose prefill has ended."""
         return [request.score for request in self._requests.requests.values() if request.score is not None]
 
     def _stats(self, request: TrackedRequest, sidecar: RoutingSidecar, layer: int | None = None) -> RoutingStats:
-        """The prompt's routing, of one layer if one is named, whoever wrote it."""
+        """The prompt's routing, of one layer if one is named, even where another request wrote it."""
         entries = slot_mapping(request.blocks, np.arange(request.prompt_len), sidecar.block_size)
         ids, weights = sidecar.read(entries, layer)
         return RoutingStats.from_choices(ids, weights, self.replanner.placement.hot.shape[1])

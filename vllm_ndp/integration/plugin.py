@@ -1,4 +1,4 @@
-"""What vLLM's plugin loader calls in every process. Registers names; changes nothing until `quantization="ndp"`.
+"""Entry point of vLLM's plugin loader in every process. Registers names; changes nothing until `quantization="ndp"`.
 
 Must stay idempotent and cheap: the loader runs it in the front end, the engine core, each worker and the
 model-inspection subprocess.
@@ -106,7 +106,7 @@ def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
 
 
 def _as_part(connector: KVTransferConfig) -> dict[str, Any]:
-    """What a MultiConnector wants of each of its parts; the engine's id is of the whole."""
+    """Values that a MultiConnector wants of each of its parts; the engine's id is of the whole."""
     values = dataclasses.asdict(connector)
     del values["engine_id"]
     return values

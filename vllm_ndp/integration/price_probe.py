@@ -1,9 +1,9 @@
-"""What experts take on this machine, measured for about a second at the first start (known_prices.py keeps it).
+"""Measures prices of experts on this machine, for about a second at the first start (known_prices.py keeps them).
 
     slots      vLLM's kernel, or the device's in this process at each width      device   a command there and back
     copies     an expert from the pool into a slot, or through one for a prompt
 
-The run's own device is asked, in a session of its own: every session has a simulated clock of its own. Of several
+The run's own device is asked, in a session of its own: every session has a simulated clock of its own. With several
 devices, which are equal, the first is asked. Experts take turns, so that none stays in a cache because the one before
 was itself. The least of some tries counts: what other programs add is no price. Knows kernels, pool and one device.
 Does not know plans.
@@ -46,7 +46,7 @@ ReachDevice = Callable[[float], AbstractContextManager[DeviceClient]]
 
 @dataclass(frozen=True)
 class WantedPrices:
-    """What a run will ask prices of."""
+    """Prices that a run will ask for."""
 
     slot_bits: int
     engine_widths: Sequence[int]
@@ -146,8 +146,8 @@ class PriceProbe:
     def _on_device(
         self, widths: Sequence[int], reach_device: ReachDevice
     ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], float]:
-        """(What a command takes by its rows, `device:bits` -> what one expert more does, how much of the shorter side
-        runs beside the longer one)."""
+        """Return (command times by rows, `device:bits` -> times of one expert more, how much of the shorter side runs
+        beside the longer one)."""
         try:
             with reach_device(_PATIENCE_MS) as client:
                 return self._asked_about(client, widths)
@@ -183,7 +183,7 @@ class PriceProbe:
 
     @staticmethod
     def _one_more(took: int, message: int, experts: int) -> int:
-        """Of so many in one command; where noise leaves next to nothing of it, a fair part of the command's time."""
+        """Time of one expert of so many in a command; a fair part of the command's time where noise hides it."""
         return max((took - message) // experts, took // (8 * experts), 1)
 
     def _beside(self, client: DeviceClient, bits: int) -> float:

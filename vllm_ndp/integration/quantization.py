@@ -1,7 +1,7 @@
 """`--quantization ndp`: Mixture-of-Experts layers through NdpMoEMethod, everything else as the checkpoint has it.
 
 A checkpoint that is quantized already keeps its own method for linear layers, where vLLM has a kernel for it on this
-machine; its experts are dequantized when they leave the pool, so that slots hold plain weights.
+machine. Its experts are dequantized when they leave the pool, so that slots hold plain weights.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class NdpConfig(QuantizationConfig):
 
     @contextmanager
     def _naming(self, prefix: str) -> Iterator[None]:
-        """What vLLM says in many lines about a kernel that is not here: one sentence with the layer's name.
+        """Turn vLLM's many lines about a kernel that is not here into one sentence with the layer's name.
 
         RuntimeError is left as it is: memory that is not there is one.
         """

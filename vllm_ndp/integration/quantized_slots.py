@@ -1,8 +1,8 @@
 """Hot slots for the device's kernel: experts of a layer in the engine's process, as replicas of 1 to 4 bits.
 
-A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. Where a joint plan gives
-every hot expert a width of its own, 16 bits among them, those are read from the checkpoint as it lies in memory. What
-streams is in full precision as ever. Knows replicas and a kernel. Does not know requests, plans or the device.
+A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. A joint plan may give
+every hot expert a width of its own. Those of 16 bits are then read from the checkpoint as it lies in memory. Experts
+that stream are in full precision as ever. Knows replicas and a kernel. Does not know requests, plans or the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_ndp.integration.hot_slots import (
 
 
 class QuantizedSlots(HotSlots):
-    """Of one layer. `held` has no slots of its own: it says dtype and place of tensors."""
+    """Quantized slots of one layer. `held` has no slots of its own: it says dtype and place of tensors."""
 
     def __init__(
         self,

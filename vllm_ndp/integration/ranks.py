@@ -1,9 +1,9 @@
 """This worker among the others that run the same model: its part of it, and the little that ranks must tell each other.
 
 Tensor parallelism splits each layer over the ranks of a group; with expert parallelism each of them holds some of the
-hot experts whole. Rank 0, the leader, speaks to the device: it sends rows for whole experts and adds what comes back to
-its own partial sum, before vLLM's all-reduce adds up the ranks. Every rank makes the same plans by itself. Knows vLLM's
-groups. Does not know experts, plans or the device.
+hot experts whole. Rank 0, the leader, speaks to the device and sends rows for whole experts. The leader adds what comes
+back to its own partial sum, before vLLM's all-reduce adds up the ranks. Every rank makes the same plans by itself.
+Knows vLLM's groups. Does not know experts, plans or the device.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Ranks:
         return f"{stage}{self.size}, each {each}; rank 0 sends whole cold experts' rows to the device"
 
     def from_leader(self, value: Any = None) -> Any:
-        """What the leader gives here; every rank of the group must ask."""
+        """Return the leader's value; every rank of the group must ask."""
         return value if self.size == 1 else self._group.broadcast_object(value if self.leads else None)
 
     def after_the_first(self, act: Callable[[], T]) -> T:
@@ -127,7 +127,7 @@ class Ranks:
     def agree(self, *, devices_up: tuple[bool, ...], plans: int) -> tuple[bool, ...]:
         """Before a step of several ranks: which of the leader's devices are up, which every rank then goes by.
 
-        plans: checksum of the plans in force, which must be the same on every rank: another plan on one of them would
+        `plans`: checksum of the plans in force, which must be the same on every rank. Another plan on one rank would
         leave pairs out or count them twice, in silence.
         """
         leaders_up, leaders = self.from_leader((devices_up, plans))

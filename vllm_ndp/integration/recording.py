@@ -162,7 +162,7 @@ class RunRecorder:
 
 
 def run_provenance(worker: LoadedWorker, scheduling: Scheduling) -> Provenance:
-    """Everything that a replay needs to make the same plans and the same simulated times again. Of the leader."""
+    """The leader's facts that a replay needs to make the same plans and the same simulated times again."""
     made, device, device_rules = worker.made, worker.parts.device, worker.device_rules
     settings, shape, stage, prices = made.settings, made.pool.shape, made.ranks.stage, worker.prices
     tokenizer = made.model_dir / "tokenizer.json"

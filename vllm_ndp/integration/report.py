@@ -95,7 +95,7 @@ def energy_shares(
 
 @dataclass
 class StepCosts:
-    """What the wall clock and the counters of one worker say of one step. Nothing here is simulated."""
+    """Wall-clock times and counters of one worker in one step. Nothing here is simulated."""
 
     plan_s: float | None = None  # making and announcing new plans before the step; None where there were none
     round_trips_s: list[float] = field(default_factory=list)  # of its messages: sent, computed and in hand
@@ -108,7 +108,7 @@ class StepCosts:
 
 @dataclass
 class StepReport:
-    """What the worker tells about one forward pass. Plain values: it may cross a process boundary."""
+    """The worker's report of one forward pass. Plain values: it may cross a process boundary."""
 
     start_ps: int
     end_ps: int

@@ -1,7 +1,7 @@
 """The router's choices, paged like the KV cache: one entry per KV slot, so they live exactly as long as the KV does.
 
-Chunked prefill, prefix-cache hits, preemption and recompute therefore all give the counts of one uncached pass:
-whatever wrote the KV of a position wrote its routing too. Knows KV entries, not requests or policies.
+Chunked prefill, prefix-cache hits, preemption and recompute therefore all give the counts of one uncached pass. The
+pass that wrote the KV of a position wrote its routing too. Knows KV entries, not requests or policies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def bytes_per_entry(num_layers: int, top_k: int) -> int:
-    """What one KV entry costs in a sidecar."""
+    """Bytes of one KV entry in a sidecar."""
     return num_layers * top_k * (torch.int16.itemsize + torch.float32.itemsize)
 
 

@@ -1,7 +1,7 @@
-"""Rows of a layer's input on their way to whoever computes elsewhere, and the sums that come back.
+"""Rows of a layer's input on their way to an executor elsewhere, and the sums that come back.
 
-Of few rows on a CPU each way is one native call: there torch's operators cost more than the work. Knows tensors of one
-layer. Does not know pairs, devices or steps.
+With few rows on a CPU each way is one native call: there torch's operators cost more than the work. Knows tensors of
+one layer. Does not know pairs, devices or steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def as_numpy(x: torch.Tensor) -> NDArray[Any]:
 
 
 def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
-    """Of rows as `as_numpy` has them."""
+    """Rows in float32, from rows as `as_numpy` has them."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)

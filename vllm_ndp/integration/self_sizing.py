@@ -1,9 +1,9 @@
 """Chooses what nobody has chosen, once, while the engine is configured: experts' places, widths and the KV cache.
 
-`vllm serve MODEL --quantization ndp` on a machine without a GPU. What it chooses is written into vLLM's configuration
-as if it had been given, so every process sees the same; and said, with the line that says so by hand. Whoever gives
-one of LAYOUT, names a hardware or other devices, or has several workers, chooses everything. Knows vLLM's
-configuration. Does not know how much anything takes (operating/own_size.py).
+`vllm serve MODEL --quantization ndp` on a machine without a GPU. The choice is written into vLLM's configuration as if
+a user had given it, so every process sees the same. The log says the choice, with the line that gives it by hand.
+Nothing is chosen for a user who gives one of LAYOUT, names a hardware or other devices, or has several workers. Knows
+vLLM's configuration. Does not know how much anything takes (operating/own_size.py).
 """
 
 from __future__ import annotations

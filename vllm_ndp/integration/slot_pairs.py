@@ -37,7 +37,7 @@ class HotViews:
         return self._of(num_hot, 1, are_listed=True)
 
     def _of(self, num_rows: int, num_columns: int, *, are_listed: bool = False) -> SlotPairs:
-        """What the splitter has written as a table of so many rows, or as pairs one after the other."""
+        """Pairs that the splitter has written, as a table of so many rows or one after the other."""
         arrays, key = self._splitter.hot, (num_rows, num_columns, are_listed)
         if self._arrays is not arrays or len(self._known) > _MOST_KNOWN:  # a step needed more room
             self._arrays, self._known = arrays, {}

@@ -30,7 +30,7 @@ _REPLAN = {"prefill": "where a prompt ends", "drift": "where a prompt ends, and 
 
 
 def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
-    """What is effective, as data."""
+    """Return what is effective, as data."""
     made, parts = worker.made, worker.parts
     settings, shape, hot, device = made.settings, made.pool.shape, parts.hot, parts.device
     num_hot = settings.resolve_hot_experts(shape.num_experts)

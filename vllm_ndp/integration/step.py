@@ -40,7 +40,7 @@ _REPORTED = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a step must know of the model: L MoE layers, E experts, k of them per token."""
+    """Sizes of the model that a step must know: L MoE layers, E experts, k of them per token."""
 
     num_layers: int
     num_experts: int
@@ -57,7 +57,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What the steps of a worker share."""
+    """Parts that the steps of a worker share."""
 
     sizes: ModelSizes
     clock: StepClock
@@ -68,7 +68,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Before:
-    """What the worker did between two steps."""
+    """Work of the worker between two steps."""
 
     began_s: float = 0.0  # on the wall
     plan_s: float | None = None  # making and announcing new plans; None where there were none

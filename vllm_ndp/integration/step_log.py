@@ -1,4 +1,4 @@
-"""What a worker tells of its steps: a report of each, once; a recording, if one was asked for; totals.
+"""Log of a worker's steps: a report of each, once; a recording, if one was asked for; totals.
 
 Knows steps that have run, the planner's counters and the device's round trips. Acts on nothing.
 """
@@ -55,7 +55,7 @@ class StepLog:
         return left
 
     def _costs(self, step: Step) -> StepCosts:
-        """What the planner did before it, and how long the device's answers took."""
+        """Costs of the planner before the step, and times of the device's answers."""
         planner, device, before = self._worker.parts.planner, self._worker.parts.device, self._counted
         self._counted = planner.migrated_experts, planner.kept_experts, planner.prefills
         migrated, kept, prefills = (now - then for now, then in zip(self._counted, before, strict=True))

@@ -194,7 +194,7 @@ class PackedStreamer:
         return maps[0], maps[1]
 
     def _with_biases(self, layer: int, w13: torch.Tensor, w2: torch.Tensor) -> SlotWeights:
-        """Biases are small: the kernel's copy of them is made anew at each start."""
+        """Biases are small: the kernel's copy of them is made again at each start."""
         if self._like.b13 is None:
             return SlotWeights(w13, w2)
         one, num_experts = self._like.empty_like(1), self._pool.shape.num_experts

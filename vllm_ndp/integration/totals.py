@@ -1,4 +1,4 @@
-"""What one worker has done since it started: steps, rows, pairs, the device's simulated answers. Knows step reports."""
+"""Totals of one worker since it started: steps, rows, pairs, the device's simulated answers. Knows step reports."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """How the processes of an engine on CPU wait: asleep, since what they wait for needs the core.
 
-Stock vLLM starts a worker process even for one rank, and the engine's process polls for its answer without sleeping;
-OpenMP's threads spin between parallel regions. On a machine whose cores also run the device both take time from what
+Stock vLLM starts a worker process even for one rank, and the engine's process polls for its answer without sleeping.
+Between parallel regions OpenMP's threads spin. On a machine whose cores also run the device both take time from what
 computes. So one rank runs in the engine's own process, several ranks are polled for with sleeps, and OpenMP's threads
-sleep soon. Whoever names an executor, or sets OpenMP's own variables, keeps them. Why, and what vLLM could do instead:
-patches/sleeping-readers/README.md.
+sleep soon. A user who names an executor, or sets OpenMP's own variables, keeps them. Why, and what vLLM could do
+instead: patches/sleeping-readers/README.md.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _set(name: str, value: str) -> None:
 
 
 def _openmp_variables(vllm_config: VllmConfig) -> dict[str, str]:
-    """What vLLM's executor gives its first worker process: its cores, and as many threads."""
+    """Variables that vLLM's executor gives its first worker process: its cores, and as many threads."""
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     outside = dict(os.environ)

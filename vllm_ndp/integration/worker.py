@@ -95,7 +95,7 @@ class NdpWorker(FixedWeights, _Base):
     # -- reached by `LLM.collective_rpc(name)` ----------------------------------------------------------------------
 
     def ndp_status(self) -> dict[str, Any]:
-        """What is effective: the residency table as data."""
+        """Return what is effective: the residency table as data."""
         return self.ndp.status()
 
     def ndp_totals(self) -> dict[str, Any]:
@@ -110,16 +110,16 @@ class NdpWorker(FixedWeights, _Base):
         return self.ndp.add_device(address, keys)
 
     def ndp_live(self, latest: int = 50) -> dict[str, Any] | None:
-        """What goes on now, and the reports of requests that ended last; None where another rank tells."""
+        """Return what goes on now, and the reports of requests that ended last; None where another rank tells."""
         live = self.ndp.live()
         return None if live is None else live | {"finished": self.ndp.log.finished.latest(latest)}
 
     def ndp_experts(self) -> dict[str, Any] | None:
-        """Who is hot where; None where another rank tells."""
+        """Return which experts are hot where; None where another rank tells."""
         return self.ndp.experts()
 
     def ndp_requests(self, client_id: str) -> dict[str, Any]:
-        """What the engine made of one request of a client, by vLLM's ids: reports, and which of it still run here."""
+        """Return the reports of one request of a client, by vLLM's ids, and which of its parts still run here."""
         return self.ndp.requests_of(client_id)
 
 

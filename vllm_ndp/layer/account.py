@@ -1,4 +1,4 @@
-"""What a layer counts and takes, from its split and what came of it: for the plugin's steps and for the exact replay.
+"""Counts and times of a layer, from its split and what came of it: for the plugin's steps and for the exact replay.
 
 Knows a split and the simulated clock. Does not know who ran the pairs, nor requests.
 """
@@ -10,8 +10,8 @@ from vllm_ndp.simulation.gpu_timing import LayerTime, StepClock
 
 
 def end_layer(clock: StepClock, splitter: Splitter, split: Split, device_ps: int | None) -> LayerTime:
-    """The layer that `split` was of is over. device_ps: of the device's answer, 0 where it was not asked or has no
-    simulated time; None where it gave none, so that its pairs were computed here and count as that and as streamed."""
+    """End the layer that `split` was of. `device_ps`: of the device's answer, 0 where it was not asked or has no
+    simulated time. None where no answer came: its pairs were computed here, and count as fallbacks and as streamed."""
     experts, pairs = split.stream_experts, len(split.stream.experts)
     if device_ps is None:
         device_ps, experts, pairs = 0, splitter.fall_back(), pairs + len(split.device.experts)

@@ -98,7 +98,7 @@ class HotArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitRules:
-    """What is decided layer by layer, and by which prices."""
+    """Decisions made layer by layer, and the prices for them."""
 
     balancers: Sequence[Balancer | DevicesBalancer] | None = None
     """[L]; None: hot experts never leave the GPU."""
@@ -121,9 +121,9 @@ class Splitter:
         weighs_input: bool = False,
         aliases: bool = True,
     ) -> None:
-        """bytes_of_width [256]: of hot experts, where each has a width of its own. weighs_input: the rows come weighed,
-        so that outputs are not. aliases: whether few hot pairs are laid out by row, with some of weight 0; else they
-        are listed one after the other."""
+        """`bytes_of_width` [256]: of hot experts, where each has a width of its own. `weighs_input`: the rows come
+        weighed, so that outputs are not. `aliases`: whether few hot pairs are laid out by row, with some of weight 0;
+        else they are listed one after the other."""
         self.top_k = top_k
         self.notes = False
         gpus = [] if tiers.gpus is None else list(tiers.gpus)

@@ -4,8 +4,8 @@
     DEVICE       decode rows: on the device      ELSEWHERE    in GPU memory of another rank
 
 Prompt rows of experts without a slot are streamed, or sent to the device where that ends sooner: split.py decides so
-layer by layer. Slots are filled while the engine runs, so whoever fills one says so here. Knows a placement. Does not
-know tensors, requests or how a plan was made.
+layer by layer. Slots are filled while the engine runs; the code that fills one says so here. Knows a placement. Does
+not know tensors, requests or how a plan was made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEVICE, WARM, ELSEWHERE, STREAM = -1, -2, -3, -4
 
 
 class Tiers:
-    """Of L layers of E experts. `slots` [L, E] is read where pairs are split; before the first plan all are cold."""
+    """Tiers of E experts in L layers. `slots` [L, E] is read to split pairs; before the first plan all are cold."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Tiers:
     ) -> None:
         """A plan takes effect: hot and warm experts [L, E], and the bits of hot ones where each has its own.
 
-        Nobody has a slot then; whoever holds experts names them again.
+        No expert has a slot then; each holder of experts names its slots again.
         """
         self.own[:] = hot
         self.without_slot[:] = DEVICE

@@ -1,15 +1,15 @@
 """How many bits each cold expert keeps: the paper's prefix-structured selector.
 
-Cold experts stand in order of falling importance. The first n4 keep 4 bits, the next n3 keep 3, the next n2 keep 2,
-the rest 1. With R increments over 1 bit to spend in a layer, n2 = R - 3 n4 - 2 n3 follows, so every feasible (n4, n3)
-is tried and the one with the largest total gain kept; the gain of a prefix is a difference of prefix sums.
+Cold experts stand in order of falling importance. The first n4 keep 4 bits, the next n3 keep 3, the next n2 keep 2, the
+rest 1. With R increments over 1 bit to spend in a layer, n2 = R - 3 n4 - 2 n3 follows. So every feasible (n4, n3) is
+tried and the one with the largest total gain kept. The gain of a prefix is a difference of prefix sums.
 
     gain "mse"         loss[e, 1] - loss[e, w]                  as published
     gain "importance"  importance[e] * (loss[e, 1] - loss[e, w])   expected over the tokens that will use the expert
 
 The published selector gives every layer the same share of the bits. `bits_over_layers` spends all of them where they
-help most, whichever layer that is: a layer whose cold experts this prompt hardly uses needs few, and layers differ in
-what an error in them does to the answer (the table's layer weights). The average over the model stays the budget's.
+help most, in any layer. A layer whose cold experts this prompt hardly uses needs few. Layers also differ in what an
+error in them does to the answer (the table's layer weights). The average over the model stays the budget's.
 
 Does not know requests, policies or where the loss table comes from.
 """
@@ -141,9 +141,9 @@ def select_bitwidths(
 def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
     """The widths of largest total gain that spend exactly the budget's increments over all layers together.
 
-    Each expert's gains are replaced by the least concave curve above them, so that its next bit never gains more than
-    the one before; then the best bits of all are the best ones one by one. Where the curve is not its own, the budget
-    may end within a stretch of it: for one expert at most. Of equal gains the first layer's and the lowest id's counts.
+    The least concave curve above each expert's gains replaces them, so that its next bit never gains more than the one
+    before. Then the best bits of all are the best ones one by one. Where the curve is not its own, the budget may end
+    within a stretch of it: for one expert at most. Among equal gains the first layer's and the lowest id's counts.
     """
     cold = placement.cold
     if loss.mse.shape[:2] != cold.shape or score.values.shape != cold.shape:
@@ -231,10 +231,10 @@ def _feasible(cold: int, spend: int) -> _Feasible:
 
 def _best_ends(prefix: NDArray[np.float64], feasible: _Feasible, spend: int) -> NDArray[np.int64]:
     """[3, layers]: how many of the most important experts have 4, at least 3 and at least 2 bits where the gain is
-    largest; of equal gains the first by n4, then by n3, which is the flattest.
+    largest. Among equal gains the first by n4, then by n3, which is the flattest.
 
     prefix [layers, cold + 1, 3]: gains of the first experts at 2, 3 and 4 bits. For one n4 all sums lie one after the
-    other in memory, so they are added as slices: hundreds of experts have thousands of ways to spend.
+    other in memory, so they are added as slices. Hundreds of experts have thousands of ways to spend.
     """
     starts = feasible.starts
     at_once = max(_MAX_GAINS_AT_ONCE // int(starts[-1]), 1)

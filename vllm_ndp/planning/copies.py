@@ -59,8 +59,8 @@ class Copies:
 def assign_copies(
     load: NDArray[np.float64], num_devices: int, num_copies: int, room: Sequence[int] | None = None
 ) -> Copies:
-    """Give every expert num_copies devices. load [L, E]: what each is expected to ask for. room [D]: how many copies
-    each device can hold of all layers together; None = any number.
+    """Give every expert num_copies devices. `load` [L, E]: what each is expected to ask for. `room` [D]: how many
+    copies each device can hold of all layers together; None = any number.
 
     Raises ConfigError where there are fewer devices than copies, or less room than needed.
     """
@@ -91,9 +91,9 @@ def assign_copies(
 
 
 def _devices_for_one(sums: list[list[float]], together: list[list[int]], free: list[int], left: int) -> list[int]:
-    """For each copy the device with least load of such copies, and of equal ones that which shares fewest experts with
-    the others: what a lost device leaves falls to many. But devices with most room come first where the `left` experts
-    to come would otherwise not find enough devices each. sums [copies, D]; together [D, D].
+    """For each copy return the device with least load of such copies. Among equal ones it is the one that shares fewest
+    experts with the others: the load of a lost device falls to many. But devices with most room come first where the
+    `left` experts to come would otherwise not find enough devices each. `sums` [copies, D]; `together` [D, D].
     """
     num_copies = len(sums)
     with_room = [device for device, count in enumerate(free) if count > 0]
@@ -117,10 +117,10 @@ def add_device(
 ) -> tuple[Copies, NDArray[np.int64]]:
     """One device more, the last: where copies lie then, and how many come to each device, [D].
 
-    Where num_copies is one more than before, every expert gets that copy first if there is room, the heaviest of its
-    layer first, on the device with least to do. Then copies move to the new device, and between no others, until it
-    holds its part of each layer: from the device with most to do the heaviest one that leaves the new one at the mean.
-    load [L, E] as for assign_copies; room [D] of all layers, of the new device too.
+    Where num_copies is one more than before, every expert gets that copy first if there is room. The heaviest of its
+    layer comes first, on the device with least to do. Then copies move to the new device, and between no others, until
+    it holds its part of each layer. The device with most to do gives the heaviest copy that leaves the new
+    device at most at the mean. `load` [L, E] as for assign_copies; `room` [D] of all layers, of the new device too.
     """
     before = np.concatenate([copies.held, np.zeros((*copies.held.shape[:2], 1), np.bool_)], axis=2)
     held, free = before.copy(), np.array(room, np.int64) - before.sum(axis=(0, 1))
@@ -157,8 +157,8 @@ def _fit(free: Sequence[int], num_experts: int, num_copies: int) -> bool:
 def rebalance(copies: Copies, load: NDArray[np.float64], most: int) -> tuple[Copies, NDArray[np.int64]]:
     """Follow a new expectation by moving at most `most` copies; and how many come to each device, [D].
 
-    Copies are exchanged two by two between the device with most to do in a layer and the one with least, so every
-    device holds as many as before: first where the busiest device of a layer gains most, then where the next one does.
+    Copies are exchanged two by two between the device with most to do in a layer and the one with least. So every
+    device holds as many as before. Layers whose busiest device gains most come first.
     """
     held = copies.held.copy()
     arrived = np.zeros(copies.num_devices, np.int64)
@@ -183,8 +183,8 @@ def _loads(load: NDArray[np.float64], held: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def _best_exchange(held: NDArray[np.bool_], load: NDArray[np.float64]) -> tuple[float, int, int, int, int]:
-    """Of one layer, held [E, D] and load [E]: how much less its busiest device has to do, the experts that leave and
-    come there, that device, and the one with least to do."""
+    """Best exchange of one layer, held [E, D] and load [E]. Return how much less its busiest device has to do, the
+    experts that leave and come there, that device, and the idlest one."""
     each = load / held[0].sum()
     sums = _loads(each, held)
     busiest, idlest = int(sums.argmax()), int(sums.argmin())

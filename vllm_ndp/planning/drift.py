@@ -6,11 +6,11 @@ Beside the hot set in force a watch keeps rivals, each made of nothing but token
     turned    the prior (or nothing), and decode's last counts: the prompt forgotten
     prior     what is popular anyway
 
-Every token is a bet: a rival's share of the token's choices, less that of the hot set in force, is what it wins, and
-its capital grows by that. Where no rival is better the capital is a supermartingale, so the mean of all reaches N by
-chance at most once in N tokens on average (Ville's inequality, restarted at 1 as in CUSUM; source: e-detectors, arXiv
-2203.03532). At N the change counts as noticed. No assumption about the routing, none that tokens are independent, no
-look ahead. The bound is a worst case: on steady routing thousands of tokens pass without an alarm.
+Every token is a bet. A rival wins its share of the token's choices, less that of the hot set in force, and its capital
+grows by that. Where no rival is better the capital is a supermartingale. So the mean of all reaches N by chance at most
+once in N tokens on average. Source: Ville's inequality, restarted at 1 as in CUSUM (e-detectors, arXiv 2203.03532). At
+N the change counts as noticed. No assumption about the routing, none that tokens are independent, no look ahead. The
+bound is a worst case: on steady routing thousands of tokens pass without an alarm.
 
 Knows counts and placements. Does not know requests, costs or how experts move.
 """
@@ -110,6 +110,6 @@ class DriftWatch:
         return self._rules.own_tokens * self._base[name] + self._counts[name]
 
     def _renew(self) -> None:
-        """The rivals anew, from all tokens so far, and with them what is aimed at."""
+        """Renew the rivals from all tokens so far, and with them what is aimed at."""
         self._rivals = {name: top_experts(self._weights(name), self._num_hot).hot for name in self._names}
         self._aim = self._planned if self.aims_at is None else self._rivals[self.aims_at]

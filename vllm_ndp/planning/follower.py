@@ -3,9 +3,9 @@
     see        after a step          what its decode rows chose goes to the watch (drift.py)
     advance    before the next one   who is hot from now on, and how many experts begin to be copied
 
-A copy runs beside decode, so an exchange is in force as many steps after it was ordered as the copy takes, and until
-then the expert runs where it did. Which steps change a plan follows from routing alone, never from a clock: all ranks
-of an engine and every replay agree. Knows placements. Does not know requests, bits or times.
+A copy runs beside decode, so an exchange is in force as many steps after its order as the copy takes. Until then the
+expert runs where it did. Which steps change a plan follows from routing alone, never from a clock: all ranks of an
+engine and every replay agree. Knows placements. Does not know requests, bits or times.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Follower:
 
     @property
     def wanted(self) -> ImportanceScore | None:
-        """What decode shows by now; None as long as it goes on as planned."""
+        """The score that decode shows by now; None as long as decode goes on as planned."""
         return self._watch.wanted
 
     def see(self, ids: NDArray[np.int64]) -> None:
@@ -67,7 +67,7 @@ class Follower:
             self._watch.see(ids)
 
     def advance(self, hot: NDArray[np.bool_], max_moves: int | None) -> tuple[NDArray[np.bool_] | None, int]:
-        """hot [L, E]: in force. (Who is hot from this step on, None: the same; experts that begin to be copied).
+        """hot [L, E]: in force. Return (who is hot from this step on, None: the same; experts that begin to be copied).
 
         max_moves: at most so many at once.
         """
@@ -92,8 +92,8 @@ class Follower:
 
 
 def exchanged(values: NDArray[T], before: NDArray[np.bool_], after: NDArray[np.bool_]) -> NDArray[T]:
-    """Bits [L, E], or who is warm, after an exchange: those that leave GPU memory take over what those had that come to
-    their layer, lower ids first, so every layer spends what it did. Hot experts have 0."""
+    """Bits [L, E], or who is warm, after an exchange. Experts that leave GPU memory take over the values of those that
+    come to their layer, lower ids first. So every layer spends what it did. Hot experts have 0."""
     swapped = values.copy()
     swapped[before & ~after] = values[after & ~before]
     swapped[after] = 0

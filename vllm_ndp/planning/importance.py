@@ -84,7 +84,7 @@ class ImportanceScore:
 def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
     """0..1, how much of what sets a prompt apart from the prior is there again in its later half.
 
-    With a and b what the halves choose more than the prior does: chance is independent in both, so a.b is what is the
+    Let a and b be what the halves choose more than the prior does. Chance is independent in both, so a.b is the
     prompt's own, and |a - b|^2 / 4 the error of the mean of both. The share of the first in the sum is the weight of
     the prompt that predicts best. None: of one token, or tokens whose order is not known, there are no halves.
     """
@@ -105,7 +105,7 @@ def has_common_bits(bits_for: str, running: int) -> bool:
 
 
 def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[ImportanceScore]:
-    """What the bits of each running request are assigned from: its own score, or one for the whole batch.
+    """Scores that the bits of each running request are assigned from: its own score, or one for the whole batch.
 
     Requests that want one expert at different widths read it once per width; with one score they never do. `auto`
     decides by how many run.

@@ -6,8 +6,8 @@
 Sides run at once: a layer takes what its slowest side does (joint_sides.py), so experts of one layer depend on each
 other. Small problems are tried plan by plan. In large ones every limit gets a price (Lagrange), at first those at which
 sides that take turns just keep within the limits. At given prices each layer is a problem of its own and descends from
-one plan to cheaper ones; which layer takes which of its plans is then chosen within the limits (joint_columns.py).
-Another tier never makes a plan slower, since the plans without it are among those to choose from.
+one plan to cheaper ones. Then joint_columns.py chooses within the limits which layer takes which of its plans. Another
+tier never makes a plan slower, since the plans without it are among those to choose from.
 
     joint_problem.py   what may be chosen        joint_sides.py      the time of layers whose sides run at once
     joint_limits.py    objective and limits      joint_prices.py     the search for prices of the limits

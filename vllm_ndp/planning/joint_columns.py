@@ -59,7 +59,7 @@ class Question:
         return time, costs
 
     def best(self, plans: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of plans [K, L, E] the one that exceeds the memories least, then the first limit, then that reaches most."""
+        """The one of plans [K, L, E] that exceeds the memories least, then the first limit, then that reaches most."""
         whole = self.of_layers(plans)
         used = np.stack([takes[:, :, 0].sum(axis=1) for takes in whole.takes])
         most = np.array(whole.most)[:, None]

@@ -1,4 +1,4 @@
-"""An objective under limits, whoever chooses: each expert for itself, or each layer among its plans.
+"""An objective under limits: each expert chooses for itself, or each layer among its plans.
 
 At given prices of the limits everyone chooses alone. The first limit is that of loss or of time, the others are bytes.
 Does not know how prices are found.
@@ -43,7 +43,7 @@ class Limited:
         return np.where(used > most * (1 + SLACK), used - most, 0.0)
 
     def better(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of two plans the one that exceeds bytes less, then the first limit, then that reaches more; or the first."""
+        """Return the plan that exceeds bytes less, then the first limit, then that reaches more; or the first."""
 
         def demerits(plan: NDArray[np.int64]) -> tuple[float, float, float]:
             over = self.over(plan) / np.maximum(self.most, 1e-300)

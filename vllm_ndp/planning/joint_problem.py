@@ -1,8 +1,8 @@
-"""What a joint plan chooses among and what each choice takes: one tier and width for every expert. Values only.
+"""Choices of a joint plan and what each takes: one tier and width for every expert. Values only.
 
     choices [C] of each expert:  time and loss in one step,  bytes held in its tier,  bytes over the link to get there
 
-The sides of a layer run at once (joint_sides.py): the time of a plan is that of the slowest side of each layer, and of
+The sides of a layer run at once (joint_sides.py). The time of a plan is that of the slowest side of each layer, and of
 what moves. Knows numbers: prices of reads come from the caller. Does not know how a plan is found (joint.py), models or
 hardware.
 """
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class JointProblem:
-    """What may be chosen, C choices for each expert, and what it costs."""
+    """Choices for each expert, C of them, and their costs."""
 
     choices: tuple[Choice, ...]
     ps: NDArray[np.float64]  # [C, L, E], expected in one step on the side of the choice
@@ -134,11 +134,11 @@ class JointProblem:
         return np.asarray(self.times.of(chosen) + at(self.moving, chosen).sum(axis=1))
 
     def time_ps(self, chosen: NDArray[np.int64]) -> float:
-        """Of all layers, in one step."""
+        """Time of all layers, in one step."""
         return float(self.layers_ps(chosen).sum())
 
     def turns_ps(self, chosen: NDArray[np.int64]) -> float:
-        """Of all layers, if sides took turns."""
+        """Time of all layers, if sides took turns."""
         return total(self.turns, chosen)
 
     def lost(self, chosen: NDArray[np.int64]) -> float:

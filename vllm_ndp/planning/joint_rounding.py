@@ -18,7 +18,7 @@ _REPAIRS, _EXCHANGED = 12, 200
 
 
 def mixed(limited: Limited, plans: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Of two plans on both sides of the first limit: as many experts as possible from the bolder one."""
+    """Mix two plans on both sides of the first limit: as many experts as possible from the bolder one."""
     used = np.array([total(limited.takes[0], plan) for plan in plans])
     holds = used <= limited.most[0]
     if holds.all() or not holds.any():
@@ -37,8 +37,8 @@ def mixed(limited: Limited, plans: list[NDArray[np.int64]]) -> NDArray[np.int64]
 
 
 def within(limited: Limited, prices: NDArray[np.float64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The plan with as few changes as it needs to keep within every limit, those first that cost least for what they
-    save; as far as that succeeds."""
+    """Return the plan with as few changes as it needs to keep within every limit, as far as that succeeds. Changes that
+    cost least for what they save come first."""
     prices = prices.copy()
     for _ in range(_REPAIRS):
         over = limited.over(chosen)
@@ -90,7 +90,7 @@ def exchanged(limited: Limited, prices: NDArray[np.float64], chosen: NDArray[np.
     choice, cell = np.divmod(near, chosen.size)
 
     def more(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each change adds; and none, last."""
+        """Amount that each change adds; 0 for no change, last."""
         whole = np.broadcast_to(values, limited.objective.shape).reshape(len(values), -1)
         return np.append(whole[choice, cell] - whole[chosen.ravel()[cell], cell], 0.0)
 
@@ -123,8 +123,8 @@ def _adds_to_what_is_full(limited: Limited, chosen: NDArray[np.int64], but: tupl
 def _by_ratio(
     cost: NDArray[np.float64], gain: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """(experts, their best other choices, the gains), from the least cost per gain up; those that gain nothing are not
-    in it. cost and gain [C, L, E]."""
+    """(experts, their best other choices, the gains), from the least cost per gain up. Experts that gain nothing are
+    not in it. `cost` and `gain` [C, L, E]."""
     with np.errstate(over="ignore"):  # next to no gain: as good as none
         ratio = cost / np.maximum(gain, 1e-300)
     ratio[gain <= 0] = np.inf

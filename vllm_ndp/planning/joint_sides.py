@@ -3,12 +3,12 @@
     E max(a, b) = (E a + E b + E |a - b|) / 2,    E |a - b| <= sqrt((E a - E b)^2 + Var(a - b)), E a + E b
 
 no distribution of these means and variances takes longer: a plan is not chosen for what the formula leaves out. Three
-sides are folded two by two. A step picks a number of experts that is nearly fixed, so a busy GPU means an idle device:
-with d = u (1 - u) of an expert's chance u, Var(sum of a_e X_e) = sum d a^2 - (sum d a)^2 / sum d. Source: Hajek, Annals
+sides are folded two by two. A step picks a number of experts that is nearly fixed, so a busy GPU means an idle device.
+With d = u (1 - u) of an expert's chance u, Var(sum of a_e X_e) = sum d a^2 - (sum d a)^2 / sum d. Source: Hajek, Annals
 of Mathematical Statistics 35 (1964). A side away from the GPU opens one message in steps that use any expert there.
 
-Against drawn routing (8 to 128 experts, 1 and 4 rows) 1 to 6 % long on average, where the sum of the sides is 10 to
-36 % too long and the longest mean 2 to 20 % too short. Knows numbers only.
+Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 1 to 6 % too long on average. The sum of the sides is
+10 to 36 % too long, and the longest mean 2 to 20 % too short. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST = 1e-9
 
 
 class Side(NamedTuple):
-    """What the experts on one side of each layer add up to; any shape that ends in layers, experts."""
+    """Sums over the experts on one side of each layer; any shape that ends in layers, experts."""
 
     ps: Floats
     spread: Floats  # sum of d a^2
@@ -70,7 +70,7 @@ def slowest_ps(sides: list[Side], picks: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Of one problem: the time of each layer under a plan, and what each change of one expert would add."""
+    """Times of one problem: of each layer under a plan, and what each change of one expert would add."""
 
     tiers: Sequence[str]
     """Of each choice, [C]."""

@@ -1,7 +1,8 @@
 """Which of several GPUs holds a hot expert, where each of them holds whole ones (expert parallelism). Values only.
 
-An expert that stays keeps its GPU, so that a change of the hot set moves no expert between two of them; one that
-becomes hot goes to the GPU that holds fewest of its layer. Every rank, and replay, comes to the same answer by itself.
+An expert that stays keeps its GPU, so that a change of the hot set moves no expert between two of them. An expert
+that becomes hot goes to the GPU that holds fewest of its layer. Every rank, and replay, comes to the same answer by
+itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ NOBODY = -1
 
 
 class Owners:
-    """Of L layers of E experts; at the start no expert is anybody's."""
+    """Owners of E experts in each of L layers; at the start no expert is anybody's."""
 
     def __init__(self, num_gpus: int, num_layers: int, num_experts: int) -> None:
         self.num_gpus = num_gpus

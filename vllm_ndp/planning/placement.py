@@ -1,4 +1,4 @@
-"""Who is hot: the K experts of highest score in each layer, and how several requests share one hot set. Who is warm.
+"""Chooses hot experts, the K of highest score in each layer, also for several requests at once. Chooses warm ones too.
 
 A batch rule merges the scores of the running requests into one [L, E] ranking. Ties go to the lower expert id,
 so that the same scores always give the same placement. Does not know bits.
@@ -35,8 +35,8 @@ def top_experts(ranking: NDArray[np.float64], num_hot: int) -> Placement:
 def with_warm(placement: Placement, importance: NDArray[np.float64], num_warm: int) -> Placement:
     """The same hot experts, and of each layer's others the num_warm most important ones warm, ties to the lower id.
 
-    importance [L, E]: the scores of all requests together, whatever rule made experts hot; so an expert that would have
-    become hot and was not allowed to move is warm first.
+    `importance` [L, E]: the scores of all requests together, whatever rule made experts hot. So an expert that would
+    have become hot and was not allowed to move is warm first.
     """
     return Placement(placement.hot, top_experts(np.where(placement.hot, -np.inf, importance), num_warm).hot)
 

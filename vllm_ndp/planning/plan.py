@@ -45,8 +45,8 @@ class Budget:
     def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bits above 1 that each layer may spend, from its number of cold experts [L].
 
-        A layer's share num_cold * (avg_bits - 1) need not be an integer, so the model's running total is rounded
-        down and each layer gets what the total grew by: never over the budget, under it by less than one bit in all.
+        A layer's share num_cold * (avg_bits - 1) need not be an integer, so the model's running total is rounded down.
+        Each layer gets what the total grew by: never over the budget, under it by less than one bit in all.
         """
         shares = np.asarray(num_cold, np.float64) * (self.avg_bits - 1.0)
         totals = np.floor(np.cumsum(shares) + 1e-9).astype(np.int64)  # 1e-9: 2.9999999 of a bit is 3
@@ -108,7 +108,7 @@ class Placement:
 def keep_streamed(
     held: NDArray[np.bool_], wanted: Placement, streamed: NDArray[np.bool_], num_slots: int
 ) -> NDArray[np.bool_]:
-    """What the slots of each layer hold [L, E] when a prefill kept the experts it streamed anyway and that will be hot.
+    """Return what the slots of each layer hold [L, E] when a prefill kept the streamed experts that will be hot.
 
     held [L, E]: before. streamed [L, E]: experts that passed through the GPU. Each kept expert takes a free slot, or
     that of an expert that will not be hot, lower ids first.
@@ -126,10 +126,10 @@ def limit_moves(
 ) -> Placement:
     """The wanted placement as far as at most `most` experts have to move into the slots for it.
 
-    resident [L, E]: what the slots hold. The most important experts that would come to a layer take its empty slots,
-    the next one stands against the least important expert that would leave, and so on. What gains the most happens,
-    wherever it is; elsewhere the expert that would leave stays hot. Importance [L, E] of all requests together; ties go
-    to the lower layer and id.
+    resident [L, E]: what the slots hold. The most important experts that would come to a layer take its empty slots.
+    The next one stands against the least important expert that would leave, and so on. The changes that gain the most
+    happen, in any layer; elsewhere the expert that would leave stays hot. Importance [L, E] of all requests together;
+    ties go to the lower layer and id.
     """
     coming, leaving = wanted.hot & ~resident, resident & ~wanted.hot
     if int(coming.sum()) <= most:

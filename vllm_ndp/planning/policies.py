@@ -45,7 +45,7 @@ BIT_RULES = (*GAINS, OVER_LAYERS, "uniform", "full")
 
 
 class Policy(Protocol):
-    """What the planner (replanner.py) asks of a policy. Arrays are [L, E], whole models and single layers alike.
+    """Methods that the planner (replanner.py) calls. Arrays are [L, E], whole models and single layers alike.
 
     While a prompt still runs, the planner asks about one layer: L is 1 then, and `stats.layer` says which one it is.
     """
@@ -154,7 +154,7 @@ def prefill_prior(settings: PolicySettings) -> Policy:
 
 
 def prefill_shrunk(settings: PolicySettings) -> Policy:
-    """Prefill shrunk to a popularity prior as far as the prompt's halves disagree: a subject that changes within the
+    """Prefill shrunk to a popularity prior as far as the prompt's halves disagree. A subject that changes within the
     prompt, or routing without a subject, says little about what comes."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
@@ -220,7 +220,7 @@ def policy_with(name: str, options: Mapping[str, Any]) -> tuple[Policy, PolicySe
 
 
 def policies_with(names: Sequence[str], options: Mapping[str, Any]) -> dict[str, Policy]:
-    """Several policies by name, each with the options that it knows. Raises ConfigError for one that none knows."""
+    """Several policies by name, each with the options that it knows. Raises ConfigError for an unknown option."""
     known = {name: (*COMMON_OPTIONS, *own_options(name)) for name in names}
     _refuse_unknown(", ".join(names), options, {option for own in known.values() for option in own})
     return {

@@ -33,7 +33,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Assigned:
-    """What a joint plan made of all experts at once, and what must move for it."""
+    """Assignment of all experts at once by a joint plan, and what must move for it."""
 
     placement: Placement
     bits: BitwidthPlan
@@ -75,7 +75,7 @@ class PlannerRules:
 
 @dataclass(frozen=True)
 class PlanChange(Generic[K]):
-    """What one replan decided: a plan for each request, and which experts must be copied into GPU memory for it."""
+    """Result of one replan: a plan for each request, and which experts must be copied into GPU memory for it."""
 
     epoch: int
     placement: Placement
@@ -94,7 +94,7 @@ class PlanChange(Generic[K]):
 
 @dataclass(frozen=True)
 class Followed(Generic[K]):
-    """What decode's own routing makes of the plans in force, before one step."""
+    """Changes that decode's own routing makes to the plans in force, before one step."""
 
     change: PlanChange[K] | None = None
     """Exchanges whose copies are complete."""
@@ -224,10 +224,10 @@ class Replanner:
         ending: Sequence[RoutingStats],
         streamed: Sequence[int],
     ) -> NDArray[np.bool_]:
-        """What the slots of one layer will hold [E] after this step, while it runs: from this layer's routing alone.
+        """Predict the experts in the slots of one layer [E] after the running step, from this layer's routing alone.
 
-        scores: of the requests already planned. ending: this layer's routing [1, E] of the prompts that end in the
-        step. streamed: experts that are about to pass through. A policy that looks at several layers at once may
+        `scores`: of the requests already planned. `ending`: this layer's routing [1, E] of the prompts that end in the
+        step. `streamed`: experts that are about to pass through. A policy that looks at several layers at once may
         decide otherwise when the prompt ends: its experts move then.
         """
         policy, hot = self.rules.policy, self.placement.hot[layer : layer + 1]

@@ -1,9 +1,9 @@
 """Arithmetic whose results do not depend on the processor: plans are decided by these and not by numpy's or libm's.
 
 `+ - * /`, sqrt, cumulative sums, and `sum` of one array round alike on every IEEE machine, in numpy's one order. These
-do not: exp, log and power (numpy picks a vector library by processor, libm a variant with fused multiply-add), `@` and
-einsum (BLAS picks the order of the sum), argpartition and unstable sorts (the order of equal values). Held by
-tests/vllm_ndp/planning/test_same_everywhere.py. Knows numbers only.
+do not: exp, log and power, where numpy picks a vector library by processor, libm a variant with fused multiply-add. Nor
+do `@` and einsum (BLAS picks the order of the sum), argpartition and unstable sorts (the order of equal values). Held
+by tests/vllm_ndp/planning/test_same_everywhere.py. Knows numbers only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the router did: how often each expert was chosen, and with how much router weight.
+"""Counts of the router's choices: how often each expert was chosen, and with how much router weight.
 
 Knows counts and sums of one prompt (or of many, merged). Does not know tokens, requests or what the numbers are for.
 """

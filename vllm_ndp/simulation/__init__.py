@@ -1,1 +1,1 @@
-"""What plugin and replay both price with: the step clock of the GPU, costs of experts, the balancer. Never measures."""
+"""Prices for plugin and replay alike: the step clock of the GPU, costs of experts, the balancer. Never measures."""

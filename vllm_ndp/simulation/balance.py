@@ -1,15 +1,15 @@
 """Which hot experts of a decode layer run on the device instead, because that shortens the layer.
 
-Two full-precision experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device,
-which is idle in just those layers. The hot experts of least gate weight go to the device at `offload_bits`, as many as
-make max(GPU, device) smallest:
+Two full-precision experts on the GPU take longer than one of them beside a 2- or 3-bit copy of the other on the device.
+The device is idle in just those layers. The hot experts of least gate weight go to the device at `offload_bits`, as
+many as make max(GPU, device) smallest:
 
     device = cold experts + message + offloaded experts          GPU = shared experts + hot experts that stay
 
 Where the host's CPU computes warm experts beside both, nothing is gained below what that takes.
 
-Of several hosts that share the device each expects the others to ask for as much as it does: the device's times count
-once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does; offloading in
+Each of several hosts that share the device expects the others to ask for as much as it does. The device's times count
+once for each host. With two hosts and more that mostly leaves hot experts on the GPU, as the paper does. Offloading in
 one layer of two, three, ... eight was tried for two hosts and lost to that as well (docs/lab.md).
 
 A pure function of sizes, gates, prices and the number of hosts, so the live plugin and replay decide alike. Knows
@@ -33,7 +33,7 @@ from vllm_ndp.simulation.prices import Prices, SimulatedPrices, together_ps
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What the rows of one decode layer ask for."""
+    """Work that the rows of one decode layer ask for."""
 
     hot: dict[int, tuple[int, float]]  # expert -> (rows, gate weight of them all)
     cold: dict[tuple[int, int], int]  # (expert, bits) -> rows
@@ -121,19 +121,19 @@ class Balancer:
             yield device_ps + moved + opening
 
     def device_ps(self, bits: int, rows: int) -> float:
-        """What an expert with so many rows adds to the device's command, and to those of the other hosts."""
+        """Time that an expert with so many rows adds to the device's command, and to those of the other hosts."""
         return self.hosts * self._known.device_ps(bits, rows)
 
     def gpu_ps(self, rows: int) -> float:
-        """What an expert with so many rows takes on the GPU."""
+        """Time of an expert with so many rows on the GPU."""
         return self._known.hot_ps(rows)
 
     def shared_ps(self, rows: int) -> float:
-        """What the layer's shared experts take on the GPU."""
+        """Time of the layer's shared experts on the GPU."""
         return self._known.shared_ps(rows)
 
     def message_ps(self, rows: int, pairs: int) -> float:
-        """What a message takes beside its experts; it waits for those of the other hosts."""
+        """Time of a message without its experts; it waits for those of the other hosts."""
         return self.hosts * self._known.message_ps(rows, pairs)
 
     @property

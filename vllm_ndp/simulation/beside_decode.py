@@ -1,9 +1,9 @@
 """How many experts can be copied to GPU memory beside one decode step: the budget of plans that follow decode.
 
-A guess of what a step takes, from sizes alone: attention over no context, and of the distinct experts that so many rows
-choose by chance the cold ones on the device beside the hot ones on the GPU. Where a copy takes longer than the steps it
-was given, the step clock waits for it, so a guess that is too bold costs time and hides none. Messages are too small to
-count against the link. Knows costs. Does not know clocks, plans or requests.
+Guesses the time of a step from sizes alone, with attention over no context. Counts the distinct experts that so many
+rows choose by chance, the cold ones on the device beside the hot ones on the GPU. Where a copy takes longer than the
+steps it was given, the step clock waits for it. A guess that is too bold costs time and hides none. Messages are too
+small to count against the link. Knows costs. Does not know clocks, plans or requests.
 """
 
 from __future__ import annotations

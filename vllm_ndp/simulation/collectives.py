@@ -1,4 +1,4 @@
-"""What GPUs that run one model tell each other takes: NVLink between the GPUs of one host. Simulated, stateless.
+"""Time of collectives between GPUs that run one model: NVLink between the GPUs of one host. Simulated, stateless.
 
     all-reduce = latency + 2 (n - 1) / n * bytes / bandwidth          gather = latency + (n - 1) / n * bytes / bandwidth
 

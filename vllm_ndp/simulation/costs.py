@@ -1,4 +1,4 @@
-"""What one piece of work costs on modelled hardware, as tables that replay can index. Simulated picoseconds.
+"""Costs of one piece of work on modelled hardware, as tables that replay can index. Simulated picoseconds.
 
     layer = attention + max( GPU experts , device ) + overhead          device = link + fill + sum over its experts
 
@@ -75,7 +75,7 @@ class Costs:
         return {}
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What was asked before is not computed again; hashing a whole Hardware per question would cost more."""
+        """Compute each answer once; hashing a whole Hardware per question would cost more."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -86,11 +86,11 @@ class Costs:
 
     @property
     def slot_bytes(self) -> int:
-        """What a hot expert takes in GPU memory."""
+        """Bytes of a hot expert in GPU memory."""
         return self.replica_bytes(self.slot_bits)
 
     def replica_bytes(self, bits: int) -> int:
-        """What one read of an expert moves in the device's DRAM."""
+        """Bytes that one read of an expert moves in the device's DRAM."""
         if bits == FULL_PRECISION_BITS:
             return self.shape.expert_bytes
         return expert_bytes(
@@ -103,7 +103,7 @@ class Costs:
         return np.array([self.replica_bytes(bits) if bits in TIMED_BITS else 0 for bits in range(256)], np.int64)
 
     def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
-        """What one expert's nested replica occupies: the planes of its widest width, scales and offsets of each."""
+        """Bytes of one expert's nested replica: the planes of its widest width, scales and offsets of each."""
         scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
         return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales
 
@@ -120,7 +120,7 @@ class Costs:
         return table
 
     def device_expert_ps(self, bits: int, tokens: int) -> float:
-        """What one more expert with `tokens` rows adds to a command of the device."""
+        """Time that one more expert with `tokens` rows adds to a command of the device."""
         rows = self.hardware.array.rows  # so many tokens share a pass of the arrays
         return self._expert_ps(bits, ceil_div(tokens, rows) * rows)
 
@@ -133,7 +133,7 @@ class Costs:
 
     @cached_property
     def device_fill_ps(self) -> float:
-        """What a command takes beyond link and experts: decoding it and filling the pipeline."""
+        """Time of a command beyond link and experts: decoding it and filling the pipeline."""
         whole = _device_mean_ps(self, FULL_PRECISION_BITS, 1, 1) - self.link_ps(1, 1)
         return max(whole - self._expert_ps(FULL_PRECISION_BITS, 1), 0.0)
 
@@ -146,8 +146,8 @@ class Costs:
         return inward.launch_ps + inward.wire_ps + outward.launch_ps + outward.wire_ps + outward.completion_ps
 
     def hop_ps(self, rows: int) -> int:
-        """Activations of `rows` rows to the host's CPU and their results back, launched as messages to the device are:
-        a hop is a hop, whoever is at the other end."""
+        """Time of the activations of `rows` rows to the host's CPU and of their results back. They are launched as
+        messages to the device are: a hop is a hop."""
         if rows == 0:
             return 0
         num_bytes = rows * self.shape.hidden_size * self.shape.dtype_bytes
@@ -156,7 +156,7 @@ class Costs:
 
     @property
     def openings(self) -> dict[str, float]:
-        """What leaving the GPU with one row costs, by who is at the other end, picoseconds."""
+        """Picoseconds that leaving the GPU with one row costs, by tier at the other end."""
         return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
 
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
@@ -291,7 +291,7 @@ def _equal_experts(costs: Costs, bits: int, tokens: int, num_experts: int) -> Wo
 
 
 def _device_energy(costs: Costs, bits: int, tokens: int, num_experts: int) -> CommandEnergy:
-    """Of a command with num_experts equal experts."""
+    """Energy of a command with num_experts equal experts."""
     timing = DeviceModel(costs.hardware).execute(_equal_experts(costs, bits, tokens, num_experts), 0)
     return CommandEnergy.of(
         costs.hardware.energy, wire_bytes=0, weight_bytes=timing.weight_bytes, row_activations=timing.row_activations

@@ -2,8 +2,8 @@
 
     device = the slowest of the devices that were asked, each by its own clock and link
 
-Either each device has whole experts, and copies of some lie on several; or each has a part of every expert, and all of
-them work on every pair.
+Either each device has whole experts, and copies of some lie on several. Or each device has a part of every expert, and
+all of them work on every pair.
 
 The live plugin and replay use the same object, so that replay makes the same choices and the same times. Knows copies
 and prices. Does not know which devices are up until it is told, nor how they are asked.
@@ -104,7 +104,7 @@ class Devices:
 
     @property
     def expert_bytes(self) -> dict[int, int]:
-        """What one read of an expert moves, by width."""
+        """Bytes that one read of an expert moves, by width."""
         return self._bytes
 
     @property
@@ -114,7 +114,7 @@ class Devices:
 
     @property
     def num_parts(self) -> int:
-        """Of an expert, one of which is what a device has."""
+        """Number of parts of an expert, one of which a device has."""
         return self.rules.num_devices if self.rules.splits_experts else 1
 
     def serves(self, layer: int, expert: int, alive: Alive) -> bool:
@@ -193,8 +193,7 @@ class Devices:
     def messages(
         self, layer: int, experts: NDArray[np.integer], bits: NDArray[np.uint8], alive: Alive
     ) -> list[tuple[int, NDArray[np.int64]]]:
-        """The devices that a layer's pairs [P] are sent to, and which each is sent; a pair that no device is sent is
-        served by none."""
+        """Return the devices that a layer's pairs [P] go to, and which pairs each gets. No device serves the others."""
         if self.rules.splits_experts:
             return [(device, np.arange(len(experts))) for device in range(len(alive))] if all(alive) else []
         found = self.route_pairs(layer, experts, bits, alive)
@@ -283,7 +282,7 @@ def work_of(
     experts: Sequence[int],
     bits: Sequence[int],
 ) -> Work:
-    """What one device is asked for in a layer: the pairs (row, expert, bits), experts in the order of their first."""
+    """Work of one device in a layer: the pairs (row, expert, bits), experts in the order of their first."""
     tokens: dict[tuple[int, int], int] = {}
     for expert, width in zip(experts, bits, strict=True):
         tokens[expert, width] = tokens.get((expert, width), 0) + 1
@@ -301,8 +300,7 @@ def work_of(
 
 
 def slowest(timings: Sequence[Timing]) -> Timing:
-    """Of the devices that worked on one layer at once: the times of the last one to be done, and what all of them read
-    and spent."""
+    """Times of the last of the devices that worked on one layer at once, with what all of them read and spent."""
     if not timings:
         raise ConfigError("a layer that no device worked on has no timing")
     last = max(timings, key=lambda timing: timing.total_ps)

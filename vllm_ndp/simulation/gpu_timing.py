@@ -4,14 +4,14 @@
                attention -> max( shared and hot experts | streamed experts over PCIe | device | host's CPU ) + overhead
            ) + head
 
-"Attention" is all that runs before a layer's experts: attention of any form and the router, and the dense layers that
-lie between the MoE layer before and this one.
+"Attention" is all that runs before a layer's experts: attention of any form, the router, and the dense layers since the
+MoE layer before.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
-collectives take (collectives.py): an all-reduce after the embedding, after each attention and after each layer's
-experts, and a gather of the logits. The one device behind them, and its link, they share. A stage of a pipeline
-(pipeline parallelism) has a clock of its own, and ends a step by sending its rows on instead of computing the head;
-pipeline.py puts the stages' steps one after the other.
+collectives take (collectives.py). Those are an all-reduce after the embedding, after each attention and after each
+layer's experts, and a gather of the logits. The one device behind them, and its link, they share. A stage of a pipeline
+(pipeline parallelism) has a clock of its own. It ends a step by sending its rows on instead of computing the head. The
+file pipeline.py puts the stages' steps one after the other.
 
 The live plugin and replay use the same objects, so that replaying a trace gives the live run's simulated times to the
 picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number here is simulated.
@@ -116,9 +116,9 @@ class GpuModel:
     ) -> tuple[int, ...]:
         """[L] for `rows` new tokens of all requests, and `kv_tokens` cached tokens, read once each.
 
-        attended counts the (row, cached token) pairs; without it each cached token is attended once, as in decode.
-        spans: the positions [start, end) that each request computes. Needed where a layer has a window or a state, and
-        rows are not decode rows: without them every row counts as a request of its own.
+        `attended` counts the (row, cached token) pairs; without it each cached token is attended once, as in decode.
+        `spans`: the positions [start, end) that each request computes. Spans are needed where a layer has a window or a
+        state, and rows are not decode rows. Without them every row counts as a request of its own.
         """
         if rows == 0:
             return (0,) * self.shape.num_layers
@@ -130,7 +130,7 @@ class GpuModel:
     def _decoder_layer_ps(self, layer: DecoderLayer, context: Context) -> int:
         """Its attention and router, then its dense FFN if it has one; routed and shared experts apart.
 
-        Of several GPUs two all-reduces are in it: of the sums that it begins with, and of attention's own.
+        With several GPUs two all-reduces are in it: of the sums that it begins with, and of attention's own.
         """
         shape, attention = self.shape, layer.attention
         kv_tokens, pairs = context.within(attention.window, chunked=attention.is_chunked)
@@ -157,8 +157,9 @@ class GpuModel:
     def hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None = None) -> int:
         """Experts in GPU memory: each one with at least a row is read once.
 
-        loads: (experts with a row, their rows) of each GPU where GPUs hold whole experts, of which the busiest counts;
-        else one, of all GPUs together. num_bytes: of those experts, where each has a width of its own.
+        `loads`: (experts with a row, their rows). There is one for each GPU where GPUs hold whole experts, of which the
+        busiest counts; else one, of all GPUs together. `num_bytes`: of those experts, where each has a width of its
+        own.
         """
         one = replace(self, num_gpus=1) if self.whole_experts else self
         return max(
@@ -189,8 +190,8 @@ class GpuModel:
     def head_ps(self, rows: int, of_rows: int = 0) -> int:
         """Embedding rows and the output projection; rows = tokens whose logits are wanted, of so many in the step.
 
-        Of several GPUs the all-reduce of the last layer's experts is in it, and the gather of the logits; of a pipeline
-        the way to the next stage (activations and their residual), where the head is computed.
+        With several GPUs the time includes the all-reduce of the last layer's experts and the gather of the logits. In
+        a pipeline it includes the way to the next stage (activations and their residual), where the head is computed.
         """
         # what attention_ps says of the first layer is, in a stage after the first, the last layer's here
         reduce_ps = 0 if self.stage else self.reduce_ps(of_rows)
@@ -284,8 +285,9 @@ class StepClock:
     ) -> LayerTime:
         """hot and hot_bytes: as for GpuModel.hot_ps.
 
-        device_ps: Timing.total_ps of the layer's message, 0 without one. streamed_experts: cold experts that came over
-        PCIe, in prefill or because the device did not answer. host_ps: what the host's CPU takes for warm experts.
+        `device_ps`: Timing.total_ps of the layer's message, 0 without one. `streamed_experts`: cold experts that came
+        over PCIe, in prefill or because the device did not answer. `host_ps`: what the host's CPU takes for warm
+        experts.
         """
         if self._layer is None:
             raise RuntimeError("end_layer: begin_layer must come first")
@@ -299,7 +301,7 @@ class StepClock:
         return layer
 
     def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
-        """Of decode layers the same few loads come again and again."""
+        """Time of the hot experts, cached: decode layers bring the same few loads again and again."""
         if self._known_of is not self.model or len(self._known) > _MOST_KNOWN:
             self._known_of, self._known = self.model, {}
         key = (*loads, num_bytes)

@@ -1,6 +1,6 @@
 """A processor that computes experts beside a memory, two rooflines: the host's CPU, or an expander that multiplies.
 
-Tables and sums in floats are for systems that replay a whole trace at once; `pairs_ps` is the same price in whole
+Tables and sums in floats are for systems that replay a whole trace at once. `pairs_ps` is the same price in whole
 picoseconds, for the step clock of the plugin and of the exact replay.
 """
 
@@ -58,8 +58,8 @@ class HostCpu:
         return times
 
     def pairs_ps(self, costs: Costs, experts: NDArray[np.int64], rows: NDArray[np.int64]) -> int:
-        """The pairs of one layer, experts [P] and rows [P]: full-precision experts one after the other, and the way of
-        their rows there and back over the link."""
+        """Time of one layer's pairs, experts [P] and rows [P]: full-precision experts one after the other, and their
+        rows' way over the link and back."""
         if not len(experts):
             return 0
         counts = np.unique(experts, return_counts=True)[1].tolist()

@@ -1,4 +1,4 @@
-"""What an expert can be in a joint plan (planning/joint.py) on modelled hardware, and what each choice costs.
+"""Choices for an expert in a joint plan (planning/joint.py) on modelled hardware, and the cost of each.
 
     gpu      read at its width from GPU memory         device   what one more expert adds to a command
     host     the host's CPU, beside its memory         moving   bytes over the link from one choice to another
@@ -33,7 +33,7 @@ _SHARES = 65
 
 @dataclass(frozen=True)
 class Menu:
-    """What an expert can be on this hardware, and what each costs to run n rows through."""
+    """Choices for an expert on this hardware, and the cost of each to run n rows through."""
 
     costs: Costs
     widths: Mapping[str, Sequence[int]]
@@ -109,7 +109,7 @@ class Menu:
 
     @cached_property
     def openings(self) -> dict[str, float]:
-        """Of a layer's message to a tier, picoseconds."""
+        """Picoseconds of a layer's message to a tier."""
         if self.prices is not None:  # the CPU's own experts need no message
             return {"device": self.prices.message_ps(1, 1)}
         return self.costs.openings
@@ -136,8 +136,8 @@ class Menu:
         moved: NDArray[np.float64],
         move_ps: float,
     ) -> JointProblem:
-        """For a step of so many rows that choose experts with this mean importance [L, E]. relative [L, E, 17]: losses
-        by width. moved [C, L, E]: bytes over the link; move_ps: what each adds to a step."""
+        """Make the problem for a step of so many rows that choose experts with this mean importance [L, E]. `relative`
+        [L, E, 17]: losses by width. `moved` [C, L, E]: bytes over the link. `move_ps`: what each adds to a step."""
         chance = np.minimum(self.costs.shape.top_k * importance, 1.0)
         shares = np.linspace(0.0, 1.0, _SHARES)
         return JointProblem(

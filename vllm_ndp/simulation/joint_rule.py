@@ -41,8 +41,8 @@ class JointRule:
         prices: MeasuredPrices | None = None,
         num_devices: int = 1,
     ) -> None:
-        """tiers: names with + between them. num_hot: K, whose full precision is the budget. prices: of this machine;
-        None: of the simulated hardware. num_devices: that share a layer's experts."""
+        """`tiers`: names with + between them. `num_hot`: K, whose full precision is the budget. `prices`: of this
+        machine; None: of the simulated hardware. `num_devices`: that share a layer's experts."""
         layers, experts = loss.mse.shape[:2]
         widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
         self._costs, self._relative = costs, relative_losses(loss)

@@ -102,8 +102,8 @@ def all_experts_bytes(shape: ModelShape) -> int:
 
 
 def slots_bytes(shape: ModelShape, num_hot: int, slot_bytes: int = 0) -> int:
-    """GPU memory of num_hot experts per layer, and of the places through which others stream; those are not needed
-    where every expert has a place of its own. slot_bytes: of a hot one, 0 = in full precision."""
+    """GPU memory of num_hot experts per layer, and of the places through which others stream. Such places are not
+    needed where every expert has a slot of its own. `slot_bytes`: of a hot one, 0 = in full precision."""
     held = min(num_hot, shape.num_experts)
     staged = 0 if held == shape.num_experts else STAGED_EXPERTS
     return shape.num_layers * held * (slot_bytes or shape.expert_bytes) + staged * shape.expert_bytes
@@ -112,9 +112,9 @@ def slots_bytes(shape: ModelShape, num_hot: int, slot_bytes: int = 0) -> int:
 def beside_device_memory(
     costs: Costs, num_hot: int, widest: int = WIDTHS[-1], *, computes_on_host: bool = False
 ) -> Memory:
-    """Of plans: num_hot experts per layer on the GPU; on the device every expert in full precision, for prompts and
-    migrations, and as a nested replica of up to `widest` bits. Where the host's CPU computes some, its memory holds
-    every one that it may be asked for."""
+    """Memory of plans with num_hot experts per layer on the GPU. The device holds every expert in full precision, for
+    prompts and migrations, and as a nested replica of up to `widest` bits. Where the host's CPU computes some, its
+    memory holds every one that it may be asked for."""
     shape = costs.shape
     replicas = shape.num_layers * shape.num_experts * costs.stored_replica_bytes(widest)
     experts = all_experts_bytes(shape)

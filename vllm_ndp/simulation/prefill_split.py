@@ -39,13 +39,13 @@ def num_streamed(
 ) -> int:
     """How many of the first experts to stream, so that the later of both sides ends soonest.
 
-    device_ps: what each expert adds to the device's command, the longest first. stream_ps(n): copies of the first n,
-    never less for more. beside_ps: what the device computes in any case; opening_ps: what a command costs that would
-    not be sent otherwise. beside: how much of the shorter side is over while the longer one runs, 0 to 1.
+    `device_ps`: what each expert adds to the device's command, the longest first. `stream_ps(n)`: copies of the first
+    n, never less for more. `beside_ps`: what the device computes in any case. `opening_ps`: what a command costs that
+    would not be sent otherwise. `beside`: how much of the shorter side is over while the longer one runs, 0 to 1.
 
-    Of equally good answers the one that streams most, since what is streamed can stay.
+    Among equally good answers it is the one that streams most, since what is streamed can stay.
 
-    No other choice is better where a copy of one expert takes as long as of any other: exchanging a streamed expert for
+    No other choice is better where a copy of one expert takes as long as of any other. Exchanging a streamed expert for
     one that the device would compute sooner only makes the device slower.
     """
     count = len(device_ps)
@@ -75,7 +75,7 @@ class PrefillSplit:
     ) -> NDArray[np.int64]:
         """The experts that the device computes for the prompt rows of a layer, lower ids first.
 
-        experts [P]: of each cold pair of a prompt row. decode_experts and decode_bits: of each pair that the same
+        `experts` [P]: of each cold pair of a prompt row. `decode_experts` and `decode_bits`: of each pair that the same
         message holds for decode rows, if there are any.
         """
         ids, rows = np.unique(experts, return_counts=True)
@@ -118,7 +118,7 @@ class PrefillSplit:
         return min(_MOST_ROWS, _MOST_BYTES // (4 * self.costs.shape.hidden_size + PAIR_BYTES) - 1)
 
     def _full_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What experts with so many rows [N] more than there are already add to a command, in full precision."""
+        """Time that experts with so many rows [N] beyond those already there add to a command, in full precision."""
         together, alone = (self._experts_ps(FULL_PRECISION_BITS, count) for count in (rows + already, already))
         return together - alone + rows * self._pair_ps
 
@@ -131,7 +131,7 @@ class PrefillSplit:
         return total
 
     def _experts_ps(self, bits: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What experts with so many rows [N] add to a command of the device; 0 for none."""
+        """Time that experts with so many rows [N] add to a command of the device; 0 for none."""
         distinct, places = np.unique(rows, return_inverse=True)
         prices = np.array([self._known(bits, count) if count else 0 for count in distinct.tolist()], np.int64)
         return prices[places]
@@ -151,5 +151,5 @@ class PrefillSplit:
 
     @cached_property
     def _opening_ps(self) -> int:
-        """What a message takes beside its experts and rows."""
+        """Time of a message without its experts and rows."""
         return round(self._prices.message_ps(1, 1))

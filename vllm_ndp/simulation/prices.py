@@ -1,4 +1,4 @@
-"""What an expert takes where, as planners ask for it: of the simulated hardware, or as measured on this machine.
+"""Prices of an expert by place, as planners ask for them: of the simulated hardware, or as measured on this machine.
 
     expert     one more expert with so many rows, in a tier at a width       message   what a command takes beside them
     streamed   an expert of a prompt that passes through GPU memory           copied    one on its way to stay there
@@ -25,7 +25,7 @@ from vllm_ndp.simulation.costs import Costs
 
 class Prices(Protocol):
     def device_ps(self, bits: int, rows: int) -> float:
-        """What an expert with so many rows adds to a command of the device."""
+        """Time that an expert with so many rows adds to a command of the device."""
         ...
 
     def hot_ps(self, rows: int) -> float:
@@ -37,7 +37,7 @@ class Prices(Protocol):
         ...
 
     def message_ps(self, rows: int, pairs: int) -> float:
-        """What a command with these activations takes beside its experts."""
+        """Time of a command with these activations, without its experts."""
         ...
 
     def streamed_ps(self, experts: int, pairs: int) -> int:
@@ -51,12 +51,12 @@ class Prices(Protocol):
 
 
 def together_ps(one: float, other: float, beside: float) -> float:
-    """What two sides take that begin at the same time, and of which the shorter one is over to this share."""
+    """Time of two sides that begin at once; the longer one hides the share `beside` of the shorter one."""
     return max(one, other) + (1 - beside) * min(one, other)
 
 
 class SimulatedPrices:
-    """Of the modelled hardware, each asked for once."""
+    """Prices of the modelled hardware, each asked for once."""
 
     beside = 1.0
 
@@ -73,7 +73,7 @@ class SimulatedPrices:
 
 @dataclass(frozen=True)
 class MeasuredPrices:
-    """Of this machine, by number of rows. Between two measured numbers of rows a price is a straight line,
+    """Prices of this machine, by number of rows. Between two measured numbers of rows a price is a straight line,
     beyond the last one the line goes on."""
 
     rows: tuple[int, ...]
@@ -146,7 +146,7 @@ class MeasuredPrices:
 
     @property
     def bulk_bytes_per_s(self) -> float:
-        """Of experts on their way to stay in GPU memory."""
+        """Bytes per second of experts on their way to stay in GPU memory."""
         return self.expert_bytes * PS_PER_S / self.copied
 
 

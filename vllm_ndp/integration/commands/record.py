@@ -1,7 +1,7 @@
 """`vllm-ndp record`: run prompts through vLLM and keep every routing decision as a trace.
 
-By default every expert is hot, so the run is stock vLLM's arithmetic and the trace holds routing only; with
-`--hot-experts` it holds placements, bits and simulated times as well. A serving run records the same through the
+By default every expert is hot, so the run is stock vLLM's arithmetic and the trace holds routing only. With
+`--hot-experts` the trace holds placements, bits and simulated times as well. A serving run records the same through the
 setting `{"ndp": {"record": DIR}}`.
 """
 

@@ -1,1 +1,1 @@
-"""What is different where the hot experts lie on a GPU: layers that do not wait, copies beside them, limits of vLLM."""
+"""Differences where the hot experts lie on a GPU: layers that do not wait, copies beside them, limits of vLLM."""

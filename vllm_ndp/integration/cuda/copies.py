@@ -1,6 +1,6 @@
 """Weights on their way into GPU memory: from a map of the host through pinned buffers, beside what computes.
 
-Memory that is mapped from a file is pageable: the driver would copy it to buffers of its own with one thread, and have
+Memory that is mapped from a file is pageable. The driver would copy it to buffers of its own with one thread, and have
 the caller wait. Here the calling thread fills one buffer while the lane empties the other. Knows memory and lanes; does
 not know experts, layers or plans.
 """
@@ -39,8 +39,8 @@ class PinnedCopies:
     def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]], after: Mark | None = None) -> None:
         """Copy each source of the host, contiguous, to its place on the GPU, contiguous too; dtypes may differ.
 
-        What the stream is given from now on comes after. What it was given so far comes before, all of it or up to the
-        mark `after`: the rest then runs beside the copies, and must not use their places.
+        Work that the stream gets from now on comes after the copies. Work that it has got so far comes before: all,
+        or up to the mark `after`. The rest then runs beside the copies, and must not use their places.
         """
         if after is None:
             self._lane.follow_main()

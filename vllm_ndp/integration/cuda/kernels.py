@@ -1,4 +1,4 @@
-"""What routing.py does, in one Triton kernel for each of its steps: launches are what a small decode layer pays for.
+"""Triton kernels for routing.py, one for each of its steps: launches are what a small decode layer pays for.
 
 About 25 torch operators to split and to gather become two launches, five to add become one. Imported on a GPU only, and
 by tests in Triton's interpreter; they hold the results equal to routing.py's. Knows pointers of one layer.

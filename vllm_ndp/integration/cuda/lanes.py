@@ -29,13 +29,13 @@ class Mark(Protocol):
 
 class Lane(Protocol):
     def follow_main(self) -> None:
-        """What comes now starts when the main stream has done what it was given so far."""
+        """Start the next work when the main stream has done what it was given so far."""
 
     def mark_main(self) -> Mark:
         """The point that the main stream reaches when it has done what it was given so far, for `follow`."""
 
     def follow(self, mark: Mark) -> None:
-        """What comes now starts when the main stream has passed a mark of `mark_main`, and may be before its end."""
+        """Start the next work when the main stream has passed a mark of `mark_main`, and maybe before its end."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Between the GPU and pinned memory of the host, without waiting."""
@@ -44,8 +44,9 @@ class Lane(Protocol):
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no one else is given. torch hands out 32 of each priority in turn, vLLM's main stream among those
-    of the lower one: what would lie beside it would then lie behind it. So make few, and keep them."""
+    """A stream that no one else is given. For each priority torch hands out 32 streams in turn, vLLM's main stream
+    among those of the lower one. Work meant to run beside the main stream could then queue behind it. So make few, and
+    keep them."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -129,7 +130,7 @@ def pinned_for(device: torch.device) -> Pinned:
 
 
 def thread_of(device: torch.device, cores: Collection[int]) -> Callable[[], None]:
-    """What a thread that uses lanes of this device does first: streams and devices are per thread."""
+    """Return the start function of a thread that uses lanes of this device: streams and devices are per thread."""
 
     def start() -> None:
         os.sched_setaffinity(0, cores)  # 0: this thread; the one that makes it may be bound to a single core

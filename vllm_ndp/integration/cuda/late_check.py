@@ -1,7 +1,7 @@
 """Whether a step's rows write the KV entries that were expected, found out while it runs and asked when it ends.
 
-The comparison lies on the GPU before the first layer, its verdict arrives beside the layers; so no layer waits for it,
-and still no token of a step that mixed up its requests is handed out. Knows entries and memory; does not know requests.
+The comparison lies on the GPU before the first layer, and its verdict arrives beside the layers: no layer waits for it.
+Still no token of a step that mixed up its requests is handed out. Knows entries and memory; does not know requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One MoE layer of a decode step without waiting for the GPU: what `moe_layer` does for few rows, in another order.
 
-Splits on the GPU, sends off the packet, launches the hot experts, and only then waits for what the device and the
-host's CPU make of the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its
+Splits on the GPU, sends off the packet and launches the hot experts. Only then waits for the device and the host's CPU,
+which compute the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its
 counts are read when the step ends. Gives what the eager layer gives, but for the rounding of rows that both computed.
 Knows one layer's slots and the messenger; does not know how plans are made.
 """
@@ -32,8 +32,8 @@ ComputeHere = Callable[[torch.Tensor, torch.Tensor, Pairs], None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the thread brings: the layer's split, the call to the device, None where it is not asked here, with its
-    result, and the sums of the rows that left, None where nobody here computed any."""
+    """Answer of the thread: the layer's split, the call to the device, its result, and the sums of the rows that left.
+    `call` is None where the device is not asked here; `sums` is None where nobody here computed any."""
 
     split: Split
     call: DeviceCall | None = None
@@ -147,8 +147,8 @@ class AsideLayer:
     # -- in the messenger's thread ---------------------------------------------------------------------------------
 
     def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
-        """Send the device its rows of a packet, have the host's CPU compute its own meanwhile, and wait for the device,
-        at most until the deadline."""
+        """Send the device its rows of a packet; the host's CPU computes its own meanwhile. Then wait for the device, at
+        most until the deadline."""
         split, call, result = self._split(step, packet.ids, packet.weights), None, None
         left = np.union1d(split.device.sent_rows, split.warm.sent_rows)  # in order, as the packet has them
         of_device, of_host = (np.searchsorted(left, part.sent_rows) for part in (split.device, split.warm))

@@ -1,4 +1,4 @@
-"""What the plugin cannot do together with vLLM on a GPU, and what it changes there: sentences, settings, sizes.
+"""Limits of the plugin together with vLLM on a GPU, and what it changes there: sentences, settings, sizes.
 
 Written from vLLM's source and checked against it by benchmarks/vllm_hooks.py; docs/gpu.md says what ran where. Knows
 vLLM's configuration objects. Does not know tensors.
@@ -132,12 +132,12 @@ def cores_beside_engine(usable: Iterable[int]) -> list[int]:
 
 
 def leave_room(available: int, sidecar_bytes: int, kv_bytes: int) -> int:
-    """Of the bytes available for the KV cache, those left when its sidecar lies beside it. Both sizes: of a token."""
+    """Bytes left for the KV cache when its sidecar lies beside it, of those available. Both sizes: of a token."""
     return available * kv_bytes // (kv_bytes + sidecar_bytes)
 
 
 def kv_bytes_per_token(specs: Mapping[str, Any]) -> int:
-    """Of the layers whose KV entries hold every position of a request. specs: vLLM's, by layer."""
+    """KV bytes of a token in the layers whose entries hold every position of a request. `specs`: vLLM's, by layer."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     pages = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]

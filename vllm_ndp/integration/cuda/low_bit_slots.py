@@ -3,8 +3,8 @@
     8 bits   FP8 (e4m3) with a scale per row; activations are quantized to FP8 by vLLM, row by row
     4 bits   integers with a scale and a zero point per group of a row; activations stay as they are
 
-Both layouts are plain: an expert is written without repacking, a few rows at a time, so that beside the slot only two
-buffers of rows exist in full precision. What a prompt streams runs in full precision as ever. Knows layouts and
+Both layouts are plain: an expert is written without repacking, a few rows at a time. Beside the slot only two buffers
+of rows exist in full precision. Experts that a prompt streams run in full precision as ever. Knows layouts and
 arithmetic of one slot; does not know what is hot, nor why.
 """
 
@@ -28,7 +28,7 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 class LowBitWeights(NamedTuple):
-    """What S slots hold. codes w13 [S, 2I, H or H/2], w2 [S, H, I or I/2]; scales and zero points by row or group."""
+    """Contents of S slots. Codes: w13 [S, 2I, H or H/2], w2 [S, H, I or I/2]; scales, zero points by row or group."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -126,7 +126,7 @@ class LowBitSlotKernel(CudaSlotKernel):
         self._configs: dict[int, Any] = {}
 
     def load(self, to: Any, slot: int, expert: ExpertWeights, after: Mark | None = None) -> None:
-        """Codes are written by the stream itself, so whoever read the slot is done: `after` has no say here."""
+        """The stream itself writes the codes, so every reader of the slot is done: `after` has no say here."""
         half = to.w13.shape[1] // 2
         for matrix, start, source in ((13, 0, expert.w1), (13, half, expert.w3), (2, 0, expert.w2)):
 
@@ -153,7 +153,7 @@ class LowBitSlotKernel(CudaSlotKernel):
 
 
 class LowBitSlots(HotSlots):
-    """Of one layer. `kernel` and `held`, which has no slots, stay those of full precision: experts stream with them."""
+    """Low-bit slots of one layer. `kernel` and `held`, without slots, stay full precision: experts stream with them."""
 
     def __init__(
         self,

@@ -5,9 +5,9 @@
     thread                                wait | send | receive
     host          launches ........................................ take
 
-The thread waits for the packet, which is the only wait for the GPU in a layer; the host waits for the thread, the main
-stream for the sums. Each buffer exists once: the next layer's packet arrives only when the main stream has added what
-came back for this one, so by then this layer's packet and sums are read. Knows buffers, lanes and the thread. Does not
+The thread waits for the packet, which is the only wait for the GPU in a layer. The host waits for the thread, the main
+stream for the sums. Each buffer exists once. The next layer's packet arrives only when the main stream has added what
+came back for this one. This layer's packet and sums are read before that. Knows buffers, lanes and the thread. Does not
 know what is hot, nor how the device is asked: that is `ask`.
 """
 
@@ -45,7 +45,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Taken:
-    """What came of a packet: what `ask` returned, None where no pair left; and the way of the sums, if some came."""
+    """Outcome of a packet: what `ask` returned, None where no pair left; and the way of the sums, if some came."""
 
     packet: HostFields
     answer: Any

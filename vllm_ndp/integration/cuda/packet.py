@@ -1,8 +1,8 @@
-"""What a layer tells the host, and what comes back: fixed memory on both sides, seen as arrays for any number of rows.
+"""Fixed memory for what a layer tells the host and what comes back, seen as arrays for any number of rows.
 
-One flat buffer holds all of it, so that one copy carries it over the link whatever the router chose: its size follows
-from the number of rows, which the host knows, and not from the number of cold pairs, which it does not know yet. Knows
-sizes and memory; does not know what is cold, nor streams.
+One flat buffer holds all of it, so that one copy carries it over the link whatever the router chose. Its size follows
+from the number of rows, which the host knows. It does not depend on the number of cold pairs, which the host does not
+know yet. Knows sizes and memory; does not know what is cold, nor streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGNED = 16
 
 
 class RowForm(NamedTuple):
-    """Of each row of a packet."""
+    """Form of each row of a packet."""
 
     top_k: int
     hidden: int

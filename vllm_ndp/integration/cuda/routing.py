@@ -1,9 +1,9 @@
-"""Which rows of a layer leave for the device or the host's CPU, decided where the router's choices lie: torch operators
-whose shapes no data decides.
+"""Finds which rows of a layer leave for the device or the host's CPU, where the router's choices lie. Uses torch
+operators whose shapes no data decides.
 
-So no host waits for it, and a graph may hold it. Rows that leave are compacted in order; which of their pairs leave the
-host finds from the router's choices, which travel with them (layer/split.py).
-kernels.py has the same in one Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
+So no host waits for it, and a graph may hold it. Rows that leave are compacted in order. The host finds which of their
+pairs leave from the router's choices, which travel with them (layer/split.py). The file kernels.py has the same in one
+Triton kernel each; tests hold the two equal. Knows tensors of one layer only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split(
 
 
 def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of N flags: the places of those that are set, then zeros [N]; how many [1]."""
+    """Places of the set ones among N flags, then zeros [N]; how many are set [1]."""
     total = chosen.cumsum(0)
     count = len(chosen)
     target = torch.where(chosen, total - 1, count)  # one place past the end takes what is not chosen

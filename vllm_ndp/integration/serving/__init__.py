@@ -1,1 +1,1 @@
-"""What a running server tells: metrics, reports by request, status, a live page, spans. Decides nothing."""
+"""Output of a running server: metrics, reports by request, status, a live page, spans. Decides nothing."""

@@ -1,4 +1,4 @@
-"""What goes on in a worker now, as plain values: its plan, its requests, who is hot where. Only reads."""
+"""State of a worker now, as plain values: its plan, its requests, who is hot where. Only reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> di
 
 
 def memory(devices: Sequence[int | None]) -> dict[str, dict[str, int]]:
-    """Of this process, and of the devices that it has started: bytes held, and mapped from files."""
+    """Memory of this process, and of the devices that it has started: bytes held, and mapped from files."""
     return {"engine": process_memory([os.getpid()]), "device": process_memory(devices)}
 
 
@@ -51,8 +51,8 @@ def running(requests: RequestTracker) -> list[dict[str, Any]]:
 
 
 def experts(replanner: Replanner, planned: Sequence[TrackedRequest], layers: range) -> dict[str, Any]:
-    """Per layer and expert: hot, warm or neither, average bits of the requests planned last (0 where hot), their
-    importance, and widths of hot experts where each has its own (else 0).
+    """Per layer and expert: hot, warm or neither, and average bits of the requests planned last (0 where hot). Also
+    their importance, and widths of hot experts where each has its own (else 0).
 
     Importance is a share: a layer adds up to 1. Before the first prompt nothing is known of either.
     """

@@ -1,4 +1,4 @@
-"""What a browser gets that comes without the server's key: a form that asks for it, and then opens the live page."""
+"""Page for a browser that comes without the server's key: a form asks for the key, and then opens the live page."""
 
 LOGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vllm-ndp</title></head>
 <body style="font:15px system-ui;margin:40px"><form><label>This server wants its API key:

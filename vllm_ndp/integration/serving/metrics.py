@@ -1,9 +1,9 @@
-"""What `/metrics` says of the plugin: `vllm:ndp_*`, beside vLLM's own.
+"""Metrics of the plugin on `/metrics`: `vllm:ndp_*`, beside vLLM's own.
 
     StepReport -> NdpStats (scheduler) -> vLLM's stats of the step -> NdpMetrics (front end) -> /metrics
 
-Names begin with `vllm:`, because only those are taken down when a second engine is made in a process. simulated_* and
-measured_* are metrics of their own; no metric holds both. Knows reports; does not know workers or the device.
+Names begin with `vllm:`, because only those are taken down when a second engine is made in a process. `simulated_*` and
+`measured_*` are metrics of their own; no metric holds both. Knows reports; does not know workers or the device.
 """
 
 from __future__ import annotations

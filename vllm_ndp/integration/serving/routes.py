@@ -8,8 +8,8 @@
     X-NDP-Report: 1              on a completion or chat: the reports come with the answer, streamed or not
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
-vLLM puts what `--middleware` names outside of its own authentication, so the same class guards our paths here. Knows
-HTTP and vLLM's engine client; does not know what a report holds.
+Since vLLM puts `--middleware` outside of its own authentication, the same class guards our paths here. Knows HTTP and
+vLLM's engine client; does not know what a report holds.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ async def _find(app: Any, request_id: str) -> tuple[dict[str, Any], list[str]]:
 
 
 async def _ask(app: Any, method: str, *arguments: Any) -> list[Any]:
-    """What every worker answers, of every engine behind this front end."""
+    """Return what every worker answers, of every engine behind this front end."""
     client = app.state.engine_client
     if (ask_all := getattr(client.engine_core, "call_utility_all_async", None)) is not None:
         answers: list[list[Any]] = await ask_all("collective_rpc", method, None, arguments, None)
