@@ -19,7 +19,7 @@ SERVER = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What of lm-eval is run."""
+    """Tasks of lm-eval to run."""
 
     tasks: Annotated[str, typer.Option(help="Names of lm-eval's tasks, with commas between them.")]
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="So many examples of each task.")] = None

@@ -61,7 +61,7 @@ class HardwareOptions:
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What a sweep varies beside batch sizes, systems and policies."""
+    """Models, hardware and GPU memory sizes that a sweep varies beside batch sizes, systems and policies."""
 
     model: Annotated[str, typer.Option(help="Sizes that times are simulated for, with commas between them.")] = (
         "mixtral-8x7b"
@@ -152,7 +152,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class SystemOptions:
-    """What is compared with what."""
+    """Systems, policies and batch sizes to compare."""
 
     systems: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"
     policies: Annotated[str, typer.Option(help="Names with commas between them, or all.")] = "all"

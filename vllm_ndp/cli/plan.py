@@ -20,7 +20,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True)
 class DemandOptions:
-    """What is there, and what is asked of it."""
+    """Memory of the machine, and the load that the server must carry."""
 
     gpu_memory: Annotated[str | None, typer.Option(help="Such as 24GB; default: serve on the host's cores.")] = None
     host_memory: Annotated[str | None, typer.Option(help="Such as 64GB; default: this machine's.")] = None

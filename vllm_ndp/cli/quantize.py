@@ -21,7 +21,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """What replicas are made, and how."""
+    """Widths of the replicas, and the solver that makes them."""
 
     bits: Annotated[
         str | None, typer.Option(help="Widths with commas between them, such as 1,2,3,4; default: all of the solver's.")

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees and a program behind a pipe does not: that something goes on, and tables that fit.
+"""Progress and fitted tables for a person at a terminal; a program behind a pipe sees neither.
 
 Knows rich. Does not know what is shown.
 """

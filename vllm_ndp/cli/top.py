@@ -183,7 +183,7 @@ def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
 
 
 def _requests(status: Any) -> list[RenderableType]:
-    """What the middleware adds: which plan, which requests. Nothing where the server has none."""
+    """The plan and the running requests, which the middleware adds. One hint where the server has no middleware."""
     workers = status.get("workers") or []
     if not workers:
         return ["[dim]more with --middleware vllm_ndp.integration.serving.routes.NdpRoutes[/]"]

@@ -48,7 +48,7 @@ def trace_import(
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """Of how many tokens."""
+    """Number of requests, and tokens of each."""
 
     requests: Annotated[int, typer.Option(help="How many requests.")] = 32
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each.")] = 256
@@ -57,7 +57,7 @@ class RequestOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TasteOptions:
-    """What the router chooses by."""
+    """Settings by which the synthetic router chooses experts."""
 
     concentration: Annotated[
         float | None, typer.Option(help="Popularity of experts: small is skewed, large is even (5).")

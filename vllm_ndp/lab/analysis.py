@@ -1,4 +1,4 @@
-"""What a trace says about predictability: skew, prefill -> decode similarity against a null, coverage with intervals.
+"""Predictability of a trace: skew, prefill -> decode similarity against a null, coverage with intervals.
 
 The null resamples every request's tokens from all requests' tokens together: routing as it is, without anything that
 belongs to one request. Knows routing statistics. Does not know hardware or time.
@@ -204,7 +204,7 @@ def _null_band(
 
 
 def _refreshed(requests: Sequence[Request], num_experts: int, num_hot: int, every: int) -> NDArray[np.float64]:
-    """Coverage when the hot set is chosen anew every `every` decode tokens from prompt and decode so far."""
+    """Coverage with a new hot set after every `every` decode tokens, chosen from prompt and decode so far."""
     shares = []
     for s in requests:
         stats = RoutingStats.from_choices(s.prompt_ids, s.prompt_weights, num_experts)

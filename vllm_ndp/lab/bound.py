@@ -1,20 +1,19 @@
-"""What no schedule can beat: the least decode time at a given loss, and the least loss at a given time. With proof.
+"""The bound that no schedule beats: least decode time at a given loss, least loss at a given time. With proof.
 
-The class of schedules that is bounded: in every step and layer at most K of the used experts run on the GPU in full
-precision from places of its own, whichever they are: moving between steps is free, and what will be used is known. An
-expert may also be copied over the link while the layer waits. All others run on the device, at 1 to 4 or 16 bits, as
-the schedule likes. A layer takes max(shared experts + GPU, device), as everywhere. The paper's system, `balanced`,
-`adaptive`, MoNDE and GPU on demand lie in this class; systems with quantized or split experts on the GPU, or with
-experts on the CPU, do not.
+The bounded class of schedules: in every step and layer the GPU's own places run at most K used experts in full
+precision. Moves between steps are free, and the schedule knows the routing ahead. The link may also copy an expert
+while the layer waits. All others run on the device, at 1 to 4 or 16 bits, as the schedule likes. A layer takes
+max(shared experts + GPU, device), as everywhere. The class has the paper's system, `balanced`, `adaptive`, MoNDE and
+GPU on demand. It has no system with quantized or split experts on the GPU, or with experts on the CPU.
 
     cell      one layer of one step; cells are independent, so   least sum of times with sum of losses <= L
     bound     for any price of loss:  time(L) >= sum over cells of min(time + price x loss) - price x L
     schedule  the cells' choices at two prices side by side, some cells from either, so that the loss is just met
     gap       how far the schedule is above the bound
 
-Cells with few experts are tried choice by choice. Where experts differ in their loss only, as they do up to a pass of
-the arrays (4 rows), dynamic programming over (experts on the GPU, time on the device) finds every choice worth making.
-Of other cells the slower side is bounded by a weighted mean of both, which makes experts, and the rows of an expert,
+Cells with few experts are tried choice by choice. Up to one pass of the arrays (4 rows) experts differ in their loss
+only. There dynamic programming over (experts on the GPU, time on the device) finds every choice worth making. In other
+cells a weighted mean of both sides bounds the slower one. The mean makes experts, and the rows of an expert,
 independent. Knows costs and losses. Does not know policies.
 """
 
@@ -54,7 +53,7 @@ _MOST_STATES, _MOST_CHOICES, _MOST_RELAXED = 1 << 27, 1 << 24, 1 << 21
 
 @dataclass(frozen=True)
 class Fronts:
-    """What is worth choosing in each of C cells: infinite times where a cell has fewer choices than others."""
+    """Choices worth making in each of C cells: infinite times where a cell has fewer choices than others."""
 
     least_ps: NDArray[np.float64]  # [C, F], it takes so long at least
     most_ps: NDArray[np.float64]  # [C, F], and at most

@@ -84,8 +84,10 @@ def _with_the_rest(one: Planned, costs: Costs) -> Planned:
 
 
 def _largest(one: Planned, costs: Costs) -> Planned:
-    """The same with the most hot experts and then the widest replicas that fit, asked from the largest down; a system
-    that can use any number of bytes gets what is then left over too."""
+    """The same with the widest replicas and the most hot experts that fit, tried from the largest down.
+
+    A system that can use any number of bytes gets the remaining bytes too.
+    """
     wanted = one.options
     smallest: DoesNotFit | None = None
     for widest in reversed(WIDTHS):

@@ -1,8 +1,8 @@
 """Every system and policy on the same trace and the same modelled hardware, as one table.
 
-Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. Knows which
-variants of a system are worth a row of their own, and that rows are found one by one, each by itself, so that
-sweep.py may find them in any order in any process. Does not know how a system works.
+Popularity priors come from requests that are not replayed: every fourth one, unless a prior is given. No row depends on
+another, so a sweep may compute rows in any order in any process. Knows which variants of a system are worth a row of
+their own. Does not know how a system works.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PREFETCHES = ("measured", "published")
 
 @dataclass(frozen=True)
 class CompareSettings:
-    """What to compare on what."""
+    """Systems, policies and batch sizes to compare, and the model and hardware to compare them on."""
 
     model: str = "mixtral-8x7b"
     hardware: str = "h100-ndp512"
@@ -104,7 +104,7 @@ class CompareSettings:
 
 @dataclass(frozen=True)
 class Combination:
-    """What one row of the table is about: the unit of work of a sweep."""
+    """Batch size, system, policy and options of one row of the table: the unit of work of a sweep."""
 
     batch: int
     system: str
@@ -151,7 +151,7 @@ def popularity(trace: Trace) -> ImportanceScore:
 
 
 class Workload:
-    """What is replayed, whatever the hardware: requests, the popularity known beforehand, groups that decode together.
+    """Input of a replay on any hardware: requests, the popularity known beforehand, groups that decode together.
 
     Without a prior every PRIOR_EVERY-th request is held out to make one.
     """
@@ -177,7 +177,7 @@ class Workload:
 
     @property
     def routing(self) -> str:
-        """Of a synthetic trace: what it resembles; else nothing."""
+        """Name of the routing that a synthetic trace resembles; empty for other traces."""
         known = self.trace.provenance
         return str(known.settings.get("routing", "fitted to nothing")) if known.source == "synthetic" else ""
 

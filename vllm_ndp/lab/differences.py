@@ -23,7 +23,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one sample's mean from another's, in units of the margin's."""
+    """Difference of one sample's mean from another's, in the margin's unit."""
 
     mean: float
     low: float

@@ -1,9 +1,9 @@
 """Which system decodes fastest on a GPU of so many GB: where near-data computing pays, and where it does not.
 
-Every system gets the whole GPU memory beside attention and KV cache; the memories of device and host hold every model,
-so that only the GPU decides. Two questions at each size: the fastest at all, and the fastest of those that lose no more
-than a limit, what all experts at 3 bits lose unless told otherwise. For a trace and its model on one machine, or for
-public shapes on synthetic routing and the cards that have so much memory. Knows rows of `compare`. Draws nothing.
+Every system gets the whole GPU memory beside attention and KV cache. The memories of device and host hold every model,
+so that only the GPU decides. Two questions at each size: the fastest system at all, and the fastest one within a limit
+of loss. The default limit is the loss of all experts at 3 bits. For a trace and its model on one machine, or for public
+shapes on synthetic routing and the cards that have so much memory. Knows rows of `compare`. Draws nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def fastest_alike(self) -> Summary | None:
-        """Of the rows within the limit."""
+        """The fastest row within the limit of loss."""
         return next(iter(self.alike), None)
 
     @property

@@ -5,9 +5,9 @@
     hits           share of choices found in a cache of C experts per layer, C = 0..E, under six rules
     concentration  how much of a request falls on its most used experts
 
-A token's experts are looked up together, before any of them enters or leaves; under lru, lfu and random all of them
-then enter, under oracle those stay whose next use is nearest. Caches are one per layer and request. Counts only: the
-loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, hardware or pictures.
+A cache looks up a token's experts together, before any of them enters or leaves. Under lru, lfu and random all of them
+then enter. Under oracle the experts with the nearest next use stay. Caches are one per layer and request. Counts only:
+the loops over tokens are in csrc/stacks.cpp. Knows traces. Does not know time, hardware or pictures.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ class Selected:
         return shares
 
     def depths(self, rule: str, start: NDArray[np.uint16]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Both [L, E + 1]: choices by the least cache that does not hold them, E: none does; and of the first
-        EARLY_TOKENS of each request the same."""
+        """Choices by the largest cache that does not hold them (E: no cache holds them), both [L, E + 1].
+
+        First all choices, then those of the first EARLY_TOKENS tokens of each request.
+        """
         counts, early = np.zeros((2, self.ids.shape[1], self.num_experts + 1), np.int64)
         _stacks.depths(self.ids, self.rows, self.ends, self.num_experts, rule, start, EARLY_TOKENS, counts, early)
         return counts, early
@@ -100,7 +102,7 @@ class Locality:
         return float(self.hits[rule][:, places].mean())
 
     def as_dict(self, places: tuple[int, ...]) -> dict[str, Any]:
-        """What the command prints as JSON: means over layers, and the curves of each layer."""
+        """JSON that the command prints: means over layers, and the curves of each layer."""
         return {
             "num_experts": self.num_experts,
             "top_k": self.top_k,
@@ -164,7 +166,7 @@ def locality(trace: Trace, phase: str = "decode", *, warm: bool = False) -> Loca
 
 
 def by_request(trace: Trace, places: int, phase: str = "decode") -> dict[str, NDArray[np.float64]]:
-    """Of every request that has such tokens, mean over layers: repeats, and hits of an LRU cache of so many experts."""
+    """Repeats, and hits of an LRU cache of `places` experts, for every request with such tokens; mean over layers."""
     _, tokens = _selected(trace, phase)
     empty = np.zeros((0, tokens.ids.shape[1], tokens.num_experts), np.uint16)
     found = [

@@ -1,8 +1,8 @@
 """Settings of synthetic routing that make a trace as local as a given one: what `locality --fit` finds.
 
-Each layer's strength is the one at which its choices repeat as the trace's do; of a grid of the other settings those
-are taken whose hits and concentration come nearest, mean over layers. Nothing but counts of choices decides. Knows
-localities. Does not know time or hardware.
+Each layer gets the strength at which its choices repeat as the trace's do. The other settings come from a grid: those
+whose hits and concentration come nearest, mean over layers. Nothing but counts of choices decides. Knows localities.
+Does not know time or hardware.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What more devices, more GPUs and larger batches bring, and what hosts save that share a pool. Simulated.
+"""Gain of more devices, more GPUs and larger batches, and savings of hosts that share a pool. Simulated.
 
     step = sum over layers ( attention + max( shared and hot experts , slowest device ) + overhead ) + head
 
-Steady decode of one model on synthetic routing of its shape: as many hot experts as GPU memory has room for, all others
-on the devices, offloading where that shortens a layer. Every time is one that a live run would have: the same
-GpuModel, Devices and DeviceModel answer. Layers are alike here, so a few stand for all. Draws nothing.
+Steady decode of one model on synthetic routing of its shape. GPU memory holds as many hot experts as fit; the devices
+hold all others. Hot experts offload to the devices where that shortens a layer. Every time is one that a live run would
+have: the same GpuModel, Devices and DeviceModel answer. Layers are alike here, so a few stand for all. Draws nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LAYERS, _STEPS, _PROMPT = 2, 3, 32
 
 @dataclass(frozen=True)
 class Setup:
-    """What is held constant."""
+    """Settings that stay the same at every point."""
 
     hardware: Hardware
     bits: int = 3
@@ -137,8 +137,10 @@ class Scale:
         return self._costs[num_gpus]
 
     def _devices_of(self, num_devices: int) -> Devices:
-        """Of the whole model: its layers' copies count against the capacity. Raises ConfigError where none fit, or
-        experts cannot be cut into so many parts."""
+        """Devices of the whole model: its layers' copies count against the capacity.
+
+        Raises ConfigError where none fit, or where experts cannot be cut into so many parts.
+        """
         if num_devices not in self._devices:
             costs, splits = self._costs_of(1), self.setup.splits_experts
             parts = num_devices if splits else 1
@@ -245,7 +247,7 @@ class _Host:
         return now
 
     def _experts(self, work: _LayerWork, now_ps: int) -> Asks[int]:
-        """What the experts of one layer take."""
+        """Picoseconds that the experts of one layer take."""
         timings = []
         for device, part in work.for_devices:
             timings.append((yield ReplayedCommand(part, now_ps, device)))
@@ -295,8 +297,10 @@ def curve(
 
 
 def stops_paying(points: Sequence[ScalingPoint]) -> int | None:
-    """Of points that differ in the number of devices: the first after which one more brings less than PAYS. None where
-    each of them pays."""
+    """Number of devices after which one more brings less than PAYS; None where each one pays.
+
+    The points differ in the number of devices alone.
+    """
     by_devices = {point.num_devices: point.tokens_per_s for point in points}
     for count in sorted(by_devices):
         if count + 1 in by_devices and by_devices[count + 1] < by_devices[count] * (1 + PAYS):
@@ -306,7 +310,7 @@ def stops_paying(points: Sequence[ScalingPoint]) -> int | None:
 
 @dataclass(frozen=True)
 class Pool:
-    """What hosts that share devices need beside hosts with a device each, for as many tokens."""
+    """Devices that hosts with a shared pool need for as many tokens as hosts with devices of their own."""
 
     model: str
     num_hosts: int

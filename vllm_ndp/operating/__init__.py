@@ -1,1 +1,1 @@
-"""What people ask beside a server: what fits on a machine, is it ready, what is going on, where replicas come from."""
+"""Commands beside a server: size a model to a machine, check the machine, watch the server, fetch replicas."""

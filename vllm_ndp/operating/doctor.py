@@ -41,7 +41,7 @@ SMALL_LOCK = 64 << 20
 
 @dataclass(frozen=True)
 class Check:
-    """What one look found. `fix` is one sentence, empty where nothing is to be done."""
+    """Result of one check. `fix` is one sentence, empty where nothing is to be done."""
 
     name: str
     state: State
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is looked at: this machine, unless a test says otherwise."""
+    """The machine under check: this one, unless a test says otherwise."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -69,7 +69,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the person wants looked at beside the machine."""
+    """Further checks that the user asks for, beside the machine."""
 
     device: str | None = None
     key: Path | None = None

@@ -1,8 +1,8 @@
 """Checkpoints and replica sets on a hub of models: fetched by id, and replica sets pushed with a card that vouches.
 
-What is pulled is checked byte by byte against its own manifest before it is used; what is pushed, before it leaves.
-Speaks to the hub through huggingface_hub, which has the cache, the keys and the address (HF_HOME, HF_TOKEN,
-HF_ENDPOINT). Knows replica directories and cards. Does not know servers or devices.
+Checks a replica set byte by byte against its own manifest: after the pull before use, and before a push. Speaks to the
+hub through huggingface_hub, which has the cache, the keys and the address (HF_HOME, HF_TOKEN, HF_ENDPOINT). Knows
+replica directories and cards. Does not know servers or devices.
 """
 
 from __future__ import annotations
@@ -153,6 +153,6 @@ def _hub(what: str) -> Iterator[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a client of the hub says, as a part of a sentence."""
+    """First line of an error of the hub's client, as a part of a sentence."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text.rstrip(".:")

@@ -1,7 +1,7 @@
 """Memory of this machine and of its processes: what is there, what is held, what is mapped. Knows Linux's files.
 
-Held is a process's own and goes when it ends. Mapped are pages of files in the page cache: shared with whoever maps
-the same file, and given up when somebody needs the memory. Does not know models.
+Held is a process's own and goes when it ends. Mapped are pages of files in the page cache. Processes that map the same
+file share them, and Linux gives them up when a process needs the memory. Does not know models.
 """
 
 from __future__ import annotations

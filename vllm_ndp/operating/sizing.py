@@ -1,12 +1,12 @@
-"""What of a model fits where, before anything is loaded. Bytes only: no time, no file.
+"""Sizing: which parts of a model fit into which memory, before any load. Bytes only: no time, no file.
 
     GPU      program + other weights + K experts of every layer + one staging slot + KV cache + routing sidecar + work
     host     programs + the device's replicas; what is left caches the checkpoint that experts are streamed from
     no GPU   everything in host memory
 
-Every part is counted as the plugin allocates it (integration/startup_table.py prints the same parts of a running
-engine); the programs' own memory is measured, and what it is on a GPU is a guess, marked so. Knows sizes.
-Does not know config files (sources.py), speed (speed.py) or this machine.
+Every part counts as the plugin allocates it; integration/startup_table.py prints the same parts of a running engine.
+The programs' own memory is measured; on a GPU it is a guess, marked so. Knows sizes. Does not know config files
+(sources.py), speed (speed.py) or this machine.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MachineSize:
 
 @dataclass(frozen=True)
 class Demand:
-    """What will be asked of the server at once."""
+    """Load that the server must carry at once."""
 
     context: int = 4096
     batch: int = 1
@@ -132,7 +132,7 @@ class Sizing:
 
     @cached_property
     def kv_per_request(self) -> int:
-        """Of `context` tokens; a layer with a window keeps that window and what one step adds, as vLLM does."""
+        """Bytes of KV cache for `context` tokens. A layer with a window keeps it and a step's tokens, as vLLM does."""
         tokens = ceil_div(self.demand.context, KV_BLOCK) * KV_BLOCK
         cached = 0
         for layer in self.model.decoder:
@@ -147,7 +147,7 @@ class Sizing:
 
     @property
     def kv_cache_with_spare(self) -> int:
-        """What the demand fills, and a block more, which vLLM keeps for itself."""
+        """Bytes of KV cache for the demand, and one block more, which vLLM keeps for itself."""
         return self.kv_cache + self.kv_per_request * KV_BLOCK // max(self.demand.context, KV_BLOCK)
 
     @property
@@ -171,7 +171,7 @@ class Sizing:
         return self.model.num_layers * num_hot * self.model.expert_bytes
 
     def replicas(self, widest: int) -> int:
-        """Of every expert, as `vllm-ndp quantize` nests them: bit planes once, scales and offsets for each width."""
+        """Bytes of all replicas as `vllm-ndp quantize` nests them: bit planes once, scales and offsets per width."""
         model, (hidden, inner) = self.model, (self.model.hidden_size, self.model.intermediate_size)
         group = default_group_size(hidden, inner)
         codes = expert_bytes(hidden, inner, widest, group, scales=False)
@@ -220,8 +220,11 @@ class Sizing:
 
     @property
     def most_hot(self) -> int:
-        """What is worth holding, whatever the memory: on a CPU low-bit experts are the faster ones, unless measured
-        otherwise, so that none is; else half of them, the plugin's default. vLLM's kernel has a limit of its own."""
+        """Most hot experts per layer that pay off, whatever the memory.
+
+        On a GPU all. On a CPU low-bit experts are the faster ones, so none, unless a measurement says otherwise. Then
+        half of the experts, the plugin's default, within the limit of vLLM's kernel.
+        """
         if self.machine.gpu_bytes is not None:
             return self.model.num_experts
         if not self.hot_is_faster:
@@ -274,7 +277,7 @@ class Sizing:
 
     @property
     def advice(self) -> str:
-        """What a user with a GPU would do instead where no expert needs to be cold; empty where one does."""
+        """Advice for a user with a GPU where no expert needs to be cold; empty where one does."""
         if self.machine.gpu_bytes is None:
             return ""
         base = sum(self._engine.values()) - self.model.expert_bytes + GPU_PROGRAM_BYTES

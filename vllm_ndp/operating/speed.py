@@ -31,7 +31,7 @@ _ENOUGH = 3
 
 @dataclass(frozen=True)
 class Simulated:
-    """Of the modelled hardware, at even routing."""
+    """Speeds of the modelled hardware, at even routing."""
 
     decode_step_ps: int
     decode_tokens_per_s: float
@@ -42,7 +42,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of this machine: what it reads per second, and one expert of this model's size in the device's kernel."""
+    """Speeds of this machine: bytes read per second, and seconds for one expert of the model in the device kernel."""
 
     read_bytes_per_s: float
     expert_s: float

@@ -18,7 +18,7 @@ class Version(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Version:
-        """Of "0.32.0+cpu"; what is no version is older than all."""
+        """Parse a version such as "0.32.0+cpu"; a text without a version is older than all."""
         numbers = re.match(r"(\d+)\.(\d+)", text)
         return cls(int(numbers[1]), int(numbers[2])) if numbers else cls(0, 0)
 
@@ -28,7 +28,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """Of one build of vLLM: from `oldest` to `newest` is accepted, `tested` was run."""
+    """Versions of one build of vLLM: the plugin accepts `oldest` to `newest`; its tests ran on `tested`."""
 
     oldest: Version
     newest: Version

@@ -1,4 +1,4 @@
-"""What a running server or device says of itself, read again and again: samples, and the rates between two of them.
+"""Status of a running server or device, read again and again: samples, and the rates between two of them.
 
 A server is asked over HTTP: `/metrics`, which every vLLM has, and `/v1/ndp/status`, where its middleware serves it. A
 device is asked for its Description. Knows names of metrics and fields. Does not know terminals (cli/top.py) or vLLM.
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rates:
-    """What happened between two looks, per second, and means over what ended in between. None: nothing did."""
+    """Rates per second between two looks, and means over the events that ended in between. None: no event ended."""
 
     seconds: float
     per_s: Mapping[str, float]
@@ -84,7 +84,7 @@ _PAIRS = "vllm:ndp_pairs_total"
 
 
 class WatchedServer:
-    """`vllm serve`, by the address that its clients use. api_key: as theirs; it is sent nowhere else."""
+    """`vllm serve`, by the address that its clients use. api_key: as theirs; no other server gets it."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         base = url.rstrip("/")
@@ -161,7 +161,7 @@ def read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def rates(before: Sample, after: Sample) -> Rates:
-    """Between two looks at one server. A counter that fell back was started anew: it counts from zero."""
+    """Between two looks at one server. A counter that fell back counts from zero: its server restarted."""
     seconds = max(after.at_s - before.at_s, 1e-9)
     grown = {
         name: value - (old if (old := before.sums.get(name, 0.0)) <= value else 0.0)

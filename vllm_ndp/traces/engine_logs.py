@@ -4,9 +4,9 @@
                 "layer", "topk_ids", "topk_weights"}, rows of a step interleaved by request; a file, or one per layer
     moe-trace   CSV of llama.cpp forks: columns layer and expert, one row a choice, tokens in order, no requests
 
-Loggers that know no requests write one req_id, and count token_idx anew in every step. Their requests are found again
-while the number of rows in a step stays: a row keeps its place in vLLM's batch until a request comes or goes. Knows
-rows as engines write them. Does not know traces.
+Loggers that know no requests write one req_id, and count token_idx from zero in every step. A row keeps its place in
+vLLM's batch until a request comes or goes. So the reader recovers requests while the number of rows in a step stays.
+Knows rows as engines write them. Does not know traces.
 """
 
 from __future__ import annotations

@@ -106,8 +106,10 @@ def _gate_stats(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 def _distinct(groups: list[NDArray[Any]], experts: int) -> dict[int, NDArray[np.float64]]:
-    """Tokens -> [L], distinct experts of so many neighbours within a group [T, L, k], mean over all places; 1, 2, 4,
-    ... up to the longest group: a prompt's tokens, or those of all requests in one decode step."""
+    """Distinct experts of so many neighbouring tokens within a group [T, L, k], mean over all places: tokens -> [L].
+
+    For 1, 2, 4, ... tokens up to the longest group. A group: a prompt's tokens, or those of one decode step.
+    """
     longest, curve = max((len(group) for group in groups), default=0), {}
     for tokens in (1 << power for power in range(longest.bit_length())):
         parts = [g[at : at + tokens] for g in groups for at in range(0, len(g) - tokens + 1, tokens)]

@@ -7,8 +7,8 @@
     plans-00000.parquet      one row per placement (request -1) or per request's bits, from the step that activated it
     devices-00000.parquet    one row per step and device that was not simply up, where there were several
 
-A chunk appears under its name only when it is complete (written aside, synced, renamed), so a crash loses the rows that
-were still in memory and nothing else. Knows names, columns and provenance. Does not know threads or numpy views.
+A chunk appears under its name only when it is complete (written aside, synced, renamed). So a crash loses only the rows
+that were still in memory. Knows names, columns and provenance. Does not know threads or numpy views.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAX_FOOTER_ITEMS = 1 << 20
 
 
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
-    """What vLLM made a live run's steps by."""
+    """Settings of vLLM's scheduler in a live run."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -71,7 +71,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a live run's simulated times were computed from, so that replay can compute them again to the picosecond."""
+    """Inputs of a live run's simulated times, so that replay can compute them again to the picosecond."""
 
     preset: str
     overrides: dict[str, str | int | bool]
@@ -125,7 +125,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trace comes from. Empty strings mean: not known to whoever made it."""
+    """Where a trace comes from. Empty strings mean: its maker did not know."""
 
     model: str
     num_layers: int
@@ -334,7 +334,7 @@ def _room(size: int, table: str) -> int:
 
 
 def _row_bytes(wanted: pa.Schema) -> int:
-    """What one row takes in memory, strings aside."""
+    """Bytes of one row in memory, strings aside."""
     kinds = [field.type for field in wanted]
     return sum(
         kind.list_size * kind.value_type.bit_width // 8 if pa.types.is_fixed_size_list(kind) else kind.bit_width // 8

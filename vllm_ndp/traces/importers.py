@@ -1,4 +1,4 @@
-"""Routing recorded by others, read into our Trace. What a source does not say is filled in and noted in Provenance.
+"""Routing recorded by others, read into our Trace. The importer fills gaps of a source and notes them in Provenance.
 
 | format   | source                                                        | requests | weights |
 |----------|---------------------------------------------------------------|----------|---------|
@@ -89,8 +89,10 @@ def import_trace(source: Path, kind: str, settings: ImportSettings | None = None
 
 
 def from_npz(source: Path, settings: ImportSettings) -> Trace:
-    """experts or idx [R, T, L, k] and weights or w, or logits [R, T, L, E]; optional prompt_len [R], domain or dom [R],
-    domains (names)."""
+    """Read `experts` or `idx` [R, T, L, k] and `weights` or `w`, or `logits` [R, T, L, E].
+
+    Optional: `prompt_len` [R], `domain` or `dom` [R], `domains` (names).
+    """
     arrays = read_arrays(source)
     ids, weights = _npz_choices(arrays, settings)
     num_requests, num_tokens = ids.shape[:2]
@@ -149,7 +151,7 @@ def from_vllm(source: Path, settings: ImportSettings) -> Trace:
 
 
 def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[int]:
-    """Of the choices of one response, whose routing has so many rows: as the response says, if all of it adds up."""
+    """Prompt lengths of one response's choices. Raises TraceError where they do not fit `rows`, rows by choice."""
     told = [choice.get("prompt_token_ids") or response.get("prompt_token_ids") or () for choice in response["choices"]]
     if all(told):
         return [len(tokens) for tokens in told]
@@ -167,8 +169,10 @@ def _prompt_lens(where: str, response: dict[str, Any], rows: list[int]) -> list[
 
 
 def from_sglang(source: Path, settings: ImportSettings) -> Trace:
-    """topk_ids_of_layer [L, T, k] with forward_mode [T] (1 extend, 2 decode); best, also positions and forward_pass
-    [T], from which the requests are found again (the recorder keeps no names of them), or rid and positions [T].
+    """Read topk_ids_of_layer [L, T, k] with forward_mode [T] (1 extend, 2 decode).
+
+    Best, also rid and positions [T], or positions and forward_pass [T]. The recorder keeps no names of requests; from
+    the latter two the importer recovers the requests.
 
     Columns that are -1 throughout fill k up to the recorder's eight. The recorder's own .pt file is a pickle, which
     this program does not open; docs/trace-format.md has the lines that turn it into this .npz.
@@ -359,8 +363,11 @@ def trace_of(
     weights: str,
     left_out: dict[str, int] | None = None,
 ) -> Trace:
-    """The trace of these requests, checked. weights: `router`, or `uniform` where the source has none. left_out: rows
-    of the source that are in no request, by reason."""
+    """The trace of these requests, checked.
+
+    weights: `router`, or `uniform` where the source has none. left_out: rows of the source that are in no request, by
+    reason.
+    """
     if not sequences:
         raise TraceError(f"the {kind} recording holds no request")
     shapes = {a.shape[1:] for s in sequences for a in (s.prompt_ids, s.decode_ids)}

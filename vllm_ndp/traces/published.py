@@ -173,8 +173,10 @@ def _type(path: Path, name: str, dtype: str) -> str:
 
 
 def read_dynande(source: Path) -> list[Logged]:
-    """A file of many layers, or its authors' folders, one file a layer: Layer_N, within a folder a position (1st, 2nd)
-    where rows are requests, or without where rows are the tokens of all."""
+    """Read a file of many layers, or its authors' folders with one file a layer: Layer_N.
+
+    With folders of positions (1st, 2nd) within, rows are requests. Without them, rows are the tokens of all requests.
+    """
     tables = [(path, _scores(path)) for path in _files(source, ".csv") if "_stats" not in path.stem]
     places = [_place(path, source) for path, _ in tables]
     positions = {position for position, _ in places}

@@ -149,11 +149,11 @@ class TraceWriter:
         measured_step_s: float,
         fallback_pairs: int = 0,
     ) -> None:
-        """What the live run made of this step, on its two clocks; None: it had no simulated time."""
+        """Record the times of this step on the live run's two clocks; None: it had no simulated time."""
         self._add("steps", (step, epoch, simulated_start_ps, simulated_step_ps, measured_step_s, fallback_pairs))
 
     def append_devices(self, step: int, changes: Mapping[int, int]) -> None:
-        """What became of several devices in or before this step: device -> one of format.DEVICE_CHANGES."""
+        """Record changes of several devices in or before this step: device -> one of format.DEVICE_CHANGES."""
         for device, change in changes.items():
             self._add("devices", (step, device, change))
 

@@ -1,8 +1,8 @@
 """Settings of synthetic routing that resemble measured models, by name, each with its source.
 
-What is known of a model is published by others as repeats, hit rates and coverage; the settings were chosen so that a
-synthetic trace shows the same (tests/vllm_ndp/lab/test_routing_as_published.py has both, and the tolerances). A routing
-used for a model that it was not fitted to says so wherever its rows are shown. Data only.
+Others publish a model's routing as repeats, hit rates and coverage. With these settings a synthetic trace shows the
+same (tests/vllm_ndp/lab/test_routing_as_published.py has both, and the tolerances). Every table marks rows of a routing
+that was not fitted to their model. Data only.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RoutingPreset:
     """Of the fitted model's layers, first to last; empty: all alike."""
 
     def label(self, model: str) -> str:
-        """What rows on a trace of that model say."""
+        """Label of rows on a trace of that model."""
         if model in self.fitted_to:
             return f"{self.name}, fitted"
         return f"{self.name}, not fitted to {model}" if self.source else f"{self.name}, fitted to nothing"
 
     def settings(self, model: str, *, num_layers: int = 0, **sizes: Any) -> SyntheticSettings:
-        """For a public shape, or for sizes of one's own. num_layers: so many that stand for all of the model's."""
+        """Settings for a public shape or for given sizes. num_layers: so many that stand for all of the model's."""
         known = public_shape(model) if model in SHAPES else None
         shape = {} if known is None else {"num_experts": known.num_experts, "top_k": known.top_k}
         layers = num_layers or (0 if known is None else known.num_layers)
@@ -89,7 +89,7 @@ def _read(path: Path) -> RoutingPreset:
 
 
 def routing_of(model: str) -> RoutingPreset:
-    """What was fitted to that model, else the one without memory."""
+    """Preset fitted to that model, else the one without memory."""
     return next((routing for routing in ROUTINGS.values() if model in routing.fitted_to), ROUTINGS["memoryless"])
 
 

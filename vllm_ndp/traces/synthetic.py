@@ -3,9 +3,9 @@
     router logit of expert e = strength[l] * (log popularity[l, e] + signal * taste[request, l, e]) + noise (Gumbel)
 
 The k largest logits are chosen, their softmax is the router weight. With signal 0 and persistence 0 every token is an
-independent draw from one popularity, so whatever a policy wins on such a trace over static popularity is an artefact.
-Persistence is what a token's noise keeps of the token before: the Gumbel's Gaussian is sqrt(p) times an AR(1) process
-plus sqrt(1 - p) times white noise. Logits are rounded to 2^-16, so that no choice hangs on the last digit of a
+independent draw from one popularity. So any gain of a policy over static popularity on such a trace is an artefact.
+Persistence is the part of a token's noise that the next token keeps. The Gumbel's Gaussian is sqrt(p) times an AR(1)
+process plus sqrt(1 - p) times white noise. Logits are rounded to 2^-16, so that no choice hangs on the last digit of a
 processor's logarithm. routing.py names settings that resemble measured models.
 """
 
@@ -136,7 +136,7 @@ def _strength(s: SyntheticSettings) -> NDArray[np.float64]:
 def _taste_and_noise(
     s: SyntheticSettings, generator: np.random.Generator
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of one request, both [tokens, L, E]."""
+    """Taste and noise of one request, both [tokens, L, E]."""
     tokens = s.prompt_len + s.decode_len
     # The turn from one taste to another keeps its variance: cos^2 + sin^2 = 1.
     angle = np.linspace(0.0, np.pi / 2 * s.drift, tokens)[:, None, None]

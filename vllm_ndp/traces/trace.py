@@ -101,9 +101,11 @@ class Trace:
 
     @cached_property
     def executed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(rows [M] request by request, positions ascending, where each request begins and the last one ends [R + 1],
-        where each one's decode begins [R]), the last two as indices of the first; of a position that ran twice
-        (preemption) the last run counts, and of drafted tokens those that were accepted."""
+        """(rows [M], requests [R + 1], decodes [R]): the rows that count, request by request, positions ascending.
+
+        Indices into rows: where each request begins and the last one ends, and where each decode begins. If a position
+        ran twice (preemption), the last run counts; drafted tokens count if accepted.
+        """
         order = np.lexsort((np.arange(len(self.step)), self.position, self.request))
         order = order[self.phase[order] != REJECTED]
         request, position = self.request[order], self.position[order]
@@ -149,7 +151,7 @@ class Trace:
 
     @property
     def lacks(self) -> str:
-        """What a live run did not have, in one sentence; empty where it had everything."""
+        """Gaps of a live run's trace, in one sentence; empty where it has everything."""
         steps = len(self.events.get("step", ()))
         untimed = int((self.events["simulated_step_ps"] == UNTIMED).sum()) if steps else 0
         if not untimed:
@@ -168,7 +170,7 @@ class Trace:
         return RoutingStats.from_choices(ids, weights, self.provenance.num_experts)
 
     def select(self, requests: Seq[int]) -> Trace:
-        """The same trace with some of its requests, numbered anew in the order given; without live events."""
+        """The same trace with some of its requests, renumbered in the order given; without live events."""
         new_index = np.full(len(self.prompt_len), -1, np.int32)
         new_index[list(requests)] = np.arange(len(requests), dtype=np.int32)
         keep = new_index[self.request] >= 0

@@ -290,7 +290,7 @@ def analyze(
 
 @dataclasses.dataclass(frozen=True)
 class PageOptions:
-    """What is written, and where."""
+    """Files that the command writes."""
 
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html")
     shapes: Annotated[

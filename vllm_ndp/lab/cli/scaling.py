@@ -23,7 +23,7 @@ app = typer.Typer()
 
 @dataclasses.dataclass(frozen=True)
 class ScaleOptions:
-    """What is varied."""
+    """Models, devices, GPUs and batch sizes to vary."""
 
     models: Annotated[str, typer.Option(help="Public shapes, or all four of the docs.")] = "all"
     devices: Annotated[str, typer.Option(help="Numbers of devices.")] = "1,2,3,4,5,6,7,8"
@@ -45,7 +45,7 @@ class PoolOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SetupOptions:
-    """What is the same at every point."""
+    """Settings that are the same at every point."""
 
     bits: Annotated[int, typer.Option(help="Of experts on devices.", metavar="N", min=1, max=4)] = 3
     context: Annotated[int, typer.Option(help="Cached tokens of each request.", metavar="N", min=1)] = 4096

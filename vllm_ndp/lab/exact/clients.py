@@ -1,9 +1,9 @@
 """Hosts that share devices: always the one with the smallest next submit time goes on, so each device's clock is one.
 
 Hosts run side by side and meet only in the devices; which of them asks first decides who waits (docs/timing.md,
-"Several clients"). One host alone is the smallest case, and the one that a live run has. What migrates to a GPU comes
-over that GPU's own link, and is counted on the first device. Knows when hosts ask and what DeviceModel answers. Does
-not know what hosts do.
+"Several clients"). One host alone is the smallest case, and the one that a live run has. A migration to a GPU takes
+that GPU's own link, and counts on the first device. Knows when hosts ask and what DeviceModel answers. Does not know
+what hosts do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def alone(host: Asks[R], *devices: DeviceModel) -> R:
 
 
 def together(hosts: Sequence[Asks[R]], *devices: DeviceModel) -> list[R]:
-    """Run hosts to their ends; their results in order. Of two that ask at the same time the first goes first."""
+    """Run hosts to their ends; their results in order. If two ask at the same time, the first one goes first."""
     results: dict[int, R] = {}
     first = devices[0]
     queue: list[tuple[int, int]] = []  # when a host asks or its migration ends, and which

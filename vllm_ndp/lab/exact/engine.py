@@ -4,8 +4,8 @@ Plans come from planning/replanner.py; layer/split.py says of each layer what ru
 takes. Only who computes is another: a slot is named, and what a device would say of its message is asked of somebody.
 Slow and exact, where systems/ are fast and averaged.
 
-What the host asks of its device it yields (Command, Migration), and somebody answers: clients.py, which may have one
-host or many. Knows routing by (request, position). Does not know which rows a step has, nor recorded times.
+The host yields its questions to the device (Command, Migration), and clients.py answers for one host or many. Knows
+routing by (request, position). Does not know which rows a step has, nor recorded times.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ Asks = Generator[ReplayedCommand | ReplayedMigration, Any, R]
 
 @dataclass(frozen=True)
 class StepRun:
-    """One step: its simulated time, what the device said layer by layer (None: not asked; of several devices what the
-    slowest one said), and what moved before it."""
+    """One step: its simulated time, the device's timing of each layer, and the experts that moved before the step.
+
+    A timing is None where the host did not ask; with several devices it is the slowest one's.
+    """
 
     step: int
     time: StepTime
@@ -193,8 +195,10 @@ class Engine:
         self._tiers.name_all()
 
     def _replan(self) -> tuple[int, int | None]:
-        """For the prefills that ended in the step before, if their requests are still there; experts that move, and
-        their bytes where experts have widths of their own."""
+        """Plan for the prefills that ended in the step before, if their requests are still there.
+
+        Returns the number of experts that move, and their bytes where experts have widths of their own.
+        """
         ended, self._ended = self._ended, []
         if all(self.requests[r].finished for r in ended):
             return int(self.planner.restore().sum()), None
@@ -227,7 +231,7 @@ class Engine:
         return waited_ps
 
     def _scores(self) -> dict[int, ImportanceScore]:
-        """Of requests that are still there and whose prefill has ended."""
+        """Scores of the requests that are still there and whose prefill has ended."""
         return {i: r.score for i, r in enumerate(self.requests) if r.score is not None and not r.finished}
 
     def _end_prefills(self) -> None:

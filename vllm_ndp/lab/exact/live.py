@@ -1,8 +1,8 @@
 """A recorded run of the plugin again: the simulated times and the plans must come out the same.
 
 Works on traces whose Provenance holds a LiveSetup. Steps in which the only device fell back are replayed as if it had
-answered, and counted. Of several devices the trace says which were down in a step, and replay does without them; a step
-in which that changed depends on wall time, so its time is the recorded one, and it is counted.
+answered, and counted. With several devices the trace says which were down in a step, and replay does without them. A
+step in which a device went down or came back depends on wall time. Replay takes its recorded time and counts it.
 """
 
 from __future__ import annotations

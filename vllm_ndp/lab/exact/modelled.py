@@ -26,7 +26,7 @@ def modelled_host(
     offload_bits: int = 0,
     device_hosts: int = 1,
 ) -> LiveSetup:
-    """What a live run that plans so would have written into its trace. Raises ConfigError for another model."""
+    """The LiveSetup that a live run with these rules writes into its trace. Raises ConfigError for another model."""
     costs = Costs(load_hardware(hardware, **overrides), model_named(model))
     costs.require(provenance.num_experts, provenance.top_k)
     return LiveSetup(

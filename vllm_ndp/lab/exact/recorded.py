@@ -1,7 +1,8 @@
 """A host that repeats the steps of a trace: the same rows in the same order, on the devices that were up.
 
-A step in which one of several devices was lost or came back depends on when that was: it is run for what follows from
-its rows, and the clock goes on from the end that was recorded. Knows which rows and devices a recorded step had.
+The time of a step in which one of several devices was lost or came back depends on when that was. The host runs such a
+step for the effect of its rows, and the clock goes on from the recorded end. Knows which rows and devices a recorded
+step had.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _HEATMAPS = ("prompts", "decode", "difference", "kept_hot", "bits")
 
 @dataclass(frozen=True)
 class Findings:
-    """What was made of a trace."""
+    """Results computed from one trace, for the page."""
 
     analysis: Analysis
     comparison: Comparison

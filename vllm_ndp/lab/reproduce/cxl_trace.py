@@ -1,8 +1,8 @@
 """Seed 002's three schemes and its sweep again, replayed from a trace instead of summed up: one step of 1024 tokens.
 
-The tokens are drawn from the same Zipf(1.5) that the closed form takes the expectation of. Every used expert is read,
-copied and multiplied by the systems that `compare` runs; link, CPU and expander have seed 002's rates, 5 us of GPU, 50
-us of CPU and 500 us of expander per token. Activations are packed as measured, not by the constant.
+The tokens are drawn from the same Zipf(1.5) that the closed form takes the expectation of. The systems that `compare`
+runs read, copy and multiply every used expert. Link, CPU and expander have seed 002's rates: 5 us of GPU, 50 us of CPU
+and 500 us of expander per token. Activations are packed as measured, not by the constant.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MoNDE (arXiv 2405.18832): what its published speed-ups over moving parameters can and cannot be, on its own hardware.
 
-Published, of its abstract and third-party summaries (its full text could not be read): up to 7.5 times as fast in
-encoders and 3.7 times in decoders as a framework that copies the experts in use to the GPU, with 128 experts. Its two
-limits follow from its rule alone: what few rows gain is a ratio of bandwidths, what many rows gain ends where the units
-compute as long as the link copies. Knows one layer of equally loaded experts.
+The baseline is a framework that copies the experts in use to the GPU. Published, with 128 experts: up to 7.5 times as
+fast in encoders and 3.7 times in decoders. Source: its abstract and third-party summaries; its full text could not be
+read. Its two limits follow from its rule alone. The gain of few rows is a ratio of bandwidths. The gain of many rows
+ends where the units compute as long as the link copies. Knows one layer of equally loaded experts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ MODELS = ("mixtral-8x7b", "qwen3-30b-a3b")
 
 
 def gain_by_rows(costs: Costs, active: int) -> NDArray[np.float64]:
-    """[MOST_ROWS], how many times as fast a layer of `active` experts with 1, 2, ... rows each is by its rule (the
-    best H) as with every expert copied."""
+    """Speed-up of MoNDE's rule (the best H) over copying every expert, [MOST_ROWS].
+
+    For a layer of `active` experts with 1, 2, ... rows each.
+    """
     device, gpu = costs.device_experts_ps(MOST_ROWS)[FULL_PRECISION_BITS], costs.gpu_experts_ps(MOST_ROWS)
     moved = np.arange(active + 1)
     gains = []

@@ -1,10 +1,10 @@
 """The paper's speed-ups (arXiv 2512.04476) in closed form, under one named assumption set per row.
 
 Common to all rows: batch 1, attention + max(GPU experts, device experts) per layer, experts of one side one after the
-other, ideal 512 GB/s on the device with multipliers that scale with the bits, HBM 3.35 TB/s, PCIe 25.6 GB/s effective,
-KV traffic and activation hops not counted. Two distinct experts are drawn with one weight for hot and one for cold
-experts, fitted to a hit rate. What differs is in VARIANTS. The figures of the rows are derived, not published; the
-published ratios are 8.7/11.2 (Mixtral-8x7B) and 8.9/11.5 (8x22B) for 3 and 2 bits.
+other. The device has ideal 512 GB/s and multipliers that scale with the bits. HBM has 3.35 TB/s, PCIe 25.6 GB/s
+effective. KV traffic and activation hops do not count. Two distinct experts are drawn with one weight for hot and one
+for cold experts, fitted to a hit rate. VARIANTS has the differences. The figures of the rows are derived, not
+published; the published ratios are 8.7/11.2 (Mixtral-8x7B) and 8.9/11.5 (8x22B) for 3 and 2 bits.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def variant_rows() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Inversion:
-    """What the two published ratios imply when ours(b) = A + x b / 2 and MoNDE = A + M."""
+    """Consequences of the two published ratios if ours(b) = A + x b / 2 and MoNDE = A + M."""
 
     a_over_x: float
     m_over_x: float

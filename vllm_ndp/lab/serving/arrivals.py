@@ -1,7 +1,7 @@
 """When requests arrive, in picoseconds of the simulated clock: drawn by a seed, or taken from a recording.
 
-Knows times only. A time that was measured becomes a simulated one here and nowhere else: when somebody asks is not a
-result of either clock, it is an input.
+Knows times only. Only this file turns a measured time into a simulated one. The arrival of a request is an input, and
+not a result of either clock.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def recorded(trace: Trace, speed: float = 1.0) -> NDArray[np.int64]:
 
 
 def of_steps(trace: Trace) -> NDArray[np.int64]:
-    """When the step before a request's first one had ended: where a live run took requests as soon as they came, this
-    is when they came. Raises TraceError where the trace is not of a live run."""
+    """End of the step before each request's first one, in picoseconds.
+
+    Where a live run took requests as soon as they came, these are the arrivals. Raises TraceError where the trace is
+    not of a live run.
+    """
     start_ps, step_ps = trace.simulated_steps()
     steps, ends = trace.events["step"], np.concatenate([[0], start_ps + step_ps])
     ran = trace.phase != CACHED

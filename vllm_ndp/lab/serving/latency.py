@@ -1,4 +1,4 @@
-"""What each token waited for: every picosecond between two tokens of a request has one cause, and they add up.
+"""Causes of each token's latency: every picosecond between two tokens of a request has one cause, and they add up.
 
     queue               not in a step: before its first one, or running without tokens left in the step
     migration           experts moving into GPU memory before a step it is in

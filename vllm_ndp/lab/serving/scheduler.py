@@ -1,9 +1,9 @@
 """vLLM's scheduler and batch, as far as they decide which rows a step has and in which order. No time in it.
 
 Source: vllm/v1/core/sched/scheduler.py (first come first served) and worker/gpu_input_batch.py of 0.32. Running
-requests come first, each with all its missing tokens or what is left of the step's tokens; then waiting ones are
-admitted while tokens, places and KV blocks last. A running request that gets no block sends the one admitted last back
-to the head of the queue. Left out: priorities, drafts, encoder inputs, the sliding window, sharing of KV blocks.
+requests come first, each with all its missing tokens or the step's remaining tokens. Then the scheduler admits waiting
+ones while tokens, places and KV blocks last. A running request that gets no block sends the one admitted last back to
+the head of the queue. Left out: priorities, drafts, encoder inputs, the sliding window, sharing of KV blocks.
 tests/integration/test_integration_arrivals.py holds it to vLLM's own steps.
 """
 
@@ -65,7 +65,7 @@ class ScheduledSpan:
 
 
 class Scheduler:
-    """Who waits, who runs, and what the next step is. Per step: schedule, then end_step."""
+    """Waiting requests, running requests and the next step. Per step: schedule, then end_step."""
 
     def __init__(self, rules: SchedulerRules) -> None:
         self.rules = rules

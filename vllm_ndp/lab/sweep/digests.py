@@ -1,4 +1,4 @@
-"""What a sweep is about, in few characters: so that rows of two sweeps, or of two programs, never meet in one table."""
+"""Short digests of a sweep's inputs, so that rows of two sweeps or two programs never meet in one table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_ndp.traces.trace import Trace
 
 
 def array_digest(*arrays: NDArray[Any]) -> str:
-    """Of the values, in order."""
+    """Digest of the arrays' values, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for values in arrays:
         digest.update(np.ascontiguousarray(values).data)
@@ -25,12 +25,12 @@ def array_digest(*arrays: NDArray[Any]) -> str:
 
 
 def trace_digest(trace: Trace) -> str:
-    """Of what replay reads: the routing, and which request it belongs to."""
+    """Digest of the arrays that replay reads: the routing, and the request of each row."""
     return array_digest(trace.request, trace.position, trace.ids, trace.weights, trace.prompt_len)
 
 
 def program_digest() -> str:
-    """Of this program's sources: rows of two versions of it do not belong into one table."""
+    """Digest of this program's sources: rows of two versions do not belong in one table."""
     digest = hashlib.blake2b(digest_size=16)
     for package in (ndp_device, vllm_ndp):
         root = Path(str(package.__file__)).parent

@@ -1,8 +1,8 @@
-"""What a sweep is made of: every model on every hardware at every memory size, and the rows of `compare` for each.
+"""Tasks of a sweep: every model on every hardware at every memory size, and the rows of `compare` for each.
 
-A model is replayed on the trace of its routing shape, so one sweep may take several traces. What a point refuses (a
-budget that fits nothing, say) is one of its results, not the end of the sweep; what no point could do is refused
-before anything runs. Knows points and rows. Does not know processes or files.
+A model is replayed on the trace of its routing shape, so one sweep may take several traces. A refusal at one point (a
+budget that fits nothing, say) is a result of that point, not the end of the sweep. The grid refuses before the run what
+no point could do. Knows points and rows. Does not know processes or files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CAPACITY = "gpu.hbm_capacity_bytes"
 
 @dataclass(frozen=True)
 class Axes:
-    """What is varied. `settings` of the grid hold everything else, batch sizes, systems and policies included."""
+    """Values to vary. `settings` of the grid hold everything else, batch sizes, systems and policies included."""
 
     models: tuple[str, ...]
     hardware: tuple[str, ...]
@@ -58,7 +58,7 @@ class SweepPoint:
     memory_gb: int | None
 
     def columns(self) -> dict[str, Any]:
-        """What its rows begin with in a table."""
+        """First columns of the point's rows in a table."""
         memory = "preset" if self.memory_gb is None else self.memory_gb
         return {"model": self.model, "hardware": self.hardware, "memory_gb": memory}
 
@@ -171,7 +171,7 @@ class Grid:
             replays.arrange()
 
     def run(self, number: int) -> Result:
-        """Do one of the tasks. Pure: the same wherever and whenever it runs."""
+        """Do one of the tasks. Pure: the same result in any process at any time."""
         task = self.tasks[number]
         replays = self._replays[task.part]
         try:
@@ -188,7 +188,7 @@ class Grid:
         return [(point, row) for point, done in by_point.items() for row in side_by_side(done)]
 
     def comparison(self, results: Sequence[Result]) -> Comparison:
-        """What `compare` would have given, of a grid of one part. Raises ConfigError with what a task refused."""
+        """The table of `compare`, for a grid of one part. Raises ConfigError with the first refusal of a task."""
         (replays,) = self._replays.values()
         refused = [result for result in results if isinstance(result, str)]
         if refused:

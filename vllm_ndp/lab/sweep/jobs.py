@@ -1,8 +1,8 @@
 """Independent pieces of work on one core, on all cores of this machine, or on a Ray cluster; results as they come.
 
 A piece is a number; what it means is the business of the function that is handed over. Worker processes are forked, so
-they share what the function holds (a trace, arranged) until they write to it; Ray's hold a copy each, for the whole
-run. Knows processes. Does not know sweeps.
+they share the function's data (a trace, arranged) until they write to it. Each worker of Ray holds a copy, for the
+whole run. Knows processes. Does not know sweeps.
 """
 
 from __future__ import annotations

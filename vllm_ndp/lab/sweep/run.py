@@ -1,7 +1,7 @@
-"""Running a grid: what an earlier run found is taken over, the rest is shared out, rows are put back into order.
+"""Runs a grid: takes over the results of an earlier run, shares out the rest, puts rows back into order.
 
-The result is the same to the digit for any number of processes, since every row is found by itself and rows meet
-only afterwards, in the grid's own order. Knows grids, jobs and the file of results. Prints nothing.
+The result is the same to the digit for any number of processes, since no row depends on another. Rows meet only
+afterwards, in the grid's own order. Knows grids, jobs and the file of results. Prints nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ours: the paper's system, and a hot set that follows decode with what the link has left over.
 
-The hot set starts as the policy's prefill placement. Every decode token decays the prompt's counts and adds its own.
-While the link is idle a copy may be under way: one expert at a time per group, the exchange that gains most over all
-layers, if the newcomer's count exceeds the leaver's by the hysteresis. Decode never waits: until a copy is complete
-the expert runs on the device as before.
+The hot set starts as the policy's prefill placement. Every decode token decays the prompt's counts and adds its own. An
+idle link copies one expert at a time per group: the exchange that gains most over all layers. The newcomer's count must
+exceed the leaver's by the hysteresis. Decode never waits: until a copy is complete the expert runs on the device as
+before.
 """
 
 from __future__ import annotations

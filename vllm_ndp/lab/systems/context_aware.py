@@ -68,8 +68,10 @@ def plan_groups(
 
 
 def few_moves(hot: NDArray[np.bool_], ranking: NDArray[np.float64], most: int, hysteresis: float) -> NDArray[np.bool_]:
-    """Exchange the least important hot expert for the most important cold one, up to `most` times per layer,
-    while the newcomer's score exceeds the other's by the factor 1 + hysteresis."""
+    """Exchange the least important hot expert for the most important cold one, up to `most` times per layer.
+
+    Stops where the newcomer's score no longer exceeds the other's by the factor 1 + hysteresis.
+    """
     out = hot.copy()
     for layer, row in enumerate(ranking):
         leaving = np.flatnonzero(hot[layer])[np.argsort(row[hot[layer]], kind="stable")][:most]
@@ -99,8 +101,8 @@ def moved_experts(
 def gate_loss(batches: Batches, widths: NDArray[np.uint8], options: ReplayOptions) -> float:
     """Mean over decode pairs of gate x loss of the width it ran at, in units of that expert's loss at 1 bit.
 
-    In its own units because output energies of experts differ by many orders (one that serves only the first token of
-    a text can outweigh all others together). 0 in full precision.
+    In its own units because output energies of experts differ by many orders. An expert that serves only the first
+    token of a text can outweigh all others together. 0 in full precision.
     """
     layers, experts = options.loss.mse.shape[:2]
     table = np.zeros((layers, experts, 8))  # small enough to stay in the processor's cache

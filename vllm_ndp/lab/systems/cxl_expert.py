@@ -1,12 +1,13 @@
 """CXL-Expert (seed 002) on a trace: hot experts on the GPU, warm ones on the CPU, cold ones behind a CXL expander.
 
 Tiers begin by popularity: num_hot experts in GPU memory, half of the rest in CPU memory (fp16), the others in the
-expander (4 bits, read at its rate); experts change tiers as their use does (cxl_tiers.py). Activations of warm and cold
-experts cross the link quantized and packed in bit planes (benchmarks/packed_activations.py); the host
-unpacks them.
-Per layer the threshold adapts: the heaviest missing experts are loaded to the GPU as long as that shortens the layer;
-`percentile` fixes it as published: experts above it are loaded. `near_data` on: the expander multiplies cold experts
-itself, beside the CPU. CPU and expander are the hardware's. The paper's own figures: `reproduce cxl-expert`.
+expander. The expander holds 4 bits and reads at its own rate. Experts change tiers as their use does (cxl_tiers.py).
+Activations of warm and cold experts cross the link quantized and packed in bit planes
+(benchmarks/packed_activations.py); the host unpacks them.
+Per layer the threshold adapts: the link loads the heaviest missing experts to the GPU while that shortens the layer.
+`percentile` fixes the threshold as published: the link loads experts above it. `near_data` on: the expander multiplies
+cold experts itself, beside the CPU. CPU and expander are the hardware's. The paper's own figures:
+`reproduce cxl-expert`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _num_warm(num_experts: int, options: ReplayOptions) -> int:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What experts and activations cost outside the GPU."""
+    """Times of experts and activations outside the GPU."""
 
     costs: Costs
     activation_bits: int
@@ -139,7 +140,7 @@ def cold_bytes(costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class _Cells:
-    """What the layers of some steps come to, by slot or by layer."""
+    """Results of the layers of some steps, by slot or by layer."""
 
     moe_ps: NDArray[np.float64]
     gpu_ps: NDArray[np.float64]

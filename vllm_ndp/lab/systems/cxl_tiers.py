@@ -1,10 +1,10 @@
 """CXL-Expert's tiers, and how experts change them: hot in GPU memory, warm in CPU memory, cold in the expander.
 
 "The system monitors execution time and may migrate an expert between categories if its usage changes" (seed 002), no
-rule given. Ours: every so many steps of a group two experts of a layer change places if what that would have saved
-since the last look exceeds the copy; first at the end of the prompts, by their counts. So tiers keep their
-sizes, and the two copies cross in opposite directions at once.
-Knows how often experts were used and what a use and a copy cost. Does not know traces or hardware.
+rule given. Ours: every so many steps of a group two experts of a layer change places if the saving exceeds the copy.
+The saving is the time that the exchange would have saved since the last look. The first look is at the end of the
+prompts, by their counts. So tiers keep their sizes, and the two copies cross in opposite directions at once. Knows how
+often experts were used and what a use and a copy cost. Does not know traces or hardware.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ HOT, WARM, COLD = 0, 1, 2
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Times in ps: use_ps of one use in each tier; move_ps of bringing an expert up from each to the one above or, from
-    either, to the GPU."""
+    """Times in ps: use_ps of one use in each tier, the others of one move of an expert to a higher tier."""
 
     use_ps: tuple[float, float, float]
     warm_to_hot_ps: float
@@ -30,7 +29,7 @@ class TierCosts:
 
 @dataclass(frozen=True)
 class Moves:
-    """What one look moved, [G, L] each."""
+    """Experts that one look moved, and the time of the moves; [G, L] each."""
 
     to_gpu: NDArray[np.int64]
     to_cpu: NDArray[np.int64]
@@ -67,8 +66,11 @@ def _exchanged(
     saves_ps: NDArray[np.float64],
     copy_ps: NDArray[np.float64],
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Pairs of the most valuable outside and the least used inside change places while that is worth its copy; by tier,
-    saves_ps is what a use costs more there than inside, copy_ps what bringing it in takes. (tiers, who came in)."""
+    """Exchange the most valuable expert outside for the least used one inside, while that is worth the copy.
+
+    Returns (tiers, experts that came in). By tier: saves_ps is the extra time of a use there over a use inside, and
+    copy_ps the time to bring an expert in.
+    """
     pairs = int(min(inside.sum(axis=2).max(), outside.sum(axis=2).max()))
     came = np.zeros(tiers.shape, np.bool_)
     if pairs == 0:

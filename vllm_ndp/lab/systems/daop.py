@@ -1,9 +1,9 @@
 """DAOP (arXiv 2501.10375): per-sequence hot experts on the GPU, and cold ones computed by the CPU a layer ahead.
 
-After the prompt the num_hot experts that it used most move to the GPU. In decode the next layer's experts are predicted
-from this layer's activations, and predicted cold ones are computed by the CPU from those activations while this layer
-runs. A cold expert that was not predicted is not computed: the published graceful degradation takes the best expert
-that is there instead. A computed one uses the activations of a layer before, which costs precision too.
+After the prompt the num_hot experts that it used most move to the GPU. In decode DAOP predicts the next layer's experts
+from this layer's activations. The CPU computes predicted cold ones from those activations while this layer runs. A cold
+expert that was not predicted is not computed: the published graceful degradation takes the best expert that is there
+instead. A computed one uses the activations of a layer before, which costs precision too.
 """
 
 from __future__ import annotations

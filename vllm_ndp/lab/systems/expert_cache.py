@@ -1,10 +1,10 @@
-"""What engines of 2026 do: an expert cache at any width; misses are copied, or computed by the host, what ends sooner.
+"""The rule of 2026's engines: an expert cache at any width; the link copies a miss or the host computes it.
 
 FreeToken's rule (arXiv 2608.16157; llama.cpp forks and KTransformers have like ones): one LRU cache over all layers,
-warmed by the prompt; each missing expert is copied over the link or computed by the host's CPU, as many of each as end
-the layer soonest; an idle link brings what the host has computed, one expert after the other, and later copies wait for
-what it carries. With misses = host nothing is copied on demand: dynamic hot and cold experts, as exllamav3 has them.
-Caches and host hold experts at one width. The loop is csrc/shared_cache.cpp.
+warmed by the prompt. The link copies some of the missing experts, the host's CPU computes the others: as many of each
+as end the layer soonest. An idle link brings the experts that the host has computed, one after the other. Later copies
+wait for the one on the link. With misses = host nothing is copied on demand: dynamic hot and cold experts, as exllamav3
+has them. Caches and host hold experts at one width. The loop is csrc/shared_cache.cpp.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def _before(batches: Batches, costs: Costs) -> NDArray[np.float64]:
 
 
 def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: int) -> NDArray[np.int64]:
-    """[G, P], cells layer * E + expert from the least used of the group's prompts to the most, popularity between equal
-    ones; as many as the caches hold."""
+    """Experts that the caches hold after the prompts, [G, P]: cells layer * E + expert.
+
+    From the least used of the group's prompts to the most; popularity decides between equal ones.
+    """
     g, _, _, layers, _ = batches.shape
     counts = np.array([np.sum([prompt.counts for prompt in group], axis=0) for group in batches.prompts], np.float64)
     worth = counts + options.prior.values / (1.0 + float(options.prior.values.max()))
@@ -166,7 +168,7 @@ def _warmed(batches: Batches, options: ReplayOptions, rule: CacheRule, places: i
 
 
 def _prompts_ps(batches: Batches, costs: Costs, expert_bytes: int) -> NDArray[np.float64]:
-    """[G, B]: every expert of a prompt comes over the link, or the host computes it, whichever is sooner by layer."""
+    """[G, B]: every expert of a prompt comes over the link, or the host computes it; by layer the sooner of both."""
     cpu = HostCpu.of(costs)
     fetch = costs.fetch_ps(expert_bytes)
 

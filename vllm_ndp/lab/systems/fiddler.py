@@ -1,4 +1,4 @@
-"""Fiddler (arXiv 2402.07033): popular experts on the GPU, a missing one on the CPU or copied, whichever is faster.
+"""Fiddler (arXiv 2402.07033): popular experts on the GPU, a missing one on the CPU or copied, the faster of both.
 
 Activations cross the link, weights do so only when many rows share them. The placement is static popularity.
 """

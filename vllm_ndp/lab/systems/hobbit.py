@@ -1,9 +1,9 @@
 """HOBBIT (arXiv 2411.01433): a missing expert of little weight in the mixture is fetched in low precision, or skipped.
 
-Unimportance of the i-th choice of a token = gate weight of the choices before it: up to T1 (0.6) high precision, up to
-T2 (0.9) low, beyond that skipped. Two caches, high (fp16) and low (int4), share the GPU memory of num_hot experts per
-layer; each is one for all layers (vectorised/hobbit_caches.py has the priority of who stays). Experts guessed for the
-next layer are ordered while this one computes; a copy that has begun cannot be cancelled.
+Unimportance of the i-th choice of a token = gate weight of the choices before it. Up to T1 (0.6) it gets high
+precision, up to T2 (0.9) low; beyond T2 it is skipped. Two caches, high (fp16) and low (int4), share the GPU memory of
+num_hot experts per layer. Each cache spans all layers (priority of its experts: vectorised/hobbit_caches.py). Experts
+guessed for the next layer are ordered while this one computes; a copy that has begun cannot be cancelled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def memory(costs: Costs, options: ReplayOptions) -> Memory:
 
 
 class _Predicted(NamedTuple):
-    """What was guessed for each layer [G, D, L, S'], in the order of its copies."""
+    """Guessed experts of each layer [G, D, L, S'], in the order of their copies."""
 
     experts: NDArray[np.int64]
     kind: NDArray[np.uint8]  # 1 high precision, 2 low, 0 nothing
@@ -83,7 +83,7 @@ _KIND = np.array([1, 2, 0], np.uint8)
 
 
 class _Link(NamedTuple):
-    """What copies ordered ahead leave for the layer itself."""
+    """Link time that copies ordered ahead leave for the layer itself."""
 
     rest_ps: NDArray[np.float64]  # [G, D, L, S], of a used expert's early copy once the gate is known
     busy_ps: NDArray[np.float64]  # [G, D, L], of a wrong copy that has begun
@@ -92,8 +92,11 @@ class _Link(NamedTuple):
 
 
 def _carried(seen: HobbitVisits, window_ps: NDArray[np.float64], costs: Costs) -> _Link:
-    """Ordered copies cross one after the other from the gate of the layer before on. At this layer's gate a copy that
-    has begun goes on, also a wrong one; of the others the right ones follow and the wrong ones are dropped."""
+    """Ordered copies cross one after the other from the gate of the layer before on.
+
+    At this layer's gate a copy that has begun goes on, also a wrong one. Right copies that have not begun follow, wrong
+    ones are dropped.
+    """
     g, d, layers, guesses = seen.ordered.shape
     size = np.array([0.0, costs.copy_ps, costs.copy_ps * LOW_BITS / FULL_PRECISION_BITS])[seen.ordered]
     right = np.zeros(size.shape, np.bool_)
@@ -111,8 +114,10 @@ def _carried(seen: HobbitVisits, window_ps: NDArray[np.float64], costs: Costs) -
 
 
 def _pays(accuracy: float, batches: Batches, costs: Costs) -> bool:
-    """Whether ordering ahead is worth it: a right copy gains what the layer before hides of it, a wrong one that has
-    begun goes on beyond it."""
+    """Whether ordering ahead is worth it.
+
+    A right copy gains the part that the layer before hides; a wrong one that has begun goes on beyond that layer.
+    """
     before = float(costs.attention_ps(1, np.array([batches.kv_tokens.max()]))[0])
     window = before + batches.shape[4] * float(costs.resident_ps(1, 1))
     return accuracy * window > (1 - accuracy) * max(costs.copy_ps - window, 0.0)

@@ -1,9 +1,9 @@
 """HybriMoE (arXiv 2504.05897): a GPU cache per layer, and each layer's misses divided among CPU and link.
 
-The rule of expert_cache.py in full precision with a cache of num_hot experts per layer: cached experts compute on the
-GPU; of the missing ones the heaviest are copied, the others computed by the CPU, as many as make the layer shortest,
-which the published greedy schedule approximates. What the CPU computed enters the cache when an idle link brings it.
-The published cache lets the lowest recent score leave (MRS); here the least recently used does.
+The rule of expert_cache.py in full precision with a cache of num_hot experts per layer. Cached experts compute on the
+GPU. The link copies the heaviest missing ones, the CPU computes the others: as many of each as make the layer shortest.
+The published greedy schedule approximates that. Experts that the CPU computed enter the cache when an idle link brings
+them. The published cache lets the lowest recent score leave (MRS); here the least recently used does.
 """
 
 from __future__ import annotations

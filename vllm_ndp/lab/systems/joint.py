@@ -1,13 +1,13 @@
 """Ours: every expert in the tier and at the width that the joint planner finds (planning/joint.py), in the same memory.
 
 The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
-host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. Unless told otherwise it is the
-fastest plan that is expected to lose no more than the paper's plan at the same K and average bits; `max_loss` names
-another limit, `least` = loss asks for the least loss in the paper's time instead.
+host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. By default it is the fastest
+plan whose expected loss is at most that of the paper's plan at the same K and average bits. `max_loss` names another
+limit, `least` = loss asks for the least loss in the paper's time instead.
 
-Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`;
-all others cross the link, replicas at their width (only the planes and scales that are not there yet), 8 bits as 16.
-The planner weighs that against the steps to come.
+Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`.
+All others cross the link, 8 bits as 16. Replicas cross at their width: only the planes and scales that are not there
+yet. The planner weighs that against the steps to come.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """As plans: the GPU memory of K full-precision experts per layer, all experts and replicas on the device; the host
-    holds what its CPU may compute."""
+    """Memory of a joint plan: K full-precision experts per layer on the GPU, all experts and replicas on the device.
+
+    The host holds the experts that its CPU may compute.
+    """
     tiers = menu_of(costs, options).tiers
     gpu = slots_bytes(costs.shape, options.budget.num_hot) if options.gpu_bytes is None else options.gpu_bytes
     if "device" not in tiers:

@@ -1,8 +1,8 @@
 """Klotski (arXiv 2502.06888): batches in turn through one layer's weights, hot experts first, so that copies hide.
 
 All requests of a group pass a layer before any enters the next. While one layer computes, the link brings the hot
-experts of the next (by popularity: as many as a token chooses); the others follow when their gates are known and are
-computed last. Nothing stays on the GPU between steps except in the places of num_hot experts, which hold the hot ones.
+experts of the next (by popularity: as many as a token chooses). The others follow when their gates are known, and
+compute last. Nothing stays on the GPU between steps except in the places of num_hot experts, which hold the hot ones.
 """
 
 from __future__ import annotations

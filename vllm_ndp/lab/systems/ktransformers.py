@@ -1,9 +1,9 @@
 """KTransformers' `frequency` placement: the experts used most, over all layers, on the GPU; all others on the CPU.
 
-`--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: K per layer on average, the K x L highest counts of a
-profile taken over all layers at once, so a skewed layer gets more. Nothing moves. CPU and GPU compute a layer side by
-side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them, `gpu_bits` 16 or 4: of narrow experts the
-same memory holds more. Prompts run on both sides in the same way.
+`--kt-num-gpu-experts K --kt-expert-placement-strategy frequency`: the K x L highest counts of a profile over all layers
+at once. So K per layer is an average, and a skewed layer gets more. Nothing moves. CPU and GPU compute a layer side by
+side. `cpu_bits` 16 (lossless) or 8 or 4, as its AMX kernels have them, `gpu_bits` 16 or 4: of narrow experts the same
+memory holds more. Prompts run on both sides in the same way.
 source: kt-kernel's generate_gpu_experts_masks and its test, github.com/kvcache-ai/ktransformers.
 """
 

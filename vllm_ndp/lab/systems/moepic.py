@@ -1,11 +1,11 @@
 """MoEpic (arXiv 2509.08342), a reconstruction: the top part of an expert is cached, the bottom part always fetched.
 
-An expert is split on its intermediate dimension: the top is the first theta of the channels, so that the down
-projection is a sum over both parts and computing the top overlaps the fetch of the bottom. A cache of B experts' bytes
-holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. The experts of the next layer are
-predicted from this layer's activations and their missing parts ordered ahead; a hit needs 1 - theta of the expert, a
-miss all of it. Theta and budget per layer: moepic_solver.py. A prompt streams what is not cached.
-(Seed 003's text is inverted: it caches the bottom and calls the split lossy.)
+MoEpic splits an expert on its intermediate dimension: the top is the first theta of the channels. So the down
+projection is a sum over both parts, and the compute of the top overlaps the fetch of the bottom. A cache of B experts'
+bytes holds B / theta tops, chosen by P = mu * rho ** (nu / omega), nu counted in tokens. MoEpic predicts the experts of
+the next layer from this layer's activations and orders their missing parts ahead. A hit needs 1 - theta of the expert,
+a miss all of it. Theta and budget per layer: moepic_solver.py. A prompt streams what is not cached. (Seed 003's text is
+inverted: it caches the bottom and calls the split lossy.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _CALIBRATION_GROUPS = 8
 
 
 def hit_rates(batches: Batches, depth: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """[slots, L]: share of used experts found in a cache of that many tops, on the first groups of the trace; between
-    16 sizes on straight lines. depth: of each used expert (`depths`)."""
+    """Share of used experts found in a cache of that many tops, on the first groups of the trace: [slots, L].
+
+    Linear between 16 sizes. depth: of each used expert (`depths`).
+    """
     experts, layers = batches.num_experts, batches.shape[3]
     first, rows = depth[:_CALIBRATION_GROUPS], batches.loads.rows[:_CALIBRATION_GROUPS]
     slots = np.unique(np.linspace(0, experts, min(experts, 16) + 1).astype(int))

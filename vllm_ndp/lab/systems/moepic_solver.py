@@ -29,7 +29,7 @@ def num_tops(budget: float, theta: float, num_experts: int) -> int:
 
 @dataclass(frozen=True)
 class MoepicLoad:
-    """What one decode layer asks for on average."""
+    """Average load of one decode layer."""
 
     used: float  # experts
     fetch_ps: float  # a whole expert over the link
@@ -39,8 +39,10 @@ class MoepicLoad:
     misses: str = "wait"
 
     def expected_ps(self, hits: NDArray[np.float64], theta: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Time of a layer's experts where all layers are alike. hits: of `used`, whose tops are cached; with theta 0
-        every expert counts as a hit with an empty top."""
+        """Time of a layer's experts where all layers are alike.
+
+        hits: how many of `used` have a cached top. With theta 0 every expert counts as a hit with an empty top.
+        """
         theta = np.asarray(theta)
         hits = np.where(theta == 0, self.used, hits)
         bottoms, whole = hits * (1 - theta) * self.fetch_ps, (self.used - hits) * self.fetch_ps
@@ -58,8 +60,11 @@ class MoepicLoad:
 def solve(
     rates: NDArray[np.float64], budget: float, load: MoepicLoad
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(theta [L], experts' bytes [L]) of least expected time. rates [slots, L]: share of used experts that a cache of
-    so many tops holds; budget: whole experts per layer on average."""
+    """Returns the (theta [L], cache size in experts [L]) of least expected time.
+
+    rates [slots, L]: share of used experts that a cache of so many tops holds; budget: whole experts per layer on
+    average.
+    """
     num_experts, layers = rates.shape[0] - 1, rates.shape[1]
     tops = np.array([[num_tops(size, theta, num_experts) for theta in THETAS] for size in range(num_experts + 1)])
     times = load.expected_ps(rates[tops] * load.used, THETAS[:, None])  # [sizes, thetas, L]
@@ -69,8 +74,10 @@ def solve(
 
 
 def divide(times: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """[L], how much of `total` each layer gets so that the sum of times [sizes, L] is least; of equal ones the first
-    layers get less."""
+    """Shares of `total` by layer, [L], with the least sum of times [sizes, L].
+
+    Between equal divisions the first layers get less.
+    """
     return _Range.of(times).divided(total)
 
 

@@ -1,7 +1,7 @@
 """MoNDE (arXiv 2405.18832): every expert stays near memory in fp16; per layer the H most loaded ones move to the GPU.
 
-H = BW_link / (BW_link + BW_device) x active experts. How H is rounded decides the baseline at small batches, so it is
-an option: floor and ceil (a third-party simulator uses ceil), round, or cost, the H that makes the layer shortest.
+H = BW_link / (BW_link + BW_device) x active experts. At small batches the rounding of H decides the baseline, so it is
+an option. Choices: floor, ceil (as in a third-party simulator), round, or cost, the H that makes the layer shortest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PIMoE (DAC 2025) on this hardware: experts on both sides in full precision, the longest moved until both sides agree.
 
 num_hot popular experts lie in GPU memory and on the device, all others on the device alone. Each layer begins with all
-on the device; the expert with most rows that the GPU also holds moves there, then the next, as long as that shortens
-max(GPU, device). The published system balances an NPU and PIM units that share memory; Duplex (arXiv 2409.01141)
-decides per expert by a table of both times, which is the same choice.
+on the device. The expert with most rows that the GPU also holds moves to the GPU, then the next. That goes on as long
+as it shortens max(GPU, device). The published system balances an NPU and PIM units that share memory. Duplex (arXiv
+2409.01141) decides per expert by a table of both times, which is the same choice.
 """
 
 from __future__ import annotations

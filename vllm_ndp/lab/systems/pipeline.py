@@ -1,9 +1,9 @@
 """Copies for the next layer while this one computes, on a link that carries each byte once.
 
-Of a layer's copies some are ordered early, when the gate of the layer before has been computed and the next one is
-predicted from the same activations; the others are late: known at the layer's own gate, and first on the link then.
-Wrong predictions keep the link busy as well; what has not begun when the gate is known is dropped. Compute that needs
-no copy (`ready`) runs while copies arrive, the rest (`waiting`) after the last one.
+A layer's copies are early or late. Early ones are ordered at the gate of the layer before, whose activations predict
+them. Late ones are known only at the layer's own gate, and then go first on the link. Wrong predictions keep the link
+busy as well; what has not begun when the gate is known is dropped. Compute that needs no copy (`ready`) runs while
+copies arrive, the rest (`waiting`) after the last one.
 
 Between two layers lie attention and shared experts. The first layer of a step has no layer before: all its copies are
 late. A trace with fewer layers than the model repeats each of its layers, and only the first of all is such a one.

@@ -1,8 +1,8 @@
 """Pre-gated MoE (arXiv 2308.12066, ISCA 2024): each layer's gate chooses the experts of the next layer.
 
 So copies are ordered a layer ahead and are always right; what the layer before does not hide waits. The price is a
-model fine-tuned to gates of that kind: its routing would differ from the trace's, which is taken as it is, and its loss
-is not counted. The published system keeps no expert; here the places of num_hot hold the ones used last.
+model fine-tuned to gates of that kind. Its routing would differ from the trace's, and its loss does not count: replay
+takes the trace as it is. The published system keeps no expert; here the places of num_hot hold the ones used last.
 """
 
 from __future__ import annotations

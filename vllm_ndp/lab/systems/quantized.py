@@ -1,8 +1,8 @@
-"""What most users would do instead: every expert in GPU memory, all at one width. No device, no link, no migration.
+"""The usual alternative: every expert in GPU memory, all at one width. No device, no link, no migration.
 
-The GPU memory is that of every other row: num_hot full-precision experts per layer. Experts are read from HBM at their
-width, scales included, and multiplied in 16 bits, as weight-only kernels do. weight_bits 16, 8, 4, 3, 2 or "widest": of
-these the widest that fits. What does not fit is refused.
+The GPU memory is that of every other row: num_hot full-precision experts per layer. The GPU reads experts from HBM at
+their width, scales included, and multiplies in 16 bits, as weight-only kernels do. Option `weight_bits`: 16, 8, 4, 3, 2
+or "widest", the widest of these that fits. The system refuses a width that does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDEST = "widest"
 
 
 def widest_that_fits(costs: Costs, num_hot: float) -> int | None:
-    """Of WEIGHT_BITS, the widest at which all experts of a layer fit where num_hot of full precision do."""
+    """The widest of WEIGHT_BITS at which all experts of a layer fit where num_hot of full precision do."""
     room = num_hot * costs.shape.expert_bytes
     return next((b for b in WEIGHT_BITS if costs.shape.num_experts * costs.replica_bytes(b) <= room), None)
 

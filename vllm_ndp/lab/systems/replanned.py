@@ -1,8 +1,8 @@
 """Ours: `balanced` (or the paper's system), and a new plan when decode shows another subject than the prompt.
 
-Drift is noticed from decode's own routing (planning/drift.py); then experts are exchanged towards the new placement,
-the exchange that gains most first, one at a time beside decode: a copy takes what the link has left over, so decode
-never waits, and an expert runs on the device until its copy is complete. Where nothing is noticed nothing moves.
+Decode's own routing shows drift (planning/drift.py). Then experts are exchanged towards the new placement, one at a
+time beside decode, the exchange that gains most first. A copy takes the link's idle time, so decode never waits. An
+expert runs on the device until its copy is complete. Without drift nothing moves.
 """
 
 from __future__ import annotations

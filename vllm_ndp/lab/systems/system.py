@@ -1,4 +1,4 @@
-"""What a system is: a way to decode a trace on modelled hardware. One file each; `SYSTEMS` in __init__ lists them."""
+"""A system: a way to decode a trace on modelled hardware. One file each; `SYSTEMS` in __init__ lists them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What every system is told; it uses what it has a use for."""
+    """Options that every system gets; a system may ignore some."""
 
     policy: Policy
     budget: Budget
@@ -97,8 +97,11 @@ class ReplayOptions:
 
 @dataclass(frozen=True)
 class System:
-    """name, what is assumed (printed beside every number), whether it follows a placement policy, the replay, and where
-    its experts lie: bytes of the whole model, which are checked against the hardware before anything is replayed."""
+    """Name of a system, its assumptions, whether it follows a placement policy, its replay and its memory.
+
+    The assumptions are printed beside every number. `memory`: bytes of the whole model's experts by place, which are
+    checked against the hardware before a replay.
+    """
 
     name: str
     assumptions: tuple[str, ...]
@@ -114,7 +117,7 @@ class System:
 
 
 def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Of systems that keep every expert in host memory and num_hot per layer on the GPU."""
+    """Memory of systems that keep every expert in host memory and num_hot per layer on the GPU."""
     return Memory(gpu=slots_bytes(costs.shape, options.budget.num_hot), host=all_experts_bytes(costs.shape))
 
 

@@ -4,8 +4,9 @@ uva        `--cpu-offload-gb N --cpu-offload-params experts`: the kernel reads t
            memory. Nothing is kept, nothing overlaps: a kernel that waits for the link computes nothing else.
 prefetch   `--offload-group-size`: layers spread evenly; the whole of each, all its experts, is copied one layer ahead.
 
-As many layers stay on the GPU as the memory of num_hot experts per layer holds. source: vLLM's
-model_executor/offloader/uva.py and prefetch.py: granularity is the parameter, one tensor for all experts of a layer.
+As many layers stay on the GPU as the memory of num_hot experts per layer holds. Source: vLLM's
+model_executor/offloader/uva.py and prefetch.py. The granularity is the parameter, one tensor for all experts of a
+layer.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
 
 
 class Visits(NamedTuple):
-    """What each slot of a Loads met; [G, D, L, S], never set where a slot has 0 rows."""
+    """Hits and predictions by slot of a Loads; [G, D, L, S], never set where a slot has 0 rows."""
 
     hit: NDArray[np.bool_]
     predicted: NDArray[np.bool_]  # missing, but among the experts of highest priority before the step
@@ -56,8 +56,11 @@ def visits(
     frequency: NDArray[np.float64] | None = None,
     predict: int = 0,
 ) -> Visits:
-    """Run a cache over all steps. start: what it holds at first, [G, L, E] or [L, E]; capacity: experts per lane, one
-    number or [L]; frequency: counts to start from; predict: how many experts are guessed before each step."""
+    """Run a cache over all steps.
+
+    `start`: experts that it holds at first, [G, L, E] or [L, E]. `capacity`: experts per lane, one number or [L].
+    `frequency`: counts to start from. `predict`: number of experts guessed before each step.
+    """
     g, _, layers, _ = loads.rows.shape
     shape = (g, layers, start.shape[-1])
     flags = np.zeros(loads.rows.shape, np.uint8)
@@ -79,9 +82,11 @@ NO_DEPTH = np.iinfo(np.uint16).max
 
 
 def depths(loads: Loads, order: NDArray[np.int64], fading: Priority) -> NDArray[np.uint16]:
-    """[G, D, L, S], the least size of a cache that does not hold a slot's expert yet: one of C places hits where depth
-    < C, for every C at once, because who stays does not depend on C. order: [L, E], a cache of C begins with the first
-    C. fading: a `faded` priority. NO_DEPTH where a slot has 0 rows."""
+    """Depths of the slots' experts, [G, D, L, S]: a cache of C places hits where depth < C. NO_DEPTH for 0 rows.
+
+    One depth serves every C, because the priority of experts does not depend on C. `order`: [L, E], a cache of C begins
+    with the first C. `fading`: a `faded` priority.
+    """
     depth = np.empty(loads.rows.shape, np.uint16)
     fading_depths(loads.experts, loads.rows, np.ascontiguousarray(order, np.int64), fading.parameters, depth)
     return depth

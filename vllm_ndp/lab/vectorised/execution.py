@@ -1,8 +1,8 @@
 """How long decode pairs and prompts take once it is settled where each pair runs. Vectorised over the whole trace.
 
-A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits, NOWHERE that the system
-accounts for the pair itself, SKIPPED (where losses are counted) that it is not computed. Knows costs. Does not know why
-a pair runs where it runs.
+A width of 0 means the GPU's full-precision expert, 1..4 or 16 the device at that many bits. NOWHERE: the system
+accounts for the pair itself. SKIPPED (where losses are counted): nothing computes the pair. Knows costs. Does not know
+why a pair runs where it runs.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ def with_copies(
     compute_ps and missing [..., S]; copy_ps [..., S] or one number: each copy's time on the link, a whole expert's
     unless told otherwise. Copies are handed over together, as prompts stream: one launch, then one after the other at
     the rate of long copies, what computes longest first. The GPU computes what is there meanwhile; an expert computes
-    once it has arrived. So the layer ends with the last of: all its compute; the first copy and all that waited for
-    one; the last copy and the shortest of them. That is exact for copies of equal length, and wherever a copy takes
-    longer than its compute. before_ps: how long into the layer the link still carries copies that began earlier.
+    once it has arrived. So the layer ends with the last of three. These are all its compute; the first copy and the
+    compute of all copied experts; the last copy and the shortest such compute. That is exact for copies of equal
+    length, and where a copy takes longer than its compute. `before_ps`: time into the layer that earlier copies keep
+    the link busy.
     """
     slots = compute_ps.shape[-1]
     flat = np.ascontiguousarray(compute_ps, np.float64).reshape(-1, slots)
@@ -167,9 +168,12 @@ def without_device(
     loss: float = 0.0,
     notes: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Of a system whose experts run on the GPU or CPU. prefill_ps [G, B], or resident [L, E]: what the GPU holds while
-    prompts run; fetched_experts: whole ones that crossed the link during decode, in the trace's layers; traffic: None
-    where all used experts are read once from GPU memory in full precision."""
+    """Outcome of a system whose experts run on the GPU or CPU.
+
+    `prefill_ps` [G, B], or resident [L, E]: experts that the GPU holds while prompts run. `fetched_experts`: whole ones
+    that crossed the link during decode, in the trace's layers. `traffic`: None where the GPU reads all used experts
+    once from its memory in full precision.
+    """
     g, _, d, layers, _ = batches.shape
     if prefill_ps is None:
         here = np.zeros((layers, batches.num_experts), np.bool_) if resident is None else resident

@@ -1,9 +1,9 @@
 """HOBBIT's two caches (arXiv 2411.01433, equation 3): one for whole experts, one for narrow ones, each for all layers.
 
-Who leaves is who has the lowest sum of four shares: last use / tokens, uses / tokens, uses in high precision / tokens,
-and 1 - layers until it can be used / layers. Records are of the running sequence and common to both caches; experts
-guessed for a layer, or in use in it, stay. Advanced step by step by csrc/lanes.cpp. Knows precisions and places. Does
-not know times.
+The expert with the lowest weighted sum of four shares leaves. The shares: last use / tokens, uses / tokens, uses in
+high precision / tokens, and 1 - layers until its next possible use / layers. Records are of the running sequence and
+common to both caches. Experts guessed for a layer, or in use in it, stay. Advanced step by step by csrc/lanes.cpp.
+Knows precisions and places. Does not know times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_GUESS = 255
 
 
 class Weights(NamedTuple):
-    """Of the four shares."""
+    """Weights of the four shares in an expert's priority."""
 
     recency: float
     frequency: float
@@ -38,7 +38,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class HobbitVisits:
-    """What the caches make of a trace, by slot [G, D, L, S]; `ordered` by guess [G, D, L, S']."""
+    """Hits and copies of the two caches on a trace, by slot [G, D, L, S]; `ordered` by guess [G, D, L, S']."""
 
     hit: NDArray[np.bool_]  # there, without a copy for this layer
     early: NDArray[np.bool_]  # ordered before the layer's own gate

@@ -1,7 +1,7 @@
-"""What each decode layer asks for: its distinct experts, and how many rows chose each.
+"""Loads of each decode layer: its distinct experts, and the number of rows that chose each.
 
-An axis of S slots instead of one of all experts: S is the most experts that any layer of any step uses, so 512 experts
-of which 10 are used cost 10. Knows routing. Does not know hardware, policies or time.
+An axis of S slots instead of one of all experts: S is the most experts that any layer of any step uses. So 10 used
+experts of 512 cost 10. Knows routing. Does not know hardware, policies or time.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def sums_after(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def distinct_cells(rows: NDArray[np.int64], kinds: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Layers that ask for the same, rows and kinds [N, S], kinds below 4: (which [M] of them to look at, which of
-    those each is like [N]). All of them where a layer does not fit into 64 bits."""
+    """Find layers with the same load, by rows and kinds [N, S], kinds below 4.
+
+    Returns (indices of the distinct layers [M], for each layer its place among them [N]). All layers count as
+    distinct where one does not fit into 64 bits.
+    """
     cells, slots = rows.shape
     if slots > _WORD or int(rows.max(initial=0)) >= 64:
         every = np.arange(cells)
@@ -89,7 +92,7 @@ class Loads:
         return cls(experts, rows, places)
 
     def groups(self, which: slice) -> Loads:
-        """Of some groups alone; without the pairs."""
+        """Loads of some groups alone, without the pairs."""
         return Loads(self.experts[which], self.rows[which], np.zeros((0, 0, 0, 0, 0), np.int64))
 
     def chunks(self) -> Iterator[slice]:

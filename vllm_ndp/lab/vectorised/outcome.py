@@ -1,4 +1,4 @@
-"""What replaying one system gave: simulated times, moved bytes, and the summary that `compare` prints.
+"""Outcome of the replay of one system: simulated times, moved bytes, and the summary that `compare` prints.
 
 Knows arrays and averages. Does not know how a system works.
 """
@@ -19,7 +19,7 @@ PS_PER_S = 1e12
 
 @dataclass(frozen=True)
 class Traffic:
-    """What experts moved while decoding, in the trace's layers. Copies to the GPU are apart: migrated_bytes."""
+    """Bytes and energy of experts in decode, in the trace's layers. Copies to the GPU are apart: migrated_bytes."""
 
     hbm_bytes: float = 0.0  # weights read for GPU kernels
     host_bytes: float = 0.0  # weights read for CPU kernels
@@ -176,8 +176,8 @@ def time_before(compute_ps: NDArray[np.float64], batches: Batches, costs: Costs)
 def step_times(outcome: Outcome, batches: Batches, costs: Costs) -> NDArray[np.float64]:
     """[G, D], whole decode steps in picoseconds; NaN where no request decodes any more.
 
-    The hot set moves between the prompt's last step and the first decode step, as on the live clock: it delays the
-    second token, not the first.
+    The hot set moves between the prompt's last step and the first decode step, as on the live clock. So the move delays
+    the second token, not the first.
     """
     rows = batches.rows
     attention = np.zeros(rows.shape)
@@ -243,7 +243,7 @@ def _with_energy(row: Summary, outcome: Outcome, traffic: Traffic, batches: Batc
 
 
 def _beside_experts_bytes(batches: Batches, costs: Costs) -> float:
-    """What all decode steps read from HBM apart from experts: attention and its cache in every layer, and the head."""
+    """Bytes that decode reads from HBM beside experts: attention and its cache in every layer, and the head."""
     shape, steps = costs.shape, int((batches.rows > 0).sum())
     weights = steps * (shape.beside_weights + shape.head_weights) * shape.dtype_bytes
     return weights + float(batches.kv_tokens.sum()) * shape.kv_bytes

@@ -1,9 +1,10 @@
 """Which experts the next layer will use, guessed from this layer's choices: what `--prefetch measured` fetches by.
 
-The predictor: how often a token that chose e' in one layer chose e in the next one, counted over tokens of requests
-that are not replayed. A row's guess for a layer are the top_k experts of highest score, the mean of those chances over
-its choices in the layer before, by router weight. For the first layer it guesses by popularity. (Published ones run
-later routers on earlier activations, which traces do not hold.) Knows routing. Does not know time or memory.
+The predictor: how often a token that chose e' in one layer chose e in the next one. It counts tokens of requests that
+are not replayed. An expert's score is the mean of those chances over a row's choices in the layer before, by router
+weight. A row's guess for a layer is the top_k experts of highest score; for the first layer popularity is the score.
+(Published ones run later routers on earlier activations, which traces do not hold.) Knows routing. Does not know time
+or memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ROWS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Guess:
-    """What the predictor says before each layer, row by row."""
+    """Guessed experts of each layer, row by row, as the predictor gives them before the layer."""
 
     ids: NDArray[np.int64]  # [G, B, D, L, k], best first
     weights: NDArray[np.float32]  # [G, B, D, L, k], scores that sum to 1
@@ -81,8 +82,11 @@ MOST_PREDICTED = 20_000
 
 
 def found_ahead(trace: Trace) -> dict[str, float]:
-    """Share of decode choices that were among the k that the layer before says, learned from every other request; of
-    the first tokens, as many as take a moment. Empty where there are fewer than 2 requests or no decode."""
+    """Share of decode choices among the k experts predicted from the layer before, learned from every other request.
+
+    Measured on the first tokens of each request, as many as take a moment. Empty where there are fewer than 2 requests
+    or no decode.
+    """
     requests = [r for r, s in enumerate(trace.sequences[:64]) if len(s.decode_ids)]
     if len(requests) < 2:
         return {}
