@@ -357,10 +357,10 @@ def test_the_prior_of_a_policy_is_what_following_decode_falls_back_to(tmp_path: 
     assert NdpSettings(replan="drift").planner_rules(8, LossTable.nominal(2, 8)).follow.prior is None
 
 
-@pytest.mark.parametrize("others", [{"device": ("ipc:///run/ndp/a",)}, {"device": "tcp://host:1"}, {"devices": 2}])
-def test_prices_are_measured_on_one_embedded_device_only(others: dict[str, Any]):
-    with pytest.raises(ConfigError, match="or one embedded device"):
-        NdpSettings(prices="measured", **others)
+def test_prices_are_not_measured_on_several_embedded_devices_which_share_cores():
+    with pytest.raises(ConfigError, match="use 'prices': 'simulated', one embedded device, or addresses"):
+        NdpSettings(prices="measured", devices=2)
+    NdpSettings(prices="measured", device=("ipc:///run/ndp/a", "ipc:///run/ndp/b"))
 
 
 @pytest.mark.parametrize(
