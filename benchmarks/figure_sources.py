@@ -39,8 +39,10 @@ class FigureTable:
 
 
 def read_table(root: Path) -> FigureTable:
-    """Raises ValueError where a table has an unknown key or no sources."""
+    """Empty without the file. Raises ValueError where a table has an unknown key or no sources."""
     path = root / MEASURED / "figures.toml"
+    if not path.is_file():
+        return FigureTable({}, {})
     content = tomllib.loads(path.read_text())
     figures = {}
     for name, row in content["figures"].items():

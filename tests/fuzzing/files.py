@@ -143,7 +143,7 @@ def _read_settings(path: Path) -> object:
         return None  # vLLM reads the text of settings
     settings = NdpSettings.from_mapping(given)
     settings.make_policy()
-    load_hardware(settings.hardware, **settings.hardware_overrides)
+    load_hardware(settings.preset, **settings.hardware_overrides)
     return settings.resolve_offload_bits(8)
 
 
