@@ -62,7 +62,7 @@ def test_the_plugins_planner_exchanges_what_the_exact_engine_does_and_the_device
     sizes: dict[str, Any] = {"num_requests": 1, "prompt_len": PROMPT, "decode_len": DECODE}
     trace = synthetic_trace(SyntheticSettings(LAYERS, EXPERTS, 2, **sizes, signal=1.5, turns=2, seed=9))
     policy, loss = load_policy("prefill", PolicySettings()), LossTable.nominal(LAYERS, EXPERTS)
-    rules = PlannerRules(policy, Budget(4, 3.0), loss, follow=FollowRules())
+    rules = PlannerRules(policy, Budget(4, 3.0), loss, keeps_streamed=False, follow=FollowRules())
     setup = modelled_host(trace.provenance, "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}, rules)
     replayed = RecordedRun(trace, setup, rules)
 

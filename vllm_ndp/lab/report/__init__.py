@@ -62,7 +62,7 @@ def write_timeline(trace: Trace, settings: CompareSettings, out: Path, loss: Los
     else:
         num_hot = p.num_experts // 2 if settings.num_hot is None else settings.num_hot
         policy = load_policy("prefill", PolicySettings(bit_rule=settings.bits))
-        rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss)
+        rules = PlannerRules(policy, Budget(num_hot, settings.avg_bits), loss, keeps_streamed=False)
         setup = modelled_host(p, settings.model, settings.hardware, settings.overrides, rules)
     recorded = RecordedRun(trace, setup, rules)
     runs = [recorded.run(int(step)) for step in islice(recorded.steps, steps)]
