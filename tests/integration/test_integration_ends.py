@@ -23,7 +23,6 @@ pytestmark = pytest.mark.vllm
     [
         (signal.SIGKILL, ends.has_worker),
         (signal.SIGTERM, ends.quantizes),
-        (signal.SIGINT, ends.quantizes),
         (signal.SIGKILL, ends.quantizes),
         (signal.SIGKILL, ends.starts_a_device),
         (signal.SIGKILL, ends.is_ready),
