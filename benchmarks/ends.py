@@ -29,11 +29,9 @@ from measured import ROOT, Measurement, add_json_option
 
 MODEL = ROOT / "models" / "tiny-mixtral"
 SCRIPT = """
-import signal
 import sys
 from vllm import LLM
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts a job in the background ignores it
 if __name__ == "__main__":
     plugin = {"quantization": "ndp"} if sys.argv[2] == "plugin" else {}
     LLM(sys.argv[1], kv_cache_memory_bytes=64 << 20, max_model_len=256, enforce_eager=True, **plugin)
@@ -43,7 +41,8 @@ if __name__ == "__main__":
 MARK = "NDP_BENCHMARK_ENDS"
 """In the environment of the script, whence all processes below it inherit it."""
 PATIENCE_S = 600.0
-SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
+SIGNALS = ("SIGTERM", "SIGKILL")
+"""Not SIGINT: vLLM takes it while an engine starts, ends the engine and lets the script go on, ours and stock alike."""
 
 
 class Run:

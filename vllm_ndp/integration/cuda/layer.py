@@ -150,7 +150,9 @@ class AsideLayer:
         """Send the device its rows of a packet; the host's CPU computes its own meanwhile. Then wait for the device, at
         most until the deadline."""
         split, call, result = self._split(step, packet.ids, packet.weights), None, None
-        left = np.union1d(split.device.sent_rows, split.warm.sent_rows)  # in order, as the packet has them
+        left = split.device.sent_rows  # in order, as the packet has them
+        if split.warm:
+            left = np.union1d(left, split.warm.sent_rows)
         of_device, of_host = (np.searchsorted(left, part.sent_rows) for part in (split.device, split.warm))
         if split.device and self._link is not None:
             rows = packet.x[: len(left)] if len(of_device) == len(left) else packet.x[of_device]
