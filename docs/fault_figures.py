@@ -8,12 +8,27 @@ from __future__ import annotations
 from measured_figures import Figures, about
 
 ABSENT = "Not taken yet: `{}` with `--json`, as {}.json beside the other measurements."
-EVERY_HOURS = 0.5
-PROCESSES = ("server", "engine", "device")
+WAYS = ("socket", "memory")
+GETS = {
+    "a busy core": "for comparison: no peer at all",
+    "flood of pings": "answers, and the end of its connection where 64 wait",
+    "many that ping": "answers: one in two while a host computes",
+    "many silent": "a handshake; of 256 connections the one that is silent longest ends",
+    "garbage": "a sentence for each message; the end of its connection at a frame above 8 MiB",
+    "endless message": "nothing; its frames fill memory (given up)",
+    "answers not read": "80 answers, then the end of its connection",
+    "wants memory": "one of 16 segments for a second if it does not use it, or the socket alone",
+    "commands of zeromq": "a PONG for each, from the libzmq thread of all hosts (given up)",
+    "bodies that nobody wants": "a sentence for each",
+    "plans without an end": "an answer for each; four experts at a time while a host computes",
+    "pings by memory": "answers, one message of each ring in turn",
+    "comes and goes": "a connection",
+}
+"""What each attack of benchmarks/hostile_beside_honest.py gets from the device."""
 
 
 def soak(measured: dict[str, Figures]) -> str:
-    """Slopes with their intervals, then the series every half hour."""
+    """Slopes with their intervals."""
     found = measured.get("soak")
     if found is None:
         return ABSENT.format("python benchmarks/soak.py", "soak")
@@ -26,20 +41,6 @@ def soak(measured: dict[str, Figures]) -> str:
         cells = [sloped(growth[what]) for what in ("rss_mib", "own_mib", "fds", "threads")]
         hours = f"{growth['rss_mib']['over_hours']:.2f} h" if growth["rss_mib"] else "-"
         lines.append(f"| {name} | {' | '.join(cells)} | {hours} |")
-    lines += ["", "| hour | requests | " + " | ".join(f"{name}: MiB, fds, threads" for name in PROCESSES) + " |"]
-    lines.append("|---" * (2 + len(PROCESSES)) + "|")
-    next_h = 0.0
-    for sample in figures["series"]:
-        if sample["at_s"] / 3600 < next_h and sample is not figures["series"][-1]:
-            continue
-        next_h = sample["at_s"] / 3600 + EVERY_HOURS
-        cells = [
-            f"{sample[name]['rss_mib']:.0f}, {sample[name]['fds']}, {sample[name]['threads']}"
-            if name in sample
-            else "-"
-            for name in PROCESSES
-        ]
-        lines.append(f"| {sample['at_s'] / 3600:.2f} | {sample['requests'].get('answered', 0)} | {' | '.join(cells)} |")
     asked = ", ".join(f"{count} {how}" for how, count in figures["requests"].items())
     return "\n".join([
         f"{figures['hours']:.2f} h, the device killed {figures['kills']} times; {asked}.", "", *lines, "", about(found),
@@ -53,26 +54,26 @@ def sloped(growth: dict[str, float] | None) -> str:
 
 
 def hostile(measured: dict[str, Figures]) -> str:
-    """Attack by attack: p50 and p99 before, during and after, and how soon a newcomer was served."""
+    """One row per attack: what it gets, what it costs an honest host by socket and by memory, and a newcomer."""
     found = measured.get("hostile_beside_honest")
     if found is None:
         return ABSENT.format("python benchmarks/hostile_beside_honest.py", "hostile_beside_honest")
     lines = [
-        "| attack, way | p50 us before / during / after | p99 us before / during / after | lost | slowest newcomer s |",
-        "|---|---|---|---|---|",
+        "| attack | what it gets | p50 of a call by socket, us, before / during | by memory | lost | newcomer in after |",
+        "|---|---|---|---|---|---|",
+        *(_attack(name, gets, found.figures) for name, gets in GETS.items()),
     ]
-    for name, of in found.figures.items():
-        if not isinstance(of, dict):
-            continue
-        phases = [of[phase] for phase in ("before", "during", "after")]
-        p50, p99 = (" / ".join(f"{phase[key]:.0f}" for phase in phases) for key in ("p50_us", "p99_us"))
-        waits = of.get("newcomers_s", [])
-        newcomer = "none in 10 s" if None in waits else f"{max(waits):.2f}" if waits else "-"
-        lost = sum(phase["lost"] for phase in phases)
-        lines.append(f"| {name.replace('_', ' ')} | {p50} | {p99} | {lost} | {newcomer} |")
-    return "\n".join(
-        [*lines, "", f"The device took {found.figures['device_rss_mib']} MiB after all of it.", "", about(found)]
-    )
+    memory = f"The device held {found.figures['device_rss_mib']} MiB after all of it."
+    return "\n".join([*lines, "", memory, "", about(found)])
+
+
+def _attack(name: str, gets: str, figures: Figures) -> str:
+    ways = [figures[f"{name.replace(' ', '_')}, {way}"] for way in WAYS]
+    cells = [f"{of['before']['p50_us']:.0f} / {of['during']['p50_us']:.0f}" for of in ways]
+    lost = sum(of[phase]["lost"] for of in ways for phase in ("before", "during", "after"))
+    waits = [wait for of in ways for wait in of.get("newcomers_s", [])]
+    newcomer = "none in 10 s" if None in waits else f"{max(waits):.2f} s" if waits else "-"
+    return f"| {name} | {gets} | {' | '.join(cells)} | {lost} | {newcomer} |"
 
 
 def degraded(measured: dict[str, Figures]) -> str:
