@@ -60,11 +60,13 @@ class DeviceWork:
         """Stages in ps, bytes, row openings and pJ of all answers; empty without any, None where one has no time."""
         if not self._is_whole:
             return None
+        if not self._answers:
+            return {}
         return dict(zip(_SUMMED, map(sum, zip(*map(_values_of, self._answers), strict=True)), strict=False))
 
     def bounds(self) -> dict[str, int]:
         """How many answers each of `ndp_device.timing.work.BOUNDS` took the largest share of."""
-        return dict(Counter(answer.bound for answer in self._answers))
+        return dict(Counter(answer.bound for answer in self._answers)) if self._answers else {}
 
 
 def energy_shares(
@@ -74,8 +76,10 @@ def energy_shares(
 
     sums: of the step's DeviceWork, in picojoules of the device's own account (ndp_device/timing/energy.py).
     """
+    if not sums.get("energy_pj"):
+        return {}
     sent = {name: sum(kinds[kind] for kind in DEVICE_PAIR_KINDS) for name, kinds in pairs.items()}
-    if not sums.get("energy_pj") or not any(sent.values()):
+    if not any(sent.values()):
         return {}
     inside = CommandEnergy.of(
         constants, wire_bytes=0, weight_bytes=sums["weight_bytes"], row_activations=sums["row_activations"]
@@ -163,7 +167,8 @@ def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter
     """Sums of the device's simulated answers; None where there is one without a time."""
     if total is None or more is None:
         return None
-    total.update(more)
+    if more:
+        total.update(more)
     return total
 
 
@@ -197,7 +202,7 @@ class RequestReport:
     token_ps: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     pairs: dict[str, int] = field(default_factory=dict)
-    rows: Counter[str] = field(default_factory=Counter)
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     plan: dict[str, Any] = field(default_factory=dict)
     drafted: int = 0
     rejected: int = 0
@@ -216,7 +221,8 @@ class RequestReport:
         pairs = step.pairs.get(request_id, {})
         for kind, count in pairs.items():
             self.pairs[kind] = self.pairs.get(kind, 0) + count
-        self.rows.update(dict(zip(PHASES, step.rows.get(request_id, ()), strict=False)))
+        for phase, rows in zip(PHASES, step.rows.get(request_id, ()), strict=False):
+            self.rows[phase] += rows
         self.plan.update(step.plans.get(request_id, {}))
         for part, picojoules in step.device_pj.get(request_id, {}).items():
             self.device_pj[part] += picojoules

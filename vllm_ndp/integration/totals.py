@@ -45,7 +45,8 @@ class Totals:
         for rows in report.rows.values():
             for phase, count in zip(PHASES, rows, strict=True):
                 self.rows[phase] += count
-        if report.costs is not None:
+        if report.costs.fallbacks:
             self.fallbacks.update(report.costs.fallbacks)
         self.device = added(self.device, report.device)
-        self.device_bounds.update(report.device_bounds)
+        if report.device_bounds:
+            self.device_bounds.update(report.device_bounds)

@@ -19,7 +19,7 @@ picosecond. Knows nothing of vLLM, devices' insides or wall clocks; every number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -261,7 +261,7 @@ class StepClock:
             raise RuntimeError("begin_step: the step before has not ended; call end_step first")
         self._step_start_ps, self._rows = self.now_ps, rows
         self._before_ps = self.model.before_experts_ps(rows, kv_tokens, attended, spans)
-        self._shared_ps = self.model.shared_ps(rows)
+        self._shared_ps = self._once(("shared", rows), lambda: self.model.shared_ps(rows))
         self._layers = []
 
     def begin_layer(self) -> int:
@@ -301,18 +301,21 @@ class StepClock:
         return layer
 
     def _hot_ps(self, loads: Sequence[tuple[int, int]], num_bytes: int | None) -> int:
-        """Time of the hot experts, cached: decode layers bring the same few loads again and again."""
+        return self._once((*loads, num_bytes), lambda: self.model.hot_ps(loads, num_bytes))
+
+    def _once(self, key: tuple[object, ...], price: Callable[[], int]) -> int:
+        """A time that the model says once: decode steps bring the same few loads and rows again and again."""
         if self._known_of is not self.model or len(self._known) > _MOST_KNOWN:
             self._known_of, self._known = self.model, {}
-        key = (*loads, num_bytes)
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = self.model.hot_ps(loads, num_bytes)
+            found = self._known[key] = price()
         return found
 
     def end_step(self, head_rows: int) -> StepTime:
         if self._step_start_ps is None or self._layer is not None:
             raise RuntimeError("end_step: every layer must have ended, and begin_step must come first")
-        head = self.model.head_ps(head_rows, self._rows)
+        rows = self._rows
+        head = self._once(("head", head_rows, rows), lambda: self.model.head_ps(head_rows, rows))
         self.now_ps += head
         step = StepTime(self._step_start_ps, self.now_ps, head, tuple(self._layers))
         self._step_start_ps = None
