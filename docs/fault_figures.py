@@ -15,7 +15,7 @@ GETS = {
     "many that ping": "answers: one in two while a host computes",
     "many silent": "a handshake; of 256 connections the one that is silent longest ends",
     "garbage": "a sentence for each message; the end of its connection at a frame above 8 MiB",
-    "endless message": "nothing; its frames fill memory (given up)",
+    "endless message": "the end of its connection after three seconds without a whole message",
     "answers not read": "80 answers, then the end of its connection",
     "wants memory": "one of 16 segments for a second if it does not use it, or the socket alone",
     "commands of zeromq": "a PONG for each, from the libzmq thread of all hosts (given up)",
@@ -59,7 +59,7 @@ def hostile(measured: dict[str, Figures]) -> str:
     if found is None:
         return ABSENT.format("python benchmarks/hostile_beside_honest.py", "hostile_beside_honest")
     lines = [
-        "| attack | what it gets | p50 of a call by socket, us, before / during | by memory | lost | newcomer in after |",
+        "| attack | what it gets | call by socket, p50 us, before / during | by memory | lost | newcomer in after |",
         "|---|---|---|---|---|---|",
         *(_attack(name, gets, found.figures) for name, gets in GETS.items()),
     ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import os
 import resource
+import sys
+import termios
 import weakref
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
@@ -52,6 +56,13 @@ def content(frame: zmq.Frame) -> Buffer:
     """Small frames lie anywhere in libzmq's read buffer: copied, they are aligned."""
     held: Buffer = frame.bytes if len(frame) < _ZERO_COPY_BYTES else frame.buffer
     return held
+
+
+def num_unread(descriptor: int) -> int:
+    """Bytes that a connection has received and libzmq has not read yet; 0 of one that has just ended."""
+    with contextlib.suppress(OSError):
+        return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return 0
 
 
 def allow_many_descriptors() -> None:

@@ -11,6 +11,7 @@ Knows checksums and fragments; not whose request is next.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -44,6 +45,8 @@ _SEND_QUEUE = 10 * fragments.MAX_FRAGMENTS  # the answers to all that a host may
 _AT_ONCE = 8  # messages, before one of them is served: who floods must not keep others waiting while it is read
 _HALF_NS = 10_000_000_000  # within which a message in fragments must be here
 _CHECK_NS = 500_000_000
+_ENDLESS = 6  # checks that saw bytes of one message arrive: its frames have 8 MiB at most
+_TRIMS = 2  # checks after a connection's end that give its memory back: a queue of libzmq's ends a while later
 _SPIN_SLICE_NS = 50_000  # after which a spinning device looks at its socket
 _FLUSH_MS = 500
 _KEEP_MEMORY_NS = 1_000_000_000  # that a host may take to use its memory for the first time
@@ -73,12 +76,14 @@ class ZmqServer:
         self.on_gone: Callable[[bytes], None] = lambda client: None
         self._path = address.ipc_path
         self._open: dict[int, int] = {}  # descriptor -> when something was heard of it
+        self._arriving: dict[int, tuple[int, int]] = {}  # descriptor -> last heard of, checks that saw bytes since
         self._peers: dict[bytes, _Peer] = {}
         self._names: dict[int, bytes] = {}  # descriptor -> the peer behind it
         self._gone: list[bytes] = []
         self._num_cut = 0
         self._spinner = shm.Spinner(shm.DEVICE_SPIN_US)
-        self._active_ns = self._looked_ns = self._checked_ns = 0
+        self._active_ns = self._looked_ns = self._checked_ns = self._emptied_ns = 0
+        self._trims = 0  # of the coming checks
         self._lock: int | None = None
         self._is_bound = False
         self._allowed = None if keys is None else AllowList(keys, _log.warning)
@@ -117,6 +122,7 @@ class ZmqServer:
         self._watch()
         for _ in range(_AT_ONCE):
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._emptied_ns = now_ns
                 break
             if received := self._from_socket(now_ns):
                 arrived.append(received)
@@ -132,6 +138,7 @@ class ZmqServer:
                 frames.append(sockets.content(frame))
         peer = self._peers.get(first.bytes) or self._meet(first)
         if peer is None:
+            self._trims = _TRIMS
             return None  # its connection has ended meanwhile: nobody would read an answer
         self._open[peer.fd] = now_ns
         if len(frames) > MAX_FRAMES:
@@ -305,6 +312,7 @@ class ZmqServer:
                 self._open[fd] = time.monotonic_ns()
             else:
                 self._open.pop(fd, None)
+                self._trims = _TRIMS
             if peer := self._peers.get(self._names.get(fd, b"")):
                 self._forget(peer)
 
@@ -317,12 +325,32 @@ class ZmqServer:
 
     def _check(self, now_ns: int) -> None:
         """End what takes too long, and who may not be here any more."""
+        self._end_endless()
         self._checked_ns = now_ns
+        if self._trims:
+            self._trims -= 1
+            _give_memory_back()
         for peer in list(self._peers.values()):
             if self._allowed is not None and self._allowed.name(peer.key) is None:
                 self._end(peer, "its key is no longer allowed")
             elif peer.joining is not None and now_ns - peer.began_ns > _HALF_NS:
                 self._end(peer, "it did not end its message")
+
+    def _end_endless(self) -> None:
+        """libzmq bounds the bytes of a frame, not the frames of a message, and shows no part of one that has no end.
+
+        Its connection is one whose bytes are seen to arrive while all messages that were here have been taken.
+        """
+        if self._emptied_ns <= self._checked_ns:
+            return
+        before, self._arriving = self._arriving, {}
+        for fd, heard_ns in list(self._open.items()):
+            heard_before_ns, times = before.get(fd, (heard_ns, 0))
+            times = times + (sockets.num_unread(fd) > 0) if heard_ns == heard_before_ns else 0
+            self._arriving[fd] = heard_ns, times
+            if times == _ENDLESS:
+                _log.warning("a host was sent away: its message has no end")
+                self._shut(fd)
 
     def _end(self, peer: _Peer, reason: str) -> None:
         _log.warning("a host was sent away: %s", reason)
@@ -438,6 +466,12 @@ def _close_channel(peer: _Peer) -> None:
         peer.channel.close()
         peer.channel = None
         peer.is_lent = False
+
+
+def _give_memory_back() -> None:
+    """To the system: glibc keeps what large messages took, once it has seen some, for others to come."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _end_sockets(

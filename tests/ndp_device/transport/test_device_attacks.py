@@ -105,6 +105,33 @@ def test_answers_that_are_not_read_are_bounded(device: Device) -> None:
     assert_serves(device)
 
 
+def test_a_message_without_an_end_costs_its_connection(device: Device) -> None:
+    """libzmq bounds the bytes of a frame, not the frames of a message, and hands over whole messages only."""
+    frames = b"\x01\x00" * (1 << 16)
+    with device.host(shared_memory=False) as client:
+        connection, most = device.raw(), device.resident() + (3 << 30)
+        while not (is_over := is_ended(lambda: connection.sendall(frames), 1)) and device.resident() < most:
+            pass
+        assert is_over
+        execute(client)
+        assert (client.counters.lost, client.counters.unavailable) == (0, 0)
+
+
+def test_memory_of_hosts_that_have_gone_is_the_systems_again(device: Device) -> None:
+    """glibc keeps freed memory for itself. Held by whole pages: what unread parts of messages took."""
+    assert_serves(device)
+    before, crowd = device.resident(), [device.raw() for _ in range(8)]
+    end = time.monotonic() + PATIENCE_S
+    while device.resident() < before + (128 << 20):
+        for connection in crowd:
+            connection.sendall((b"\x01\xff" + bytes(255)) * 256)
+    for connection in crowd:
+        connection.close()
+    while device.resident() > before + (16 << 20) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert device.resident() < before + (16 << 20)
+
+
 def test_more_connections_than_there_may_be_end_the_one_that_was_silent_longest(device: Device) -> None:
     crowd = [connected(device.address) for _ in range(zmq_server.MAX_CONNECTIONS + 20)]
     assert_serves(device)
