@@ -155,11 +155,10 @@ def _exact_cycles(dram: DramSpec, lines: Lines, end: int, idle: Idle) -> int:
 
 
 def _concurrent(dram: DramSpec, num_bytes: int, streams: int, placement: str) -> ConcurrentStreams:
-    """natural: parts of one allocation; otherwise each stream is an allocation of its own and begins on a channel."""
+    """natural: parts of one allocation; otherwise each stream has rows of its own and an equal part of the lines."""
     if placement == "natural":
         return ConcurrentStreams.parts_of(dram, streams, num_bytes)
-    chunk = dram.stripe_bytes // dram.line_bytes
-    length = ceil_div(channel_lines(dram, num_bytes), max(streams, 1) * chunk) * chunk
+    length = ceil_div(channel_lines(dram, num_bytes), max(streams, 1))
     return ConcurrentStreams(dram, streams, placement, length)
 
 

@@ -54,7 +54,7 @@ class StreamMap:
 
 @dataclass(frozen=True)
 class ConcurrentStreams:
-    """Sequential streams of `length` lines each on one channel, served in turn, one stripe at a time.
+    """Sequential streams of `length` lines each on one channel, served in turn, one stripe at a time, a rest last.
 
     - natural: consecutive parts of one allocation; `parts_of` cuts it where the bytes are, between any two stripes
     - staggered: each in its own rows, its start shifted by one bank against the stream before
@@ -114,13 +114,20 @@ class ConcurrentStreams:
     def at(self, position: int) -> tuple[int, int]:
         turn, within = divmod(position, self._chunk)
         index, stream = divmod(turn, self.streams)
-        if position >= self.streams * self.length:  # the last turn, of those with a stripe more
-            index, stream = self.length // self._chunk, self._longer[turn - self.streams * self.length // self._chunk]
+        whole = self.length // self._chunk
+        if index >= whole:  # the last turn: the rest of a length, or a stripe of the longer parts
+            stream, within = divmod(position - whole * self.streams * self._chunk, self._rest)
+            index, stream = whole, self._longer[stream] if self.parts else stream
         return self.one.at(self.starts[stream] + index * self._chunk + within)
 
     @cached_property
     def _chunk(self) -> int:
         return self.dram.stripe_bytes // self.dram.line_bytes
+
+    @cached_property
+    def _rest(self) -> int:
+        """Number of lines that a stream's last turn has."""
+        return self.length % self._chunk or self._chunk
 
     @cached_property
     def _longer(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.joint_columns import Question, descended
+from vllm_ndp.planning.joint_columns import Columns, Question, descended
 from vllm_ndp.planning.joint_limits import Limited
 from vllm_ndp.planning.joint_prices import PriceSearch
 from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem
@@ -93,7 +93,7 @@ def _tried(question: Question) -> NDArray[np.int64]:
     """Every plan, so the best one."""
     c, layers, experts = question.problem.shape
     every = np.stack([axis.ravel() for axis in np.indices((c,) * (layers * experts))], axis=1)
-    return question.best(every.reshape(-1, layers, experts))
+    return question.columns(every.reshape(-1, layers, experts)).best
 
 
 def _searched(question: Question) -> NDArray[np.int64]:
@@ -106,23 +106,21 @@ def _searched(question: Question) -> NDArray[np.int64]:
         others = np.flatnonzero([choice.tier != away for choice in problem.choices])
         if len(others) and (part := question.only(others)).has_room:
             plans.append(others[_searched(part)])
-    chosen = question.best(np.stack(plans))
+    columns = question.columns(np.stack(plans))
+    chosen = columns.best
     for turn in range(_ROUNDS if len(tiers) > 1 else 1):
         if len(tiers) > 1:
-            plans += descended(question, prices, chosen)
-        chosen, prices = _mixture(question, [*plans, chosen], turn == _ROUNDS - 1)
+            columns = columns.and_more(descended(question, prices, chosen))
+        chosen, prices = _mixture(columns.and_more(question.columns(chosen[None])), turn == _ROUNDS - 1)
     return chosen
 
 
-def _mixture(
-    question: Question, plans: list[NDArray[np.int64]], is_last: bool
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _mixture(columns: Columns, is_last: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """(the plan whose layers are each one plan's, and no worse than the last; prices of the limits)."""
-    every = np.stack(plans)
-    layers = question.of_layers(every)
+    plans, layers = columns.plans, columns.layers
     search = PriceSearch(layers, None)
     search.run(_STEPS)
-    which = np.full((every.shape[1], 1), len(every) - 1)
+    which = np.full((plans.shape[1], 1), len(plans) - 1)
     which = layers.better(which, within(layers, search.prices, mixed(layers, search.plans)))
     for _ in range(_FILLS):
         which = filled(layers, search.prices, which)
@@ -131,7 +129,7 @@ def _mixture(
         if better is None:
             break
         which = better
-    return every[which[:, 0], np.arange(every.shape[1])], search.prices
+    return columns.mixture(which[:, 0]), search.prices
 
 
 def _added_up(question: Question) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -14,7 +14,7 @@ Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 1 to 6 % too 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +23,13 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _LEAST = 1e-9
+_IN_CACHE = 4096
+"""Numbers of an array beside which others have room in a processor's cache."""
+
+
+def in_parts(values: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Values [K, ...], split so that as many arrays of `size` numbers stay in a processor's cache."""
+    return np.array_split(values, min(-(-len(values) * size // _IN_CACHE), len(values)))
 
 
 class Side(NamedTuple):
@@ -31,10 +38,11 @@ class Side(NamedTuple):
     ps: Floats
     spread: Floats  # sum of d a^2
     lean: Floats  # sum of d a
-    unused: Floats  # the chance that a step uses none of them
+    unused: Floats  # the chance that a step uses none of them, where that opens no message anything
 
-    def with_one(self, more: Side) -> Side:
-        return Side(self.ps + more.ps, self.spread + more.spread, self.lean + more.lean, self.unused * more.unused)
+    def with_one(self, more: Side, opening_ps: float) -> Side:
+        unused = self.unused * more.unused if opening_ps else self.unused
+        return Side(self.ps + more.ps, self.spread + more.spread, self.lean + more.lean, unused)
 
     def opened(self, opening_ps: float) -> Side:
         """With its message, where it has one."""
@@ -79,11 +87,15 @@ class LayerTimes:
     openings: Mapping[str, float]
     """Of a tier's message, picoseconds."""
 
+    def rows(self, which: NDArray[np.bool_]) -> LayerTimes:
+        """Of some of the layers; no layer depends on another."""
+        return self if which.all() else replace(self, ps=self.ps[:, which], used=self.used[which])
+
     @cached_property
-    def _tiers(self) -> list[tuple[str, NDArray[np.int64]]]:
-        """Each side with its choices, those that are waited for most first: the GPU is the last to be folded in."""
+    def _tiers(self) -> list[tuple[float, NDArray[np.int64]]]:
+        """(opening, choices) of each side, those that are waited for most first: the GPU is folded in last."""
         order = [tier for tier in ("device", "host", "gpu") if tier in self.tiers]
-        return [(tier, np.flatnonzero(np.array(self.tiers) == tier)) for tier in order]
+        return [(self.openings.get(tier, 0.0), np.flatnonzero(np.array(self.tiers) == tier)) for tier in order]
 
     @cached_property
     def _side_of(self) -> NDArray[np.int64]:
@@ -94,12 +106,14 @@ class LayerTimes:
         return side_of
 
     @cached_property
-    def _one(self) -> Side:
-        """[C, L, E], what one expert is on its side."""
-        ps, used = self.ps, self.used
-        idle = np.maximum(1 - used, _LEAST)
-        lean = ps * idle
-        return Side(ps, lean * ps / np.maximum(used, _LEAST), lean, np.broadcast_to(idle, ps.shape))
+    def _idle(self) -> Floats:
+        """[L, E], the chance that a step does not use an expert."""
+        return np.maximum(1 - self.used, _LEAST)
+
+    @cached_property
+    def _busy(self) -> Floats:
+        """[L, E]."""
+        return np.maximum(self.used, _LEAST)
 
     @cached_property
     def _picks(self) -> Floats:
@@ -107,42 +121,55 @@ class LayerTimes:
         used = self.used
         return np.asarray(np.maximum((used * (1 - used)).sum(axis=1, keepdims=True), _LEAST))
 
+    def _experts(self, ps: Floats) -> Side:
+        """Return what experts of these times [..., L, E] are on a side."""
+        lean = ps * self._idle
+        return Side(ps, lean * ps / self._busy, lean, self._idle)
+
     def of(self, chosen: NDArray[np.int64]) -> Floats:
         """[..., L] of plans [..., L, E], picoseconds."""
-        own = self._own(chosen)
-        sides = [self._sum(own, self._side_of[chosen] == place) for place in range(len(self._tiers))]
+        sides = [self._sum(side, opening) for side, (opening, _) in zip(self._sides(chosen), self._tiers, strict=True)]
         return np.asarray(slowest_ps(self._opened(sides), self._picks)[..., 0])
 
     def changes(self, chosen: NDArray[np.int64]) -> Floats:
         """[C, L, E], how much more a layer takes when one expert changes alone."""
-        own, here = self._own(chosen), self._side_of[chosen]
-        sides = [self._sum(own, here == place) for place in range(len(self._tiers))]
+        parts = self._sides(chosen)
+        sides = [self._sum(side, opening) for side, (opening, _) in zip(parts, self._tiers, strict=True)]
         now = slowest_ps(self._opened(sides), self._picks)
-        without = [self._without(side, own, here == place) for place, side in enumerate(sides)]
+        without = [_without(whole, part) for whole, part in zip(sides, parts, strict=True)]
+        opened = self._opened(without)
         changes = np.empty(self.ps.shape)
-        for place, (_, which) in enumerate(self._tiers):
-            after = list(without)
-            after[place] = without[place].with_one(Side(*(part[which] for part in self._one)))
-            changes[which] = slowest_ps(self._opened(after), self._picks) - now
+        for place, (opening, which) in enumerate(self._tiers):
+            after = list(opened)
+            for some in in_parts(which, chosen.size):
+                after[place] = without[place].with_one(self._experts(self.ps[some]), opening).opened(opening)
+                changes[some] = slowest_ps(after, self._picks) - now
         return changes
 
     def _opened(self, sides: list[Side]) -> list[Side]:
-        return [side.opened(self.openings.get(tier, 0.0)) for (tier, _), side in zip(self._tiers, sides, strict=True)]
+        return [side.opened(opening) for (opening, _), side in zip(self._tiers, sides, strict=True)]
 
-    def _own(self, chosen: NDArray[np.int64]) -> Side:
-        """[..., L, E]."""
-        _, layers, experts = self.ps.shape
-        cells = np.arange(layers)[:, None], np.arange(experts)
-        return Side(*(part[(chosen, *cells)] for part in self._one))
+    def _sides(self, chosen: NDArray[np.int64]) -> list[Side]:
+        """[..., L, E] of each tier: its experts, and nothing in the places of the others."""
+        size = self.used.size
+        own = self._experts(self.ps.take(chosen * size + np.arange(size).reshape(self.used.shape)))
+        where, sides = self._side_of[chosen], []
+        for place, (opening, _) in enumerate(self._tiers):
+            here = where == place
+            unused = np.where(here, own.unused, 1.0) if opening else own.unused
+            ps, spread, lean = (np.where(here, part, 0.0) for part in own[:3])
+            sides.append(Side(ps, spread, lean, unused))
+        return sides
 
     @staticmethod
-    def _sum(own: Side, here: NDArray[np.bool_]) -> Side:
-        """[..., L, 1]."""
-        ps, spread, lean = (np.where(here, part, 0.0).sum(axis=-1, keepdims=True) for part in own[:3])
-        return Side(ps, spread, lean, np.cumprod(np.where(here, own.unused, 1.0), axis=-1)[..., -1:])
+    def _sum(side: Side, opening: float) -> Side:
+        """[..., L, 1]. Without a message nobody asks for `unused`."""
+        ps, spread, lean = (part.sum(axis=-1, keepdims=True) for part in side[:3])
+        unused = np.asarray(np.cumprod(side.unused, axis=-1)) if opening else side.unused
+        return Side(ps, spread, lean, unused[..., -1:])
 
-    @staticmethod
-    def _without(side: Side, own: Side, here: NDArray[np.bool_]) -> Side:
-        """[L, E], as if one expert at a time were not there."""
-        ps, spread, lean = (whole - np.where(here, part, 0.0) for whole, part in zip(side[:3], own[:3], strict=True))
-        return Side(ps, np.maximum(spread, 0.0), lean, side.unused / np.where(here, own.unused, 1.0))
+
+def _without(whole: Side, parts: Side) -> Side:
+    """[L, E], the side as if one expert at a time were not there."""
+    ps, spread, lean = (every - part for every, part in zip(whole[:3], parts[:3], strict=True))
+    return Side(ps, np.maximum(spread, 0.0), lean, whole.unused / parts.unused)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning import joint
 from vllm_ndp.planning.joint import least_loss, least_time
+from vllm_ndp.planning.joint_columns import Question
 from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem
 
 FULL = 1600
@@ -234,6 +235,20 @@ def test_more_of_anything_never_makes_a_plan_slower():
     assert times == sorted(times, reverse=True)
     times = [least_time(problem(1, 32, 8, 0.2), loss * 32).time_ps for loss in (0.01, 0.02, 0.05, 0.2)]
     assert times == sorted(times, reverse=True)
+
+
+@given(seed=st.integers(0, 999), some=st.sets(st.integers(0, 4), min_size=1), experts=st.sampled_from([3, 64, 1000]))
+@settings(max_examples=20)
+def test_layers_looked_at_alone_or_in_parts_have_the_same_times_to_the_bit(seed, some, experts):
+    """A descent looks again only at layers that have changed; 1000 experts are more than one part."""
+    whole = problem(seed, 5, experts, 0.3)
+    chosen = np.random.default_rng(seed).integers(0, len(MENU), (3, 5, experts))
+    which = np.isin(np.arange(5), list(some))
+    rows = whole.times.rows(which)
+    assert rows.of(chosen[:, which]).tobytes() == whole.times.of(chosen)[:, which].tobytes()
+    assert rows.changes(chosen[0, which]).tobytes() == whole.times.changes(chosen[0])[:, which].tobytes()
+    columns = Question(whole, "time", 1.0).columns(chosen)
+    assert columns.layers.objective[:, :, 0].tolist() == [whole.layers_ps(plan).tolist() for plan in chosen]
 
 
 def test_the_papers_plan_quantization_alone_and_all_cold_are_points_of_the_space():
