@@ -109,7 +109,7 @@ def serves(run: Run) -> dict[str, Any]:
     if kept["sidecar_mismatches"] or not kept["row_checks"] or not kept["cold_pairs"]:
         raise RuntimeError(f"it does not serve as it should: {kept}")
     return {**kept, "decode_layers": status["decode_layers"], "slot_kernel": status["slot_kernel"],
-            "text": outputs[0].outputs[0].text}  # fmt: skip
+            "carrier": status["carrier"], "text": outputs[0].outputs[0].text}  # fmt: skip
 
 
 def identity(run: Run, way: str) -> list[Row]:

@@ -267,7 +267,7 @@ class MadeUpEngine:
 
     def collective_rpc(self, name: str) -> list[dict[str, Any]]:
         totals = {"row_checks": 1, "sidecar_mismatches": 0, "cold_pairs": 2, "fallback_pairs": 0, "device_state": "up"}
-        status = {"decode_layers": "", "slot_kernel": "", "hot_bytes": 1, "device_pid": 2**22 + 1}
+        status = {"decode_layers": "", "slot_kernel": "", "carrier": "", "hot_bytes": 1, "device_pid": 2**22 + 1}
         return [totals if name == "ndp_totals" else status]
 
 
