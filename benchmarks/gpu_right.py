@@ -42,6 +42,21 @@ def versions(run: Run) -> dict[str, Any]:
     return found
 
 
+def kernels(run: Run) -> dict[str, Any]:
+    """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is one;
+    it has run nowhere yet."""
+    tests = ROOT / "tests/ndp_device/kernels" / ("test_kernels_reference.py" if run.dry else "")
+    words = [sys.executable, "-m", "pytest", "-q", "-x", str(tests)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    print(done.stdout[-4000:], done.stderr[-1000:])  # to the log
+    if "No module named" in done.stderr:
+        raise LeftOutError(done.stderr.strip().splitlines()[-1])
+    said = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
+    if done.returncode:
+        raise RuntimeError(f"{said}: go on with NDP_ISA=avx512vnni in front of every command")
+    return {"tests": said}
+
+
 def routing(run: Run) -> dict[str, Any]:
     """The Triton kernels against the torch operators; without a GPU in Triton's interpreter."""
     if not engines.on_gpu():

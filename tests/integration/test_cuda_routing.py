@@ -133,8 +133,8 @@ def test_triton_s_kernels_give_the_same_in_its_interpreter() -> None:
 
 @pytest.mark.slow
 def test_every_specialisation_compiles_for_a_hopper_gpu_and_its_registers_suffice() -> None:
-    """Batch 1 and top-1 are constants of their own; so are ids of 64 bits and float32. Two flags of a scan over 256 rows
-    lie on the stack, at half of the registers that there are."""
+    """Batch 1 and top-1 are constants of their own; so are ids of 64 bits and float32. A scan over 256 rows keeps 8
+    bytes on the stack, with most registers free."""
     pytest.importorskip("triton")
     source = "import runpy, sys; sys.path.insert(0, sys.argv[1]); sys.argv[1:] = ['--targets', '90']; "
     source += "runpy.run_path(sys.path[0] + '/compiled_kernels.py', run_name='__main__')"
