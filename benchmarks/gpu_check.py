@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import gpu_right as right
 import gpu_speed as speed
 from measured import ROOT, Measurement, machine
 from pieces import Piece, Pieces
+from results_archive import Archive
 
 KEPT = ROOT / "docs" / "measured"
 
@@ -34,6 +36,7 @@ KEPT = ROOT / "docs" / "measured"
 
 OF_SPEED = tuple(speed.WAYS)
 PIECES = {
+    "kernels": Piece("Do the host's kernels give what the reference gives, on this processor?", 1.5, right.kernels),
     "versions": Piece("Does everything import, and what is it?", 0.7, right.versions),
     "routing": Piece("Do the routing kernels give what the operators give?", 0.7, right.routing),
     "serves": Piece("Does it serve?", 1.2, right.serves),
@@ -42,7 +45,7 @@ PIECES = {
         ("4 hot, asynchronous", "4 hot, eager", "8 hot, asynchronous", "8 hot, eager"), dry_ways=2,
     ),
     "wide": Piece("How long does it take to make and to quantize eight layers at full width?", 2.5, speed.wide),
-    "speed": Piece("How fast is it beside stock and beside offloading?", 6, speed.speed, OF_SPEED[:4], 2, apart=True),
+    "speed": Piece("How fast is it beside stock and beside offloading?", 7, speed.speed, OF_SPEED[:5], 2, apart=True),
     "waits": Piece("How often does a layer wait for the GPU?", 2, speed.waits, tuple(speed.WAITS)),
     "timeline": Piece("What lies beside what?", 1, speed.timeline),
     "closeness": Piece("How close is it in bf16?", 1.2, right.closeness),
@@ -50,14 +53,14 @@ PIECES = {
         "How soon is the first token, with experts that stream and without?", 4, speed.prefill, speed.PREFILLED, 2,
         apart=True,
     ),
-    "link": Piece("What does a crossing cost?", 3, speed.link),
+    "link": Piece("What does a crossing cost?", 3, speed.link, speed.PROBED, apart=True),
     "device_killed": Piece("Does a killed device cost a token?", 1.2, right.device_killed),
     "graphs": Piece("Do pieces of graphs give the same tokens, and how fast?", 3, speed.graphs, ("NONE", "PIECEWISE")),
     "narrow_slots": Piece(
         "What do slots of 8 and 4 bits lose?", 2, right.narrow_slots, ("16 bits", "8 bits", "4 bits")
     ),
     "speed_more": Piece(
-        "How fast is it with more and fewer hot experts, and at fewer bits?", 7, speed.speed, OF_SPEED[4:], 2,
+        "How fast is it with more and fewer hot experts, and at fewer bits?", 8, speed.speed, OF_SPEED[5:], 2,
         apart=True,
     ),
     "quantizing": Piece(
@@ -93,9 +96,9 @@ def run_piece(name: str, arguments: argparse.Namespace) -> None:
     if arguments.way is not None:
         pieces.run_way(name, arguments.way, file, dry=dry)
         return
-    figures = pieces.run_here(name, file, dry=dry, seconds=arguments.seconds, earlier=arguments.earlier)
-    if "probed" in figures:
-        print(gpu_preset.write_preset(file, gpu_preset.FOLDER if file.parent == KEPT else file.parent))
+    pieces.run_here(name, file, dry=dry, seconds=arguments.seconds, earlier=arguments.earlier)
+    if name == "link":
+        print(gpu_preset.try_to_write(file, gpu_preset.FOLDER if file.parent == KEPT else file.parent))
 
 
 def main() -> int:
@@ -103,7 +106,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing that is expected to end later")
     parser.add_argument("--pieces", default=",".join(PIECES), help=f"of {', '.join(PIECES)}")
     parser.add_argument("--out", type=Path, help="folder for the results; docs/measured, in a dry run a new one")
-    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="all results in one .tar.gz, renewed meanwhile")
+    parser.add_argument("--again", action="store_true", help="ways that failed; of pieces without such, everything")
     parser.add_argument(
         "--dry-run", action="store_true", help="on a machine without a GPU, small; pieces that need one say so"
     )
@@ -126,9 +130,10 @@ def main() -> int:
     measurement = Measurement(__doc__)
     print(f"{machine()['processor']}, {gpu_name() or 'no GPU'}; results go to {out}", flush=True)
     names, kept = arguments.pieces.split(","), None if dry else KEPT
-    became = Pieces(Path(__file__), PIECES, gpu_name).run_all(
-        names, out.resolve(), kept, minutes=arguments.minutes, again=arguments.again, dry=dry
-    )
+    with nullcontext() if arguments.archive is None else Archive(out, arguments.archive):
+        became = Pieces(Path(__file__), PIECES, gpu_name).run_all(
+            names, out.resolve(), kept, minutes=arguments.minutes, again=arguments.again, dry=dry
+        )
     if arguments.json is not None:
         pieces = [{"piece": name, "question": PIECES[name].question, "became": what} for name, what in became.items()]
         measurement.end({"gpu": gpu_name() or "none", "pieces": pieces, "kit": kit_in(arguments.kit)}, arguments.json)

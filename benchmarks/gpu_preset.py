@@ -25,12 +25,20 @@ LINKS = {
     "Gen6 x16": 121_000_000_000,
 }
 """Bytes per second each way, after line coding; Gen6 as its flits leave of it."""
+NEEDED = {
+    "H2D pinned GB/s", "copy of 16 KB pinned, not waited for us", "event query, done us",
+    "kernel + copy to pinned + event us", "kernel + synchronize us (p50, p99)", "D2D GB/s, bytes read and written",
+    "gpu memory bytes", "host reads GB/s", "host memory bytes", "host bf16 GFLOP/s",
+}  # fmt: skip
+"""By the probe's names."""
 HBM = {"H200": ("h200-gen5", 4_800_000_000_000), "H100": ("h100-ndp512", 3_350_000_000_000)}
 """By a word of the GPU's name: the preset that has its data sheet, and its memory's rate there."""
 
 
 def preset_of(probed: dict[str, Any], *, gpu: str, machine: str, date: str) -> tuple[str, dict[str, Any]]:
     """Name and content of the preset. probed: by probe_gpu.py's names; a latency is (median, 99th percentile) in us."""
+    if missing := sorted(NEEDED - set(probed)):
+        raise ValueError(f"the probe has not said {missing[0]!r}: run --pieces link --again")
     kind = next((word for word in HBM if word in gpu), None)
     if kind is None:
         raise ValueError(
@@ -79,11 +87,20 @@ def write_preset(result: Path, folder: Path = FOLDER) -> Path:
     machine = content["machine"]
     gpu = re.sub(r",.*", "", machine["gpu"])  # its driver's version says nothing about speed
     where = f"{gpu}, {machine['processor']}, {machine['cores']} cores"
-    name, preset = preset_of(content["figures"]["probed"], gpu=gpu, machine=where, date=content["date"])
+    probed = {name: one for row in content["figures"]["results"] for name, one in row.get("probed", {}).items()}
+    name, preset = preset_of(probed, gpu=gpu, machine=where, date=content["date"])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(preset, indent=1) + "\n")
     return path
+
+
+def try_to_write(result: Path, folder: Path) -> str:
+    """Where it was written, or why there is none: a part of the probe may have failed, or may be still to come."""
+    try:
+        return str(write_preset(result, folder))
+    except ValueError as error:
+        return f"no preset: {error}"
 
 
 def main() -> None:

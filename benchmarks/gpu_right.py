@@ -42,6 +42,21 @@ def versions(run: Run) -> dict[str, Any]:
     return found
 
 
+def kernels(run: Run) -> dict[str, Any]:
+    """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is one;
+    it has run nowhere yet."""
+    tests = ROOT / "tests/ndp_device/kernels" / ("test_kernels_reference.py" if run.dry else "")
+    words = [sys.executable, "-m", "pytest", "-q", "-x", str(tests)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    print(done.stdout[-4000:], done.stderr[-1000:])  # to the log
+    if "No module named" in done.stderr:
+        raise LeftOutError(done.stderr.strip().splitlines()[-1])
+    said = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
+    if done.returncode:
+        raise RuntimeError(f"{said}: go on with NDP_ISA=avx512vnni in front of every command")
+    return {"tests": said}
+
+
 def routing(run: Run) -> dict[str, Any]:
     """The Triton kernels against the torch operators; without a GPU in Triton's interpreter."""
     if not engines.on_gpu():
@@ -109,7 +124,7 @@ def serves(run: Run) -> dict[str, Any]:
     if kept["sidecar_mismatches"] or not kept["row_checks"] or not kept["cold_pairs"]:
         raise RuntimeError(f"it does not serve as it should: {kept}")
     return {**kept, "decode_layers": status["decode_layers"], "slot_kernel": status["slot_kernel"],
-            "text": outputs[0].outputs[0].text}  # fmt: skip
+            "carrier": status["carrier"], "text": outputs[0].outputs[0].text}  # fmt: skip
 
 
 def identity(run: Run, way: str) -> list[Row]:

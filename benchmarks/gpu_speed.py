@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from pieces import LeftOutError, Row, Run
 
 WIDE = Path(tempfile.gettempdir()) / "ndp-wide"
 WIDE_REPLICAS = Path(tempfile.gettempdir()) / "ndp-wide-replicas"
+PROBE_S = 45
+"""Limit of a part of the probe."""
 WIDE_LAYERS = 8
 """Random weights at the width of Mixtral-8x7B: 2.8 GB a layer."""
 QUANTIZE = (sys.executable, "-c", "import sys; from vllm_ndp.app import main; sys.exit(main())", "quantize")
@@ -74,7 +77,9 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "stock": (None, {}),
     "4 of 8 hot": ({"hot_experts": 4, **SLOW}, {}),
     "8 of 8 hot": ({"hot_experts": 8, "deadline_ms": PATIENT_MS}, {}),
+    "stock with graphs": (None, {"enforce_eager": False}),
     "stock, half the experts offloaded": (None, {"cpu_offload_gb": WIDE_LAYERS * 4 * 0.33}),
+    "4 of 8 hot, spinning 5 ms": ({"hot_experts": 4, **SLOW}, {}),
     "4 of 8 hot, eager layers": ({"hot_experts": 4, "layers": "eager", **SLOW}, {}),
     "6 of 8 hot": ({"hot_experts": 6, **SLOW}, {}),
     "2 of 8 hot": ({"hot_experts": 2, **SLOW}, {}),
@@ -99,6 +104,8 @@ def wide(run: Run) -> dict[str, Any]:
 def way_at_width(run: Run, way: str, **options: Any) -> Any:
     """An engine of the model for speed; in a dry run of the small one."""
     settings, of_way = WAYS[way]
+    if "spinning" in way:
+        os.environ["NDP_SPIN_US"] = "5000"  # of this process, and of the device that it starts
     if settings is not None:
         settings = {**settings, "replicas": str(REPLICAS if run.dry else WIDE_REPLICAS)}
     if run.dry:
@@ -118,7 +125,7 @@ def speed(run: Run, way: str) -> list[Row]:
 
 def tokens_per_second(llm: Any, batch: int, dry: bool) -> dict[str, float | None]:
     """The better of two runs each; None where noise is larger than what decoding takes."""
-    few, many = (2, 6) if dry else (8, 40)
+    few, many = (2, 6) if dry else (8, 136)
     prompts = [{"prompt_token_ids": [(7 * i + 13 * j) % 4000 + 10 for j in range(32)]} for i in range(batch)]
     engines.greedy(llm, prompts, few)
     took = {}
@@ -208,11 +215,21 @@ def graphs(run: Run, way: str) -> list[Row]:
     return [row if wanted is None else row | engines.equal_tokens(tokens, wanted)]
 
 
-def link(run: Run) -> dict[str, Any]:
+PROBED = (
+    "bandwidths", "latencies", "host rates", "quantizing", "host function", "stream words", "whole graph",
+    "registering",
+)  # fmt: skip
+"""Parts of the kit's probe: those that may hang or leave an error behind come last."""
+
+
+def link(run: Run, way: str) -> list[Row]:
     """Rates and latencies of link, GPU memory and host, which become a preset beside the simulated ones."""
     if not engines.on_gpu():
         raise LeftOutError("the link that is measured is the one to a GPU")
     kit = ROOT / "benchmarks/gpu_kit/probe_gpu.py"
-    done = subprocess.run([sys.executable, str(kit)], capture_output=True, text=True, timeout=500, check=True)
-    probed = json.loads(done.stdout.splitlines()[-1])
-    return {"probed": probed}
+    words = [sys.executable, str(kit), "--part", way]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    print(done.stdout, done.stderr, sep="")  # to the log
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+    return [{"probed": json.loads(done.stdout.splitlines()[-1])}]

@@ -2,8 +2,9 @@
 
 A machine that is lent for half an hour is lost at its end, or when a kernel hangs: so a piece that takes three times as
 long as expected is ended and the next one begins, a piece may be cut into ways (rows of one table) whose results are
-kept one by one, and what is kept is not run again. A way that hung, crashed or failed says so and is not tried again
-either; the ways behind it run in a new process. Knows processes, files and the clock; not what is measured.
+kept one by one, and what is kept is not run again. A way that hung, crashed or failed says so in every call, and runs once
+more when that is asked for; the ways behind it run in a new process. Knows processes, files and the clock; not what is
+measured.
 """
 
 from __future__ import annotations
@@ -98,12 +99,15 @@ class Pieces:
 
     def _run(self, name: str, out: Path, kept: Path | None, end_s: float, *, again: bool, dry: bool) -> str:
         file, piece = out / f"gpu_{name}.json", self.pieces[name]
-        folders = [] if again else [out, *([] if kept is None else [kept])]
+        folders = [out, *([] if kept is None else [kept])]
         earlier = next((path for folder in folders if (path := folder / file.name).exists()), None)
+        if again and earlier is not None:
+            earlier = _without_failed(earlier, file)
         ways = piece.ways_of(dry=dry)
         to_go = ways if earlier is None else _to_go(earlier)
         if earlier is not None and not to_go:
-            return "there already"
+            failed = _failed(json.loads(earlier.read_text())["figures"])
+            return f"FAILED before: {', '.join(failed)}; --again runs these" if failed else "there already"
         one_s, started = 60 * piece.minutes / max(len(piece.ways), 1), time.monotonic()
         if one_s > end_s - started:
             return "no time left: run this again"
@@ -206,9 +210,7 @@ class Pieces:
         content = measurement.save({"gpu": machine or "none: a dry run", **figures}, None)
         content["machine"]["gpu"] = machine or "none"
         content["command"] = f"python benchmarks/{self._script.name} --pieces {name}{' --dry-run' if dry else ''}"
-        aside = file.with_suffix(".part")
-        aside.write_text(readable(content) + "\n")
-        aside.replace(file)
+        _write_whole(file, readable(content) + "\n")
         return figures
 
 
@@ -240,9 +242,32 @@ def _to_go(file: Path) -> list[str]:
     return found
 
 
+def _failed(figures: dict[str, Any]) -> list[str]:
+    return sorted({row["way"] for row in figures.get("results", []) if "failed" in row})
+
+
+def _without_failed(earlier: Path, file: Path) -> Path | None:
+    """The ways that failed are still to be run, and no others; None where none did: then all are."""
+    content = json.loads(earlier.read_text())
+    figures = content["figures"]
+    if not (failed := _failed(figures)):
+        return None
+    figures["results"] = [row for row in figures["results"] if row["way"] not in failed]
+    figures[UNFINISHED] = [*failed, *figures.get(UNFINISHED, [])]
+    _write_whole(file, readable(content) + "\n")
+    return file
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Or not at all, whenever the process is ended."""
+    aside = file.with_suffix(".part")
+    aside.write_text(text)
+    aside.replace(file)
+
+
 def _of_ways(figures: dict[str, Any]) -> str:
     ways = {row["way"] for row in figures["results"]}
-    failed = {row["way"] for row in figures["results"] if "failed" in row}
+    failed = set(_failed(figures))
     total = len(ways) + len(figures.get(UNFINISHED, []))
     return f"{len(ways - failed)} of {total} ways" + (f", FAILED: {', '.join(sorted(failed))}" if failed else "")
 

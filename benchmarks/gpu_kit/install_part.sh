@@ -83,5 +83,10 @@ if absent:
     print("this machine's own Python lacks:", *absent)
 EOF
 if [ "$missing" = 0 ]; then
+    # Thinned libraries may not load here. Plan B needs none of them, and says what a GPU makes of our own code.
+    if ! (cd / && . "$site/env.sh" && timeout 120 python3 -P -c 'import vllm._custom_ops' >"$site/loads.log" 2>&1); then
+        echo "vLLM's libraries do not load ($(tail -1 "$site/loads.log")): plan B is" \
+            "'python3 -m pytest -q -m gpu tests/integration' and '--pieces kernels,routing,link'; THIN=0 keeps them whole"
+    fi
     echo "complete: $(cat VERSION); check with: . $site/env.sh; python3 -P -c 'import vllm; print(vllm.__version__)'"
 fi

@@ -43,6 +43,7 @@ opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-exporter-otlp-pro
 opentelemetry-exporter-otlp-proto-http==1.45.2 opentelemetry-exporter-http-transport==0.66b2
 opentelemetry-proto==1.45.2 opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2
 opentelemetry-semantic-conventions-ai==0.5.1 outlines_core==0.2.14 partial-json-parser==0.2.1.1.post7
+pytest==9.2.0 pytest-timeout==2.4.0 pluggy==1.7.0 iniconfig==2.3.1 hypothesis==6.170.15 sortedcontainers==2.4.0
 prometheus-fastapi-instrumentator==8.1.0 pybase64==1.5.1 pydantic==2.14.3 pydantic_core==2.50.4
 pydantic-extra-types==2.11.1 pydantic-settings==2.16.3 python-dotenv==1.2.4 python-json-logger==4.2.0
 python-multipart==0.0.34 pyzmq==27.3.0 referencing==0.37.0 rpds-py==2026.9.1 setproctitle==1.3.8 sniffio==1.3.1

@@ -2,8 +2,9 @@
 """What does this GPU machine offer the plugin? Needs torch alone, no vLLM: for the first call, beside install_part.sh.
 
 Host processor, link bandwidths, latencies of every way to hand a layer to the host and back (eager and inside one CUDA
-graph), and what quantizing an expert on the GPU costs. One JSON object last.
-usage: timeout 300 python3 probe_gpu.py [--quick]
+graph), and what quantizing an expert on the GPU costs. One JSON object last. Each part is a process of its own with a
+limit, and those that may hang or spoil the next launch come last: what was found before them is kept.
+usage: python3 probe_gpu.py [--quick] [--part NAME]
 """
 
 import argparse
@@ -14,11 +15,14 @@ import resource
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 
 HIDDEN, INTER = 4096, 14336
+LIMIT_S = 45
+"""Of a part: the longest takes some 15 s."""
 FOUND: dict = {}
 
 
@@ -78,41 +82,79 @@ def median_us(function, n=200, warm=20):
     return round(statistics.median(times), 2), round(times[int(n * 0.99) - 1], 2)
 
 
+def rate(torch, n, copy):
+    """GB/s of a copy of n bytes, the best of four."""
+    copy()
+    torch.cuda.synchronize()
+    best = 1e9
+    for _ in range(4):
+        t = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - t)
+    return round(n / best / 1e9, 1)
+
+
 def bandwidths(torch, megabytes):
     n = megabytes << 20
     gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
     pageable = torch.ones(n, dtype=torch.uint8)
 
-    def rate(copy):
-        copy()
-        torch.cuda.synchronize()
-        best = 1e9
-        for _ in range(4):
-            t = time.perf_counter()
-            copy()
-            torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - t)
-        return round(n / best / 1e9, 1)
-
-    say("H2D pinned GB/s", rate(lambda: gpu.copy_(pinned, non_blocking=True)))
-    say("D2H pinned GB/s", rate(lambda: pinned.copy_(gpu, non_blocking=True)))
-    say("H2D pageable GB/s (what load() does today)", rate(lambda: gpu.copy_(pageable)))
-    say("D2H pageable GB/s", rate(lambda: pageable.copy_(gpu)))
+    say("H2D pinned GB/s", rate(torch, n, lambda: gpu.copy_(pinned, non_blocking=True)))
+    say("D2H pinned GB/s", rate(torch, n, lambda: pinned.copy_(gpu, non_blocking=True)))
+    say("H2D pageable GB/s", rate(torch, n, lambda: gpu.copy_(pageable)))
+    say("D2H pageable GB/s", rate(torch, n, lambda: pageable.copy_(gpu)))
     other = torch.empty_like(gpu)
-    say("D2D GB/s, bytes read and written", round(2 * rate(lambda: other.copy_(gpu)), 0))
-    with tempfile.NamedTemporaryFile(dir="/tmp") as f:  # the pool: a mapped file
+    say("D2D GB/s, bytes read and written", round(2 * rate(torch, n, lambda: other.copy_(gpu)), 0))
+    from_a_map(torch, gpu, n)
+
+
+def from_a_map(torch, gpu, n):
+    """As experts leave the pool: by the driver alone, and into pinned memory by 1, 4 and 8 threads, mapped or read."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    torch.set_num_threads(1)
+    with tempfile.NamedTemporaryFile(dir="/tmp") as f:
+        f.write(bytes(n))
+        f.flush()
+        mapped = torch.from_file(f.name, shared=False, size=n, dtype=torch.uint8)
+        say("H2D from a mapped file GB/s", rate(torch, n, lambda: gpu.copy_(mapped)))
+        view = memoryview(pinned.numpy())
+        for threads in (1, 4, 8):
+            step = n // threads
+            with ThreadPoolExecutor(threads) as pool:
+
+                def copy(pool=pool, step=step):
+                    list(pool.map(lambda at: pinned[at : at + step].copy_(mapped[at : at + step]), range(0, n, step)))
+
+                def read(pool=pool, step=step):
+                    list(pool.map(lambda at: os.preadv(f.fileno(), [view[at : at + step]], at), range(0, n, step)))
+
+                say(f"map to pinned, {threads} threads GB/s", rate(torch, n, copy))
+                say(f"preadv to pinned, {threads} threads GB/s", rate(torch, n, read))
+
+
+def registering(torch, megabytes):
+    """The pool: a mapped file. A refusal stays CUDA's last error, so nothing may be launched behind it."""
+    n = megabytes << 20
+    gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
+    with tempfile.NamedTemporaryFile(dir="/tmp") as f:
         f.write(bytes(n))
         f.flush()
         for name, shared in (("private, writable", False), ("shared, writable", True)):
             mapped = torch.from_file(f.name, shared=shared, size=n, dtype=torch.uint8)
-            say(f"H2D from a mapped file ({name}) GB/s", rate(lambda m=mapped: gpu.copy_(m)))
             t = time.perf_counter()
             error = torch.cuda.cudart().cudaHostRegister(mapped.data_ptr(), n, 0)
             say(f"  cudaHostRegister of it ({name})", f"error {int(error)}, {time.perf_counter() - t:.3f} s")
-            if int(error) == 0:
-                say(f"  H2D from it registered ({name}) GB/s", rate(lambda m=mapped: gpu.copy_(m, non_blocking=True)))
-                torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr())
+            if int(error):
+                return
+            say(
+                f"  H2D from it registered ({name}) GB/s",
+                rate(torch, n, lambda m=mapped: gpu.copy_(m, non_blocking=True)),
+            )
+            torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr())
 
 
 def host_rates(torch):
@@ -157,20 +199,12 @@ class Flags:
 
 
 def latencies(torch):
-    from cuda.bindings import driver as cu
-
-    geq, equal = (
-        int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ),
-        int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ),
-    )
     x = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
     pinned = torch.empty(1, HIDDEN, dtype=torch.bfloat16, pin_memory=True)
     answer = torch.randn(1, HIDDEN)
     pinned_answer = answer.pin_memory()
     back = torch.empty(1, HIDDEN, device="cuda")
     event = torch.cuda.Event()
-    stream = torch.cuda.current_stream().cuda_stream
-    flags, seq = Flags(torch), [0]
 
     def kernel():
         x.mul_(1.0)
@@ -188,6 +222,31 @@ def latencies(torch):
         pinned.copy_(x, non_blocking=True)
         event.record()
         event.synchronize()
+
+    say("kernel launch, host side us", median_us(kernel))
+    torch.cuda.synchronize()
+    event.record()
+    event.synchronize()
+    say("event query, done us", median_us(event.query))
+    say("kernel + synchronize us (p50, p99)", median_us(sync))
+    say("kernel + .cpu() of 8 KB us", median_us(pageable))
+    say("kernel + copy to pinned + event us", median_us(to_pinned))
+    say(".to('cuda') of 16 KB pageable us", median_us(lambda: back.copy_(answer)))
+    say("copy of 16 KB pinned, not waited for us", median_us(lambda: back.copy_(pinned_answer, non_blocking=True)))
+    torch.cuda.synchronize()
+
+
+def stream_words(torch):
+    """Stream memory operations: may be refused, and may wait for ever where the host's words are not seen."""
+    from cuda.bindings import driver as cu
+
+    geq = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+    x = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.current_stream().cuda_stream
+    flags, seq = Flags(torch), [0]
+
+    def kernel():
+        x.mul_(1.0)
 
     def spin():
         seq[0] += 1
@@ -209,32 +268,20 @@ def latencies(torch):
         while flags.words[32] != seq[0]:
             pass
 
-    say("kernel launch, host side us", median_us(kernel))
-    torch.cuda.synchronize()
-    event.record()
-    event.synchronize()
-    say("event query, done us", median_us(event.query))
-    say("kernel + synchronize us (p50, p99)", median_us(sync))
-    say("kernel + .cpu() of 8 KB us", median_us(pageable))
-    say("kernel + copy to pinned + event us", median_us(to_pinned))
-    say(".to('cuda') of 16 KB pageable us", median_us(lambda: back.copy_(answer)))
-    say("copy of 16 KB pinned, not waited for us", median_us(lambda: back.copy_(pinned_answer, non_blocking=True)))
-    torch.cuda.synchronize()
-    for name, function in (
-        ("kernel + cuStreamWriteValue32 + host spin us", spin),
-        ("ask, answer, kernel, tell: 2 crossings us", round_trip),
-    ):
-        try:
-            say(name, median_us(function))
-        except RuntimeError as error:
-            say(name, f"refused: {error}")
-            return
-    host_function(torch, cu, stream, kernel, flags, seq)
-    whole_graph(torch, cu, equal)
+    say("kernel + cuStreamWriteValue32 + host spin us", median_us(spin))
+    say("ask, answer, kernel, tell: 2 crossings us", median_us(round_trip))
 
 
-def host_function(torch, cu, stream, kernel, flags, seq):
+def host_function(torch):
     """cuLaunchHostFunc with a function in C: what KTransformers does. g++ is needed."""
+    from cuda.bindings import driver as cu
+
+    x = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    stream, flags = torch.cuda.current_stream().cuda_stream, Flags(torch)
+
+    def kernel():
+        x.mul_(1.0)
+
     with tempfile.TemporaryDirectory() as d:
         source, library = os.path.join(d, "h.c"), os.path.join(d, "h.so")
         with open(source, "w") as f:
@@ -257,8 +304,11 @@ def host_function(torch, cu, stream, kernel, flags, seq):
         torch.cuda.synchronize()
 
 
-def whole_graph(torch, cu, equal, layers=32):
+def whole_graph(torch, layers=32):
     """32 layers in one graph; in each the GPU asks, works, waits for the host and reads its answer in pinned memory."""
+    from cuda.bindings import driver as cu
+
+    equal = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
     flags = Flags(torch, layers)
     partial = torch.ones(HIDDEN, pin_memory=True)
     x = torch.zeros(HIDDEN, device="cuda")
@@ -324,29 +374,66 @@ def quantizing(torch):
         say(f"gate and up of one expert to {name}, plain torch ms", round((time.perf_counter() - t) * 200, 2))
 
 
+PARTS = {
+    "bandwidths": lambda torch, quick: bandwidths(torch, 64 if quick else 352),
+    "latencies": lambda torch, quick: latencies(torch),
+    "host rates": lambda torch, quick: host_rates(torch),
+    "quantizing": lambda torch, quick: quantizing(torch),
+    "host function": lambda torch, quick: host_function(torch),
+    "stream words": lambda torch, quick: stream_words(torch),
+    "whole graph": lambda torch, quick: whole_graph(torch),
+    "registering": lambda torch, quick: registering(torch, 64 if quick else 352),
+}
+"""By name; from `host function` on each may hang, and the last one leaves an error behind."""
+
+
+def run_part(name, quick):
+    """In this process; its figures as one JSON object last."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device")
+    try:
+        PARTS[name](torch, quick)
+    finally:
+        print(json.dumps(FOUND), flush=True)
+
+
+def apart(name, quick):
+    """In a process of its own, which is left to itself if not even a kill ends it."""
+    words = [sys.executable, os.path.abspath(__file__), "--part", name] + ["--quick"] * quick
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = f"it took longer than {LIMIT_S} s"
+        said.seek(0)
+        lines = said.read().splitlines()
+    for line in lines:
+        if line.startswith("{"):
+            FOUND.update(json.loads(line))
+        else:
+            print(line, flush=True)
+    if status:
+        say(f"FAILED {name}", status if isinstance(status, str) else (lines or [""])[-2:][0])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--part", choices=PARTS, help="this one alone, in this process")
+    arguments = parser.parse_args()
+    if arguments.part:
+        run_part(arguments.part, arguments.quick)
+        return 0
     host()
-    import torch
-
-    say("torch", torch.__version__)
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device")
-    parts = [
-        ("bandwidths", lambda: bandwidths(torch, 64 if quick else 352)),
-        ("latencies", lambda: latencies(torch)),
-        ("host rates", lambda: host_rates(torch)),
-        ("quantizing", lambda: quantizing(torch)),
-    ]
-    for name, part in parts:
-        try:
-            part()
-        except Exception as error:  # one part that fails must not cost the others
-            say(f"FAILED {name}", f"{type(error).__name__}: {error}")
-    print(json.dumps(FOUND))
+    for name in PARTS:
+        apart(name, arguments.quick)
+        print(json.dumps(FOUND), flush=True)
+    return 1 if any(name.startswith("FAILED") for name in FOUND) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,10 +10,12 @@ far each result is from arithmetic in fp64 on what the slots stand for.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from triton.backends import backends
+from triton.runtime.interpreter import InterpreterBuilder
 
 backends["nvidia"].driver.is_active = staticmethod(lambda: True)  # else vLLM leaves Triton out,
 backends["cpu"] = backends["nvidia"]  # in its CPU build anyway
@@ -32,7 +34,27 @@ from vllm_ndp.integration.cuda.low_bit_slots import FP8, Fp8Rows, Int4Groups, Lo
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
 
-HIDDEN, INTERMEDIATE, EXPERTS, SLOTS = 128, 64, 6, 4
+HIDDEN, INTERMEDIATE = 128, 64
+
+
+class Sizes(NamedTuple):
+    experts: int
+    slots: int
+    top_k: int
+
+
+FEW, MANY = Sizes(6, 4, 2), Sizes(128, 64, 8)
+
+
+_dot = InterpreterBuilder.create_dot
+
+
+def dot_of_bfloat16(self: Any, a: Any, b: Any, *beside: Any) -> Any:
+    """Triton's interpreter keeps bfloat16 as integers, and its own product multiplies those: widen them before."""
+    return _dot(self, *(self.cast_impl(t, tl.float32) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b)), *beside)
+
+
+InterpreterBuilder.create_dot = dot_of_bfloat16
 
 
 def align(topk_ids: torch.Tensor, config: Any, num_tokens: int, k: int, num_experts: int, expert_map: Any, **_: Any) -> Any:  # fmt: skip  # noqa: E501
@@ -42,7 +64,7 @@ def align(topk_ids: torch.Tensor, config: Any, num_tokens: int, k: int, num_expe
     slots = flat if expert_map is None else expert_map[flat.long()]
     order: list[int] = []
     blocks: list[int] = []
-    for slot in range(SLOTS):
+    for slot in range(num_experts):
         mine = torch.nonzero(slots == slot).flatten().tolist()
         padded = -(-len(mine) // block) * block
         order += mine + [flat.numel()] * (padded - len(mine))
@@ -99,27 +121,28 @@ def decoded(form: Any, codes: torch.Tensor, scales: torch.Tensor | None, zeros: 
     return ((columns - rows.unsqueeze(2)) * scales.double().unsqueeze(2)).flatten(1)
 
 
-def worst(form: Any, dtype: torch.dtype, num_rows: int, seed: int) -> tuple[float, float]:
+def worst(form: Any, dtype: torch.dtype, num_rows: int, sizes: Sizes = FEW) -> tuple[float, float]:
     """Largest error of a call, relative to its largest result: against what the slots hold, and against the experts."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(num_rows)
     draw = lambda *shape: (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)  # noqa: E731
     experts = [
         ExpertWeights(draw(INTERMEDIATE, HIDDEN), draw(INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
-        for _ in range(SLOTS)
+        for _ in range(sizes.slots)
     ]
-    kernel: Any = CudaSlotKernel(MoEActivation.SILU, EXPERTS, fused, lambda *key: nullcontext())
+    kernel: Any = CudaSlotKernel(MoEActivation.SILU, sizes.experts, fused, lambda *key: nullcontext())
     if form is None:
-        shapes = (SLOTS, 2 * INTERMEDIATE, HIDDEN), (SLOTS, HIDDEN, INTERMEDIATE)
+        shapes = (sizes.slots, 2 * INTERMEDIATE, HIDDEN), (sizes.slots, HIDDEN, INTERMEDIATE)
         held: Any = SlotWeights(*(torch.empty(shape, dtype=dtype) for shape in shapes))
     else:
         kernel = LowBitSlotKernel(kernel, form)
-        held = form.allocate(SLOTS, HIDDEN, INTERMEDIATE, torch.empty(0, dtype=dtype))
+        held = form.allocate(sizes.slots, HIDDEN, INTERMEDIATE, torch.empty(0, dtype=dtype))
     for slot, weights in enumerate(experts):
         kernel.load(held, slot, weights)
     x = torch.randn(num_rows, HIDDEN, generator=generator).to(dtype)
-    slots = torch.stack([torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(num_rows)]).to(torch.int32)
-    slots = torch.where(slots < SLOTS, slots, -1)
-    gates = torch.rand(num_rows, 2, generator=generator)
+    drawn = [torch.randperm(sizes.experts, generator=generator)[: sizes.top_k] for _ in range(num_rows)]
+    slots = torch.stack(drawn).to(torch.int32)
+    slots = torch.where(slots < sizes.slots, slots, -1)
+    gates = torch.rand(num_rows, sizes.top_k, generator=generator)
     got = kernel.run(x, held, gates, slots).double()
     beside = [[getattr(held, name, None) for name in names] for names in (("s13", "z13"), ("s2", "z2"))]
     every = [
@@ -127,7 +150,7 @@ def worst(form: Any, dtype: torch.dtype, num_rows: int, seed: int) -> tuple[floa
             decoded(form, codes[slot], *(None if part is None else part[slot] for part in parts))
             for codes, parts in zip((held.w13, held.w2), beside, strict=True)
         )
-        for slot in range(SLOTS)
+        for slot in range(sizes.slots)
     ]
     exact = [(torch.cat([e.w1, e.w3]).double(), e.w2.double()) for e in experts]
     codes = (
@@ -159,7 +182,9 @@ def main() -> None:
         for form in forms:
             for num_rows in (1, 20):
                 bits, name = 16 if form is None else form.bits, str(dtype).removeprefix("torch.")
-                print(bits, name, num_rows, *worst(form, dtype, num_rows, num_rows))
+                print(bits, name, num_rows, *worst(form, dtype, num_rows))
+    for num_rows in (1, 20):
+        print("many", "bfloat16", num_rows, *worst(None, torch.bfloat16, num_rows, MANY))
 
 
 if __name__ == "__main__":

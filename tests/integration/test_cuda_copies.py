@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPU, LazyLane, LazyMark, PretendGpu, peek
 
+from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -32,17 +34,44 @@ def test_what_was_copied_is_there_for_the_stream_and_the_host_waits_for_full_buf
     gpu = PretendGpu()
     with torch.no_grad(), gpu:
         size = elements * dtype.itemsize
-        copies = PinnedCopies(LazyLane(gpu.waits.append), gpu.pinned, buffer_bytes=size, buffers=buffers)
+        moves = PinnedCopies(LazyLane(gpu.waits.append), gpu.pinned, buffer_bytes=size, buffers=buffers)
         sources = [torch.randn(shape) for shape in shapes]
         targets = [torch.zeros(shape, dtype=dtype, device=GPU) for shape in shapes]
-        copies.copy_all(list(zip(targets, sources, strict=True)))
+        moves.copy_all(list(zip(targets, sources, strict=True)))
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(peek(target), source.to(dtype))
         chunks = sum(-(-rows * columns // elements) for rows, columns in shapes)
         assert len(gpu.waits) == max(chunks - buffers, 0)
         again = torch.randn(shapes[0])
-        copies.copy_all([(targets[0], again)])  # the buffers are used again
+        moves.copy_all([(targets[0], again)])  # the buffers are used again
         assert torch.equal(peek(targets[0]), again.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_threads_fill_a_buffer_where_torch_has_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives torch one thread when the model is loaded. The buffer may be one of inference mode, as vLLM's are."""
+    filled, copy = set[str](), copies._copy_part
+
+    def noted(to: torch.Tensor, source: torch.Tensor) -> None:
+        filled.add(threading.current_thread().name)
+        together.wait()
+        copy(to, source)
+
+    together = threading.Barrier(copies.FILLERS, timeout=60)
+    monkeypatch.setattr(copies, "_copy_part", noted)
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        size = copies.FILLERS * copies.LEAST_FILLED
+        moves = PinnedCopies(HostLane(), pinned_for(device), buffer_bytes=size)
+    source = torch.randn(size // dtype.itemsize)
+    target = torch.zeros(source.shape, dtype=dtype)
+    with torch.inference_mode():
+        moves.copy_all([(target, source)])
+    assert torch.equal(target, source.to(dtype))
+    assert len(filled) == copies.FILLERS
+    small = torch.zeros(8)
+    moves.copy_all([(small, torch.ones(8))])  # by this thread: it waits for no other
+    assert small.tolist() == [1] * 8
 
 
 def test_each_thread_has_buffers_of_its_own() -> None:
@@ -55,11 +84,11 @@ def test_each_thread_has_buffers_of_its_own() -> None:
         made.append(device)
         return Counted()  # type: ignore[return-value]
 
-    copies, pair = CopiesByThread(make), [(torch.zeros(1), torch.ones(1))]
+    by_thread, pair = CopiesByThread(make), [(torch.zeros(1), torch.ones(1))]
     migrator = Migrator(os.sched_getaffinity(0))
     for layer in range(2):
-        copies.copy_all(pair)
-        migrator.begin(layer, [lambda: copies.copy_all(pair)])
+        by_thread.copy_all(pair)
+        migrator.begin(layer, [lambda: by_thread.copy_all(pair)])
     migrator.wait_for_all()
     migrator.close()
     assert made == [torch.device("cpu")] * 2

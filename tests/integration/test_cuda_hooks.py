@@ -108,6 +108,24 @@ def test_slots_are_run_with_the_tiles_of_all_experts(monkeypatch: pytest.MonkeyP
     assert get_config() is None
 
 
+def test_tiles_of_a_call_that_fails_are_not_those_of_the_next_one() -> None:
+    from vllm.model_executor.layers.fused_moe import get_config
+
+    from vllm_ndp.integration.hot_slots import CudaSlotKernel, SlotWeights
+
+    kernel = CudaSlotKernel.of_vllm("silu", 8)
+
+    def fails(*args: Any, **options: Any) -> torch.Tensor:
+        assert get_config() is not None
+        raise RuntimeError("no memory")
+
+    kernel.fused = fails
+    held = SlotWeights(torch.zeros(3, 64, 32), torch.zeros(3, 32, 32))
+    with pytest.raises(RuntimeError, match="no memory"):
+        kernel.run_named(torch.zeros(1, 32), held, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32))
+    assert get_config() is None
+
+
 # -- messages of the scheduler -----------------------------------------------------------------------------------------
 
 
@@ -204,21 +222,36 @@ def test_steps_of_a_warm_up_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None
         warmed.execute_model("a real step")
 
 
+def by_weights(runner: Any, allocated: int) -> int:
+    """What vLLM 0.26.0 counts beside activations, of a worker that began with 1000 bytes allocated."""
+    return int(runner.model_memory_usage)
+
+
+def by_all_that_is_gone(runner: Any, allocated: int) -> int:
+    """And vLLM 0.32.0: `total_consumed`."""
+    return allocated - 1000
+
+
+@pytest.mark.parametrize("counted", [by_weights, by_all_that_is_gone])
 @pytest.mark.parametrize(
     ("asked", "planned", "left"),
     [(0, 0, 60000 * 9 // 10), (1 << 30, 1 << 30, 65536), (0, 65536, 60000 * 9 // 10)],
     ids=["profiled", "asked for", "kept by vLLM from a start before"],
 )
 def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_for(
-    asked: int, planned: int, left: int, monkeypatch: pytest.MonkeyPatch
+    asked: int, planned: int, left: int, counted: Callable[[Any, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """36 bytes of KV and 4 of routing per token: 9 tenths are left of what is there beside 5536 bytes of staging slots
-    and buffers, which are made when the model is loaded: vLLM counts them neither as weights nor as activations."""
+    """36 bytes of KV and 4 of routing per token: 9 tenths are left of what is there beside 3096 bytes of weights and
+    5536 of staging slots and buffers, which are made when the model is loaded."""
     from vllm_ndp.integration import worker
 
-    allocated = [1000]
+    allocated, runner = [1000], SimpleNamespace(model_memory_usage=0)
 
     made = SimpleNamespace(pool=SimpleNamespace(shape=SimpleNamespace(num_layers=1, top_k=1)))
+
+    def load(self: Any) -> None:
+        allocated[0] += 3096
+        runner.model_memory_usage = 3096
 
     def finish(runner: Any) -> Any:
         allocated[0] += 5536
@@ -228,16 +261,17 @@ def test_memory_for_what_the_plugin_allocates_is_left_unless_a_size_was_asked_fo
     monkeypatch.setattr(worker.torch.cuda, "memory_allocated", lambda: allocated[0])
     monkeypatch.setattr(worker.Assembly, "begin", lambda config, opened: SimpleNamespace(finish=finish))
     monkeypatch.setattr(worker, "bytes_per_entry", lambda num_layers, top_k: 4)
-    monkeypatch.setattr(worker._Base, "load_model", lambda self: allocated.__setitem__(0, 4096))  # its own counting
+    monkeypatch.setattr(worker._Base, "load_model", load)
 
     def profile(self: Any) -> int:
         self.cache_config.kv_cache_memory_bytes = planned  # VLLM_ENABLE_STARTUP_PLAN
-        return 65536
+        return 65536 if asked else 65536 + 3096 - counted(runner, allocated[0])
 
     monkeypatch.setattr(worker._Base, "determine_available_memory", profile)
     monkeypatch.setattr(worker.limits, "kv_bytes_per_token", lambda specs: 36)
     sized = object.__new__(worker.NdpWorker)
-    sized.vllm_config = sized.model_runner = sized._opened = None  # type: ignore[assignment]
+    sized.vllm_config = sized._opened = None  # type: ignore[assignment]
+    sized.model_runner = runner
     sized.cache_config = SimpleNamespace(kv_cache_memory_bytes=asked)
     sized.get_kv_cache_spec = dict  # type: ignore[method-assign]
     sized.load_model()

@@ -33,9 +33,11 @@ def test_an_engine_gives_the_same_tokens_counts_and_simulated_times_whichever_wa
         eager, wanted = outcome(llm)
     with engine(settings={**PAPER, "layers": "asynchronous"}) as llm:
         layers, found = outcome(llm)
+        carrier = llm.collective_rpc("ndp_status")[0]["carrier"]
         late = ask_for_reports_as_runner_v2_does(monkeypatch)
         before, tokens = llm.collective_rpc("ndp_totals")[0], token_ids(greedy(llm, PROMPTS[:2], 8))
         after = llm.collective_rpc("ndp_totals")[0]
+    assert carrier == "shared memory"
     assert "asynchronous" in layers
     assert "asynchronous" not in eager
     assert found == wanted

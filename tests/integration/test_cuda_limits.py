@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration import compat
 from vllm_ndp.integration.cuda import limits
+from vllm_ndp.integration.moe_layer import LayerParts, MoELayer
+from vllm_ndp.integration.step import RunningStep
 
 
 def configuration(mode: str | None = None, **changed: Any) -> Any:
@@ -93,6 +96,24 @@ def test_shared_experts_beside_pieces_of_graphs_are_refused_by_the_name_of_a_lay
         limits.refuse_shared_experts_in_pieces(["model.layers.1.mlp"])
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_layer_that_is_captured_itself_ends_the_start(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it came to it: its replays would be the profile run's arithmetic, not the tokens' own."""
+    layer = MoELayer.__new__(MoELayer)
+    ran: list[str] = []
+    slots = SimpleNamespace(run_anything=lambda *of: ran.append("anything"))
+    layer.index, layer._parts, layer._slots, layer._fixed = 3, LayerParts.__new__(LayerParts), slots, None  # type: ignore[assignment]
+    object.__setattr__(layer._parts, "running", RunningStep())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    x, none = SimpleNamespace(is_cuda=True), torch.zeros(1)
+    if captures:
+        with pytest.raises(ConfigError, match=r"holds MoE layer 3.*NONE"):
+            layer.forward(x, none, none)  # type: ignore[arg-type]
+    else:
+        layer.forward(x, none, none)  # type: ignore[arg-type]
+    assert ran == ["anything"] * (not captures)
+
+
 @pytest.mark.parametrize(
     ("asked", "execution"),
     [({}, "paper"), ({"execution": "balanced"}, "balanced"), ({"offload_bits": 2}, "auto")],
@@ -117,7 +138,6 @@ def test_sidecar_and_kv_cache_fit_into_what_is_available() -> None:
 
 
 def test_kv_bytes_are_those_of_layers_that_keep_every_position() -> None:
-    import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

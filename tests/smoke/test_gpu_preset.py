@@ -32,6 +32,7 @@ MADE_UP: dict[str, Any] = {
     "gpu memory bytes": 85_000_000_000,
 }
 """Not measured anywhere."""
+ROWS = [{"way": name, "probed": {name: value}} for name, value in MADE_UP.items()]
 GUESS = {"value": 9, "unit": "count", "how": "guess"}
 WHERE = {"gpu": "NVIDIA H100 80GB HBM3", "machine": "made up for a test", "date": "2000-01-01"}
 
@@ -99,11 +100,21 @@ def test_an_unknown_gpu_or_an_impossible_rate_is_refused() -> None:
 def test_a_preset_is_written_from_the_piece_s_result(folder: Path) -> None:
     result = folder / "result"
     machine = {"gpu": "NVIDIA H200, 580.1", "processor": "made up", "cores": 16}
-    result.write_text(json.dumps({"machine": machine, "date": "2000-01-01", "figures": {"probed": MADE_UP}}))
+    result.write_text(json.dumps({"machine": machine, "date": "2000-01-01", "figures": {"results": ROWS}}))
     path = gpu_preset.write_preset(result, folder)
     content = json.loads(path.read_text())
     assert path.name == "h200-host.json"
     assert (content["based_on"], content["machine"]) == ("h200-gen5", "NVIDIA H200, made up, 16 cores")
+
+
+def test_where_a_part_of_the_probe_failed_there_is_no_preset_and_a_sentence_says_which(folder: Path) -> None:
+    rows = [row if row["way"] != "event query, done us" else {"way": row["way"], "failed": "refused"} for row in ROWS]
+    machine = {"gpu": "NVIDIA H200, 580.1", "processor": "made up", "cores": 16}
+    (folder / "result").write_text(json.dumps({"machine": machine, "date": "", "figures": {"results": rows}}))
+    assert gpu_preset.try_to_write(folder / "result", folder) == (
+        "no preset: the probe has not said 'event query, done us': run --pieces link --again"
+    )
+    assert [path.name for path in folder.iterdir()] == ["result"]
 
 
 @pytest.mark.parametrize(
@@ -137,4 +148,39 @@ def test_no_preset_is_kept_without_the_result_that_it_was_made_of(tmp_path: Path
 def test_the_probe_says_every_name_that_the_preset_is_made_of() -> None:
     probe = (ROOT / "benchmarks/gpu_kit/probe_gpu.py").read_text()
     said = set(re.findall(r'say\(\s*"([^"]+)"', probe))
-    assert set(MADE_UP) <= said
+    assert set(MADE_UP) == gpu_preset.NEEDED
+    assert said >= gpu_preset.NEEDED
+
+
+def test_the_piece_asks_for_every_part_of_the_probe_and_for_those_that_may_hang_last() -> None:
+    import gpu_speed
+    from gpu_kit import probe_gpu
+
+    assert tuple(probe_gpu.PARTS) == gpu_speed.PROBED
+    assert gpu_speed.PROBED[-4:] == ("host function", "stream words", "whole graph", "registering")
+
+
+def test_a_part_that_hangs_or_fails_costs_no_other_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As processes of their own: one prints its figures, one fails behind some, one never ends."""
+    from gpu_kit import probe_gpu
+
+    script = tmp_path / "parts.py"
+    script.write_text(
+        "import sys, time\n"
+        "name = sys.argv[sys.argv.index('--part') + 1]\n"
+        "print('{\"' + name + '\": 1}', flush=True)\n"
+        "time.sleep(60 if name == 'hangs' else 0)\n"
+        "sys.exit('no such event') if name == 'fails' else None\n"
+    )
+    monkeypatch.setattr(probe_gpu, "PARTS", dict.fromkeys(("works", "fails", "hangs", "last")))
+    monkeypatch.setattr(probe_gpu, "__file__", str(script))
+    monkeypatch.setattr(probe_gpu, "LIMIT_S", 5)
+    monkeypatch.setattr(probe_gpu, "FOUND", {})
+    monkeypatch.setattr(probe_gpu, "host", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["probe_gpu.py"])
+    assert probe_gpu.main() == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name for name in said if "FAILED" not in name} == {"works", "fails", "hangs", "last"}
+    assert {name for name in said if "FAILED" in name} == {"FAILED fails", "FAILED hangs"}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ import gpu_speed  # noqa: E402
 import gpu_timeline  # noqa: E402
 import pieces as runner  # noqa: E402
 from pieces import Run  # noqa: E402
+from results_archive import Archive  # noqa: E402
 
 SCRIPT = """
 import os, sys, time
@@ -84,7 +86,7 @@ if "--piece" in arguments:
         earlier = options.get("--earlier")
         made.run_here(name, out, dry=False, seconds=float(options["--seconds"]), earlier=earlier and Path(earlier))
 else:
-    made.run_all(arguments[1].split(","), Path(arguments[0]), None, minutes=1.0)
+    made.run_all(arguments[1].split(","), Path(arguments[0]), None, minutes=1.0, again="--again" in arguments)
 """
 
 
@@ -96,9 +98,12 @@ class Toy:
         self.script = folder / "toy.py"
         self.script.write_text(SCRIPT.format(benchmarks=str(ROOT / "benchmarks")))
 
-    def run(self, names: str) -> dict[str, str]:
+    def run(self, names: str, *options: str) -> dict[str, str]:
         done = subprocess.run(
-            [sys.executable, str(self.script), str(self.folder), names], capture_output=True, text=True, check=False
+            [sys.executable, str(self.script), str(self.folder), names, *options],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return dict(line.split(": ", 1) for line in done.stdout.splitlines())
@@ -144,8 +149,11 @@ def test_of_ways_in_one_process_one_that_hangs_or_fails_costs_no_other(toy: Toy)
     ]  # fmt: skip
     assert runner.UNFINISHED not in toy.file("here")["figures"]
     assert not any("_hidden" in row for row in toy.rows("here"))
-    assert toy.run("here")["here"] == "there already"
+    assert toy.run("here")["here"] == "FAILED before: fails, hangs; --again runs these"
     assert toy.calls == ["one", "fails", "three", "hangs", "five", "quick"]
+    assert toy.run("here", "--again")["here"].startswith("3 of 5 ways, FAILED: fails, hangs in ")
+    assert toy.calls[6:] == ["fails", "hangs"]  # what was found is kept
+    assert [row.get("value") for row in toy.rows("here")] == [3, None, 5, None, 4]
 
 
 def test_of_ways_in_processes_of_their_own_one_that_hangs_costs_no_other(toy: Toy) -> None:
@@ -228,7 +236,7 @@ def three_calls(
     return calls
 
 
-MOST_VALUABLE = ["versions", "routing", "serves", "identity", "wide", "speed", "waits", "timeline", "closeness"]
+MOST_VALUABLE = ["kernels", "versions", "routing", "serves", "identity", "wide", "speed", "waits", "timeline"]
 
 
 def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
@@ -237,8 +245,8 @@ def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
     calls = three_calls(tmp_path, monkeypatch, 10)
     ran = [name for call in calls for name in call]
     assert len(ran) == len(set(ran))
-    assert set(ran) >= {*MOST_VALUABLE, "prefill", "link", "device_killed", "graphs"}
-    assert calls[0][:5] == MOST_VALUABLE[:5]
+    assert set(ran) >= {*MOST_VALUABLE, "closeness", "prefill", "link"}
+    assert calls[0][:6] == MOST_VALUABLE[:6]
     assert "speed" in calls[1]
 
 
@@ -256,6 +264,28 @@ def test_every_piece_ends_within_ten_minutes() -> None:
     assert sum(gpu_check.PIECES[name].minutes for name in MOST_VALUABLE) < 20
 
 
+def test_what_a_folder_holds_is_in_one_archive_while_it_grows_and_when_the_call_is_killed(tmp_path: Path) -> None:
+    """Renewed every moment here; a file that is only half written stays out of it."""
+    folder, file = tmp_path / "found", tmp_path / "found.tar.gz"
+    folder.mkdir()
+
+    def names() -> list[str]:
+        with tarfile.open(file) as archive:
+            return archive.getnames()
+
+    (folder / "gpu_a.json").write_text("{}")
+    archive = Archive(folder, file, every_s=0.02)
+    with archive:
+        assert names() == ["gpu_a.json"]
+        (folder / "gpu_b.part").write_text("{")
+        (folder / "gpu_b.json").write_text("{}")
+        until = time.monotonic() + 60
+        while "gpu_b.json" not in names():
+            assert time.monotonic() < until
+        (folder / "gpu_c.log").write_text("last words")
+    assert names() == ["gpu_a.json", "gpu_b.json", "gpu_c.log"]
+
+
 # -- each piece's own code, around an engine that is made up ----------------------------------------------------------
 
 
@@ -267,7 +297,7 @@ class MadeUpEngine:
 
     def collective_rpc(self, name: str) -> list[dict[str, Any]]:
         totals = {"row_checks": 1, "sidecar_mismatches": 0, "cold_pairs": 2, "fallback_pairs": 0, "device_state": "up"}
-        status = {"decode_layers": "", "slot_kernel": "", "hot_bytes": 1, "device_pid": 2**22 + 1}
+        status = {"decode_layers": "", "slot_kernel": "", "carrier": "", "hot_bytes": 1, "device_pid": 2**22 + 1}
         return [totals if name == "ndp_totals" else status]
 
 
@@ -284,7 +314,18 @@ def outputs(llm: MadeUpEngine, prompts: list[Any], tokens: int, **params: Any) -
     ]
 
 
-NEEDS_MORE = {"versions", "routing", "wide", "link", "quantizing", "training", "waits", "timeline", "device_killed"}
+NEEDS_MORE = {
+    "kernels",
+    "versions",
+    "routing",
+    "wide",
+    "link",
+    "quantizing",
+    "training",
+    "waits",
+    "timeline",
+    "device_killed",
+}
 """Pieces that start programs, profile a GPU or kill a process."""
 
 

@@ -9,6 +9,7 @@ layouts. Does not know requests, plans or the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -261,7 +262,7 @@ class CudaSlotKernel:
                 w13, w2, top_k, dtype, num_rows = key
                 name = _get_config_dtype_str(dtype=dtype)
                 found[key] = try_get_optimal_moe_config(w13, w2, top_k, name, num_rows)
-            return override_config(found[key])
+            return AlwaysLeft(override_config(found[key]))
 
         return cls(activation, num_experts, fused_experts, tiles, CopiesByThread())
 
@@ -317,6 +318,19 @@ class CudaSlotKernel:
             found[num_slots] = -1
             self._maps[num_slots] = found
         return self._maps[num_slots]
+
+
+class AlwaysLeft:
+    """A context that is told of no error: vLLM's own would keep our tiles for good after one."""
+
+    def __init__(self, context: AbstractContextManager[object]) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(None, None, None)
 
 
 def make_slot_kernel(

@@ -15,6 +15,7 @@ import torch
 
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
+from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceCall
@@ -74,6 +75,7 @@ class MoELayer:
         """
         step = self._parts.running.step
         if step is None:
+            refuse_capture(self.index, x)
             beside()
             out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
             return out if self._fixed is None else self._fixed.hold(out)

@@ -17,6 +17,7 @@ from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
+from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
@@ -100,6 +101,7 @@ def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_by
         "device_pids": link.members.pids,
         "device_cores": link.members.cores,
         "device_address": link.members.address,
+        "carrier": _carrier(link.members),
         "device_bytes": sum(one.resident_bytes for one in link.members.descriptions),
         "device_mapped_bytes": pool_bytes if reads_checkpoint else 0,
         "device_may_join": settings.may_join,
@@ -114,6 +116,12 @@ def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_by
     }
 
 
+def _carrier(members: DeviceMembers) -> str:
+    """What messages travel in, which the greeting decided: the kernel may refuse what shared memory needs."""
+    shares = [client.uses_shared_memory for client in members.clients]
+    return "shared memory" if all(shares) else "sockets" if not any(shares) else "shared memory or sockets"
+
+
 def _hardware(status: dict[str, Any]) -> str:
     if status["pe_mode"]:
         return f"{status['hardware']}, pe_mode {status['pe_mode']}{status['hardware_overrides']}"
@@ -123,7 +131,7 @@ def _hardware(status: dict[str, Any]) -> str:
 
 def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
-    where = f"{status['device_address']} (pid {pids}), kernel {status['kernel']}"
+    where = f"{status['device_address']} (pid {pids}) by {status['carrier']}, kernel {status['kernel']}"
     if status["device_may_join"]:
         where += "; others may join"
     if len(status["device_pids"]) == 1:

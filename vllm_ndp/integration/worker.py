@@ -27,8 +27,6 @@ else:
 
 class NdpWorker(FixedWeights, _Base):
     _warms_up = False
-    _bytes_beside_weights = 0
-    """On the GPU, allocated once the model is loaded: vLLM counts neither as weights nor as what a step takes."""
 
     _loaded: LoadedWorker
     ndp: NdpController
@@ -46,7 +44,8 @@ class NdpWorker(FixedWeights, _Base):
             super().load_model(*args, **kwargs)
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)
-            self._bytes_beside_weights = _allocated_bytes() - before
+            if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)
+                self.model_runner.model_memory_usage += beside
             _make_room_for_the_stage_before(self.model_runner)
         except NdpError as error:
             if self.parallel_config.world_size > 1:  # what vLLM then says in the process above does not name the cause
@@ -58,8 +57,7 @@ class NdpWorker(FixedWeights, _Base):
         self.ndp = NdpController(self._loaded, kv_cache_config)
 
     def determine_available_memory(self) -> int:
-        """Leave room for what the plugin has on the GPU, and for the routing sidecar, which lies beside the KV cache. A
-        size that was asked for is kept."""
+        """Leave room for the routing sidecar, which lies beside the KV cache. A size that was asked for is kept."""
         was_asked_for = bool(self.cache_config.kv_cache_memory_bytes)  # vLLM may set it, from a start before this one
         available: int = super().determine_available_memory()
         if current_platform.is_cpu() or was_asked_for:
@@ -67,7 +65,7 @@ class NdpWorker(FixedWeights, _Base):
         kv_bytes = limits.kv_bytes_per_token(self.get_kv_cache_spec())
         shape = self._loaded.made.pool.shape
         sidecar_bytes = bytes_per_entry(shape.num_layers, shape.top_k)
-        return limits.leave_room(available - self._bytes_beside_weights, sidecar_bytes, kv_bytes)
+        return limits.leave_room(available, sidecar_bytes, kv_bytes)
 
     def compile_or_warm_up_model(self) -> Any:
         self._warms_up = True

@@ -1,14 +1,15 @@
 """Weights on their way into GPU memory: from a map of the host through pinned buffers, beside what computes.
 
 Memory that is mapped from a file is pageable. The driver would copy it to buffers of its own with one thread, and have
-the caller wait. Here the calling thread fills one buffer while the lane empties the other. Knows memory and lanes; does
-not know experts, layers or plans.
+the caller wait. Here some threads fill one buffer while the lane empties the other: vLLM leaves torch's own operators
+one thread. Knows memory and lanes; does not know experts, layers or plans.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,10 @@ from vllm_ndp.integration.cuda.lanes import Lane, Mark, Pinned, make_lane, pinne
 
 BUFFER_BYTES = 32 << 20
 BUFFERS = 2
+FILLERS = 4
+"""Threads that fill a buffer together: one core copies from a map at a tenth of what a link of today carries."""
+LEAST_FILLED = 1 << 20
+"""Bytes that are worth a thread."""
 SMALL_BYTES = 4096
 _ALIGNED = 16
 
@@ -34,6 +39,7 @@ class PinnedCopies:
         self._landing: list[torch.Tensor] = []  # on the GPU, for what is converted there
         self._taken: list[Mark | None] = [None] * buffers
         self._small = pinned(SMALL_BYTES, dtype=torch.uint8)
+        self._fillers = ThreadPoolExecutor(FILLERS, "ndp-filler")
         self._uploaded: Mark | None = None
 
     def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]], after: Mark | None = None) -> None:
@@ -92,7 +98,7 @@ class PinnedCopies:
             if (taken := self._taken[turn]) is not None:
                 self._lane.follow(taken)
             size = part.numel() * part.element_size()
-            self._buffers[turn][:size].view(part.dtype).copy_(part.reshape(-1))
+            self._fill(self._buffers[turn][:size].view(part.dtype), part.reshape(-1))
             self._lane.copy(self._landing[turn][:size], self._buffers[turn][:size])
             self._emptied[turn] = arrived = self._lane.mark()
             arrived.hold_main()
@@ -107,9 +113,22 @@ class PinnedCopies:
             if (emptied := self._emptied[turn]) is not None:
                 emptied.wait_on_host()
             buffer = self._buffers[turn][: part.numel() * part.element_size()].view(part.dtype)
-            buffer.copy_(source[start : start + step])
+            self._fill(buffer, source[start : start + step])
             self._lane.copy(part, buffer)
             self._emptied[turn] = self._lane.mark()
+
+    def _fill(self, buffer: torch.Tensor, source: torch.Tensor) -> None:
+        """Both flat, in the host's memory; dtypes may differ. Raises what a thread raises."""
+        parts = min(FILLERS, buffer.nbytes // LEAST_FILLED)
+        if parts < 2:
+            buffer.copy_(source)
+        else:
+            list(self._fillers.map(_copy_part, buffer.chunk(parts), source.chunk(parts)))
+
+
+@torch.inference_mode()  # which holds for a thread: vLLM's buffers may have been made in it
+def _copy_part(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
 
 
 class CopiesByThread:

@@ -1,7 +1,7 @@
 """Limits of the plugin together with vLLM on a GPU, and what it changes there: sentences, settings, sizes.
 
 Written from vLLM's source and checked against it by benchmarks/vllm_hooks.py; docs/gpu.md says what ran where. Knows
-vLLM's configuration objects. Does not know tensors.
+vLLM's configuration objects. Does not know what tensors hold.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ndp_device.errors import ConfigError
 
@@ -122,6 +124,15 @@ def refuse_shared_experts_in_pieces(names: Iterable[str]) -> None:
         raise ConfigError(
             f'quantization \'ndp\' does not work together with "cudagraph_mode":"PIECEWISE" for {name}, which has '
             'shared experts: set "cudagraph_mode":"NONE" in --compilation-config'
+        )
+
+
+def refuse_capture(layer: int, x: torch.Tensor) -> None:
+    """Outside of steps only: a replay would run what vLLM's warm-up runs, without the device and without a word."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            f"quantization 'ndp' does not work together with a CUDA graph that holds MoE layer {layer}, which no "
+            'refusal has foreseen: set "cudagraph_mode":"NONE" in --compilation-config'
         )
 
 

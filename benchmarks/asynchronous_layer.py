@@ -1,0 +1,170 @@
+"""What does the host pay for an asynchronous decode layer with a cold pair, part by part, where no GPU computes?
+
+    python benchmarks/asynchronous_layer.py                    the hot experts release the GIL for 150 us
+    python benchmarks/asynchronous_layer.py --holds-gil        they hold it for 150 us, as launches from Python do
+
+Real are engine, layer, messenger with its thread, link, device process and shared memory; batch 1, half of the bundled
+model's experts hot. In place of the hot experts the main thread sleeps. Streams are the host's: `split`, `packet` and
+`add` are torch operators here, and launches on a GPU. The bundled experts are so small that `device` is its handling
+and the way there and back. `fixed` is what the layer costs with hot experts that take no time: all parts in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from measured import ROOT, Measurement, add_json_option
+
+MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
+PARTS = {
+    "sidecar": ("begin", "noted"),
+    "split": ("noted", "split"),
+    "packet": ("split", "off"),
+    "wake": ("off", "woke"),  # the thread
+    "split again": ("woke", "host split"),  # in the thread, for the account
+    "encode, send": ("host split", "sent"),
+    "device": ("sent", "answered"),  # its handling, and both ways
+    "sums": ("answered", "done"),
+    "hand over": ("free", "taken"),  # to the main thread, if it waits
+    "add": ("taken", "added"),
+    "account": ("added", "end"),
+}
+"""Name -> the stamps that it lies between."""
+_TIMER_SLACK = 29  # of prctl: sleeps end within a microsecond
+
+
+class Stamps:
+    """Times in ns of the layer that runs, by name, from both threads; those of layers with an answer are kept."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, int]] = []
+        self._now: dict[str, int] = {}
+
+    def on(self, owner: Any, name: str, *, before: str = "", after: str = "") -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, self.stamped(inner, before, after))
+
+    def stamped(self, inner: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                self._note(before)
+            done = inner(*args, **kwargs)
+            if after:
+                self._note(after)
+            return done
+
+        return call
+
+    def _note(self, name: str) -> None:
+        if name == "begin":
+            self._now = {}
+        self._now[name] = time.perf_counter_ns()
+        if name == "end" and "answered" in self._now and "added" in self._now:
+            self.layers.append(self._now)
+
+
+def watch(stamps: Stamps) -> None:
+    """Before the engine starts, whose layers bind these functions."""
+    from vllm_ndp.integration import moe_layer, step
+    from vllm_ndp.integration.cuda import layer, messenger, routing
+    from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+
+    stamps.on(moe_layer.MoELayer, "_run", before="begin", after="end")
+    stamps.on(step.Step, "note_routing", after="noted")
+    split = stamps.stamped(routing.split, "", "split")
+    add_rows = stamps.stamped(routing.add_rows, "", "added")
+    layer.routing_for = lambda device: routing.Routing(split, add_rows)
+    stamps.on(messenger.Messenger, "begin", after="off")
+    stamps.on(messenger.Messenger, "_answer", before="woke", after="done")
+    stamps.on(messenger.Messenger, "take", after="taken")
+    stamps.on(layer.AsideLayer, "_split", after="host split")
+    stamps.on(layer.AsideLayer, "_run_hot", after="hot end")
+    stamps.on(DeviceLink, "send", after="sent")
+    stamps.on(DeviceCall, "result", after="answered")
+
+
+def stand_in(microseconds: float, *, holds_gil: bool) -> None:
+    """For the hot experts: takes so long, and gives zeros."""
+    import torch
+
+    from vllm_ndp.integration.hot_slots import CpuSlotKernel
+
+    def run(self: object, x: torch.Tensor, *of_pairs: Any) -> torch.Tensor:
+        if not holds_gil:
+            time.sleep(microseconds / 1e6)
+            return torch.zeros_like(x)
+        until = time.perf_counter_ns() + int(microseconds * 1e3)
+        while time.perf_counter_ns() < until:
+            pass
+        return torch.zeros_like(x)
+
+    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1000, 0, 0, 0)
+    CpuSlotKernel.run = run  # type: ignore[method-assign]
+
+
+def parts_of(layer: dict[str, int]) -> dict[str, float]:
+    """Microseconds of each part; what the whole layer took; and what it would with hot experts that take no time."""
+    layer = layer | {"free": max(layer["done"], layer["hot end"])}
+    found = {name: (layer[end] - layer[start]) / 1e3 for name, (start, end) in PARTS.items()}
+    return {**found, "fixed": sum(found.values()), "layer": (layer["end"] - layer["begin"]) / 1e3}
+
+
+def run(stamps: Stamps, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+
+    settings = {"hot_experts": 4, "layers": "asynchronous", "execution": "paper", "replicas": str(REPLICAS)}
+    llm = LLM(
+        str(MODEL), quantization="ndp", additional_config={"ndp": settings | {"deadline_ms": 20_000.0}},
+        enforce_eager=True, max_model_len=512, max_num_seqs=1, kv_cache_memory_bytes=64 << 20, dtype="bfloat16",
+        disable_log_stats=True, enable_prefix_caching=False,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    generate = partial(llm.generate, [{"prompt_token_ids": [5, 90, 700, 33]}], params, use_tqdm=False)
+    generate()
+    stamps.layers.clear()
+    rounds = []
+    for _ in range(num_rounds):
+        generate()
+        rounds.append([parts_of(layer) for layer in stamps.layers])
+        stamps.layers.clear()
+    llm.llm_engine.engine_core.shutdown()
+    return [_row(part, rounds) for part in (*PARTS, "fixed", "layer")]
+
+
+def _row(part: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Of a round the median and the least tenth; of these the median round."""
+    values = [sorted(layer[part] for layer in layers) for layers in rounds]
+    middle = statistics.median(statistics.median(each) for each in values)
+    least = statistics.median(each[len(each) // 10] for each in values)
+    return {"part": part, "median_us": round(middle, 1), "tenth_us": round(least, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hot-us", type=float, default=150.0, help="time of the hot experts' stand-in")
+    parser.add_argument("--holds-gil", action="store_true", help="while it runs, as a program that launches does")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    measurement, stamps = Measurement(__doc__), Stamps()
+    watch(stamps)
+    stand_in(arguments.hot_us, holds_gil=arguments.holds_gil)
+    rows = run(stamps, arguments.tokens, arguments.rounds)
+    for row in rows:
+        print(f"{row['part']:14s} {row['median_us']:8.1f} {row['tenth_us']:8.1f}")
+    spin = os.environ.get("NDP_SPIN_US", "")
+    holds = {"hot_us": arguments.hot_us, "holds_gil": arguments.holds_gil, "spin_us": spin}
+    measurement.end({**holds, "results": rows}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What do our Triton kernels need of each GPU generation: registers, stack and spills, shared memory?
+
+    python benchmarks/compiled_kernels.py                          every specialisation for sm_80, sm_90 and sm_120
+    python benchmarks/compiled_kernels.py --targets 90             for one; no GPU is needed for any
+
+A launch of Triton compiles anew for an integer that is 1, for one that 16 divides, and for each dtype: `case` does what
+a launch does. So batch 1, top-1, ids of 64 bits and float32 are code of their own, which nothing else compiles before a
+GPU does. `stack_bytes` of a thread hold spills too, by cuobjdump, which Triton brings along. Knows the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from measured import Measurement, add_json_option
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_ndp.integration.cuda import kernels
+from vllm_ndp.layer.tiers import ELSEWHERE
+
+TARGETS = (80, 90, 120)
+ROWS, TOP_K, FLOATS, IDS = (1, 2, 16, 256), (1, 2, 6, 8), ("*bf16", "*fp16", "*fp32"), ("*i32", "*i64")
+HIDDEN = (2048, 4096, 2880)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Case(NamedTuple):
+    """A launch: the kernel, what it is called with (a pointer's type or an integer), and its constants."""
+
+    name: str
+    kernel: Any
+    given: dict[str, str | int]
+    constants: dict[str, int]
+
+
+def cases() -> Iterator[Case]:
+    for rows in ROWS:
+        for top_k in TOP_K:
+            for ids in IDS:
+                yield split(rows, top_k, ids, elsewhere=4)
+    for elsewhere in (-1, 1, 64):  # no slot to name, one slot, an aligned number of them
+        yield split(1, 2, "*i32", elsewhere)
+    for dtype in FLOATS:
+        for hidden in HIDDEN:
+            sizes: dict[str, str | int] = {"stride": hidden, "hidden": hidden}
+            block = {"WIDTH": kernels.BLOCK}
+            rows_of = {"x": dtype, "sent_rows": "*i64", "head": "*i32", "out": dtype}
+            yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.gather_rows, rows_of | sizes, block)
+            sums = {"out": dtype, "partial": "*fp32", "rows": "*i64"}
+            yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.add_partial, sums | sizes, block)
+
+
+def split(rows: int, top_k: int, ids: str, elsewhere: int) -> Case:
+    pointers = {"expert_map": "*i32", "ids": ids, "weights": "*fp32", "slots": "*i32", "head": "*i32"}
+    results = {"sent_rows": "*i64", "ids_out": "*i32", "weights_out": "*fp32"}
+    given = {**pointers, **results, "num_rows": rows, "elsewhere": elsewhere}
+    constants = {"STAYS": ELSEWHERE, "K": top_k, "ROWS": triton.next_power_of_2(rows)}
+    constants["COLUMNS"] = triton.next_power_of_2(top_k)
+    return Case(f"{rows} rows, top {top_k}, ids {ids[1:]}, elsewhere {elsewhere}", kernels.split_rows, given, constants)
+
+
+def compiled(case: Case, target: int) -> dict[str, Any]:
+    """Specialised as a launch does it: 1 becomes a constant, what 16 divides is known to be; pointers are aligned."""
+    constants = case.constants | {name: value for name, value in case.given.items() if value == 1}
+    names = case.kernel.arg_names
+    types = {name: kind if isinstance(kind, str) else "i32" for name, kind in case.given.items()}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [name for name, kind in case.given.items() if isinstance(kind, str) or (kind % 16 == 0 and kind != 1)]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(case.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    found = triton.compile(source, target=GPUTarget("cuda", target, 32))
+    kernel = case.kernel.__name__
+    return {"kernel": kernel, "case": case.name, "sm": target, **used(found.asm["cubin"]),
+            "shared_bytes": found.metadata.shared, "warps": found.metadata.num_warps}  # fmt: skip
+
+
+def used(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes that a thread has beside them, on its stack or in local memory: its spills are there."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [str(CUOBJDUMP), "-res-usage", file.name]
+        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    return {"registers": found["REG"], "stack_bytes": found["STACK"] + found["LOCAL"]}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The most that any specialisation of a kernel needs, by generation."""
+    found = []
+    for kernel, target in sorted({(row["kernel"], row["sm"]) for row in rows}):
+        mine = [row for row in rows if (row["kernel"], row["sm"]) == (kernel, target)]
+        most = {name: max(row[name] for row in mine) for name in ("registers", "stack_bytes", "shared_bytes")}
+        found.append({"kernel": kernel, "sm": target, "cases": len(mine), **most})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, metavar="SM")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    measurement = Measurement(__doc__)
+    rows = [compiled(case, target) for target in arguments.targets for case in cases()]
+    figures = {"triton": triton.__version__, "results": summary(rows), "specialisations": rows}
+    measurement.end(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
