@@ -142,8 +142,6 @@ def vllm_peers() -> list[Peer]:
 
 GGML_TYPES = {"q4_0": (2, 4), "q4_k": (12, 4), "q3_k": (11, 3), "q2_k": (10, 2), "tq2_0": (35, 2)}
 """ggml's type numbers (ggml.h) and the width of ours that each is set beside."""
-GGML_LAYOUTS = {"CPU_REPACK": ("q4_0", "q4_k", "q2_k"), "AMX": ("q4_0", "q4_k")}
-"""The types that ggml's extra buffer types store in another layout on x86."""
 
 
 def ggml_peers() -> list[Peer]:
@@ -152,7 +150,7 @@ def ggml_peers() -> list[Peer]:
     peers = []
     for name, (kind, bits) in GGML_TYPES.items():
         for layout, buffer in {"": None, **ggml.buffer_types()}.items():
-            if buffer is None or name in GGML_LAYOUTS.get(layout, ()):
+            if buffer is None or ggml.multiplies(kind, buffer):
                 experts = ggml.experts(kind, buffer)
                 label = f"ggml-{name}" + ("" if buffer is None else f"-{layout.lower()}")
                 peers.append(Peer(label, bits, len(experts), partial(ggml.caller, experts)))
@@ -198,6 +196,8 @@ class Ggml:
         ]
         self._work: list[Any] = []
         self.call("ggml_cpu_init", None)
+        self._registry = self.call("ggml_backend_cpu_reg", ctypes.c_void_p)
+        self._device = self.call("ggml_backend_reg_dev_get", ctypes.c_void_p, self._registry, ctypes.c_size_t(0))
 
     def call(self, name: str, result: Any, *arguments: Any) -> Any:
         function = next(getattr(library, name) for library in self._libraries if hasattr(library, name))
@@ -207,17 +207,24 @@ class Ggml:
 
     def buffer_types(self) -> dict[str, Any]:
         """The CPU's extra buffer types by name: they change the layout of what is stored into them."""
-        registry = self.call("ggml_backend_cpu_reg", ctypes.c_void_p)
-        device = self.call("ggml_backend_reg_dev_get", ctypes.c_void_p, registry, ctypes.c_size_t(0))
         name = ctypes.c_char_p(b"ggml_backend_dev_get_extra_bufts")
-        getter = self.call("ggml_backend_reg_get_proc_address", ctypes.c_void_p, registry, name)
-        types = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(getter.value)(device)
+        getter = self.call("ggml_backend_reg_get_proc_address", ctypes.c_void_p, self._registry, name)
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(getter.value)(self._device)
         found = {}
         for i in itertools.count():
             if not types or not types[i]:
                 return found
             buffer = ctypes.c_void_p(types[i])
             found[self.call("ggml_backend_buft_name", ctypes.c_char_p, buffer).decode()] = buffer
+
+    def multiplies(self, kind: int, buffer: Any) -> bool:
+        """Whether this buffer type lays out this kind here; what it does not (q2_K without AVX-512), it crashes on."""
+        context = self.context(1 << 16, no_alloc=True)
+        weights = self.tensor(context, kind, HIDDEN, GROUP)
+        self.call("ggml_backend_alloc_ctx_tensors_from_buft", ctypes.c_void_p, context, buffer)
+        product = self.call("ggml_mul_mat", ctypes.c_void_p, context, weights, self.tensor(context, 0, HIDDEN, 1))
+        supported: bool = self.call("ggml_backend_dev_supports_op", ctypes.c_bool, self._device, product)
+        return supported
 
     def context(self, size: int, *, no_alloc: bool) -> Any:
         return self.call("ggml_init", ctypes.c_void_p, _Parameters(size, None, no_alloc))

@@ -3,8 +3,8 @@
 An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h).
 Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have
 one component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
-Activations are quantized per row and weight group to two int8 limbs (15 bits; far more exact than bfloat16), or to one
-with mode "a8". Full-precision experts are read where they lie, in the mapped checkpoint.
+Activations are quantized per row and weight group to one int8 limb (8 bits) or two (15 bits), by the expert's width:
+LIMBS. Full-precision experts are read where they lie, in the mapped checkpoint.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +26,11 @@ from ndp_device.kernels import _native
 
 _LOG = logging.getLogger(__name__)
 
-Mode = Literal["two_limb", "a8"]
-_LIMBS = {"two_limb": 2, "a8": 1}
-
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
+
+LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2}
+"""Limbs of the activations that meet experts of each width: one where text does not show it (docs/log/kernels.md)."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
 _IDENTITY = np.empty(0, np.int32)
@@ -74,10 +73,8 @@ class NativeKernel:
 
     name = "native"
 
-    def __init__(self, mode: Mode = "two_limb", *, isa: str | None = None, threads: int | None = None) -> None:
-        """Arguments left out come from NDP_ISA and NDP_THREADS, then from the machine: best path, usable cores."""
-        if mode not in get_args(Mode):
-            raise ConfigError(f"the native kernel's mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    def __init__(self, limbs: Mapping[int, int] = LIMBS, *, isa: str | None = None, threads: int | None = None) -> None:
+        """Others left out come from NDP_ISA and NDP_THREADS, then from the machine: best path, usable cores."""
         supported = _native.supported_isas()
         isa = isa or os.environ.get("NDP_ISA") or supported[0]
         if isa not in supported:
@@ -89,8 +86,8 @@ class NativeKernel:
         threads = _threads_from_environment() if threads is None else threads
         if threads < 1:
             raise ConfigError(f"the native kernel needs at least 1 thread, got {threads}: set NDP_THREADS to 1 or more")
-        self.mode, self.isa, self.threads = mode, isa, threads
-        self._engine = _native.Engine(isa, threads, _LIMBS[mode])
+        self.limbs, self.isa, self.threads = limbs, isa, threads
+        self._engine = _native.Engine(isa, threads)
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], Component] = weakref.WeakValueDictionary()
 
     def prepare(self, expert: Expert) -> NativeExpert:
@@ -115,7 +112,7 @@ class NativeKernel:
             packed.append(self._assemble(matrix, components[own:], halves, group))
             yield None
         w13, w2 = packed
-        native = _with_activation(_native.quantized_expert(w13, w2), expert)
+        native = _with_activation(_native.quantized_expert(w13, w2, self.limbs[expert.bits]), expert)
         bias_bytes = 0 if expert.biases is None else expert.biases.nbytes
         yield NativeExpert(native, tuple(components), w13.meta_nbytes + w2.meta_nbytes + bias_bytes)
 

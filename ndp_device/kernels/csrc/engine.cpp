@@ -136,10 +136,8 @@ struct Engine::Job {
     int padded;
 };
 
-Engine::Engine(const std::string& isa, int threads, int limbs)
-    : kernels_(require_kernels(isa)), threads_(threads), limbs_(limbs) {
+Engine::Engine(const std::string& isa, int threads) : kernels_(require_kernels(isa)), threads_(threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
-    if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
 }
 
 ThreadPool& Engine::pool() {
@@ -178,16 +176,16 @@ void Engine::check(int tokens, int hidden, const std::vector<const PreparedExper
     }
 }
 
-Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens) {
+Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int limbs) {
     Quantized q{};
-    q.row_bytes = limbs_ * w.padded_group;
+    q.row_bytes = limbs * w.padded_group;
     q.group_stride = static_cast<ptrdiff_t>(tokens) * q.row_bytes;
     const size_t bytes = w.groups * q.group_stride, slack = static_cast<size_t>(kRowSlack) * w.padded_group;
     q.codes = arena_.take<int8_t>(bytes + slack);
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    q.view = {tokens, limbs_, q.codes, q.scale, q.sum};
+    q.view = {tokens, limbs, q.codes, q.scale, q.sum};
     return q;
 }
 
@@ -198,7 +196,7 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             g.cols,
             g.group,
             g.padded_group(),
-            limbs_,
+            to.view.limbs,
             to.codes + static_cast<ptrdiff_t>(token) * to.row_bytes,
             to.group_stride,
             to.scale + token,
@@ -206,22 +204,23 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.view.tokens};
 }
 
-// Every row is quantized once for all the experts that read it in the same order and grouping, then copied to each.
+// Every row is quantized once for all experts that read it in one order, grouping and number of limbs, then copied to each.
 void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs) {
     struct Destination {
         Job* job;
         int token;
     };
-    std::map<std::tuple<const int32_t*, int, int>, std::vector<Destination>> wanted;  // (perm, group, row)
+    std::map<std::tuple<const int32_t*, int, int, int>, std::vector<Destination>> wanted;  // (perm, group, limbs, row)
     for (Job& job : jobs) {
         const PackedMatrix& w = job.expert->w13;
         const int32_t* perm = job.expert->full || w.perm.empty() ? nullptr : w.perm.data();
         const int group = job.expert->full ? 0 : w.geometry.group;
-        for (int t = 0; t < job.tokens; ++t) wanted[{perm, group, pairs.rows[job.pairs[t]]}].push_back({&job, t});
+        for (int t = 0; t < job.tokens; ++t)
+            wanted[{perm, group, job.expert->limbs, pairs.rows[job.pairs[t]]}].push_back({&job, t});
     }
     std::vector<std::pair<const float*, const std::vector<Destination>*>> tasks;
     for (const auto& [key, destinations] : wanted)
-        tasks.emplace_back(x + static_cast<ptrdiff_t>(std::get<2>(key)) * hidden, &destinations);
+        tasks.emplace_back(x + static_cast<ptrdiff_t>(std::get<3>(key)) * hidden, &destinations);
     run(static_cast<int>(tasks.size()), [&](int task, int) {
         const auto& [row, destinations] = tasks[task];
         const Job& first = *destinations->front().job;
@@ -361,8 +360,8 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         } else {
             job.w13 = job.expert->w13.view();
             job.w2 = job.expert->w2.view();
-            job.x = take_quantized(job.w13, job.tokens);
-            job.h = take_quantized(job.w2, job.tokens);
+            job.x = take_quantized(job.w13, job.tokens, job.expert->limbs);
+            job.h = take_quantized(job.w2, job.tokens, job.expert->limbs);
             widest_group = std::max({widest_group, job.w13.padded_group, job.w2.padded_group});
         }
         work += 3.0 * hidden * job.expert->intermediate * (1 + job.tokens / 4.0);

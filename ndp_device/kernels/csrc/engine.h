@@ -36,6 +36,7 @@ struct PreparedExpert {
     int hidden = 0;
     int intermediate = 0;
     bool full = false;
+    int limbs = 2;  // of its inputs and hidden units: 2 hold 15 bits of each, 1 holds 8
     PackedMatrix w13, w2;
     FullView full_w13{}, full_w2{};
     std::shared_ptr<void> owner;
@@ -76,10 +77,9 @@ class Arena {
 
 class Engine {
    public:
-    Engine(const std::string& isa, int threads, int limbs);  // throws std::invalid_argument for a path not run here
+    Engine(const std::string& isa, int threads);  // throws std::invalid_argument for a path not run here
 
     const KernelTable& kernels() const { return kernels_; }
-    int limbs() const { return limbs_; }
     int threads() const { return threads_; }
 
     // The pool, for packing; calls that use it take turns.
@@ -97,7 +97,7 @@ class Engine {
     struct Job;
     struct Quantized;
     void check(int tokens, int hidden, const std::vector<const PreparedExpert*>& experts, const Pairs& pairs) const;
-    Quantized take_quantized(const QuantizedView& w, int tokens);
+    Quantized take_quantized(const QuantizedView& w, int tokens, int limbs);
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
     void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
@@ -111,7 +111,6 @@ class Engine {
 
     const KernelTable& kernels_;
     int threads_;
-    int limbs_;
     std::mutex one_call_;
     std::unique_ptr<ThreadPool> pool_;
     pid_t pool_process_ = 0;

@@ -60,33 +60,52 @@ constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
-// The integer products of ROWS rows with a group of both blocks. Eight steps add up in 16 bits: 8 * 2 * 15 * 127 = 30480.
+// Adds one step's products of ROWS rows with both blocks. The steps of the second block begin at codes + block_bytes.
 template <int ROWS>
-void dot_rows(const uint8_t* codes, int steps, const int8_t* x, __m256i (*dots)[4]) {
-    for (int row = 0; row < ROWS; ++row)
+NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8_t* const (&x)[ROWS], int step,
+                         __m256i (&pairs)[ROWS][4]) {
+    __m256i four[ROWS];
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        int32_t columns;
+        std::memcpy(&columns, x[row] + step * 4, 4);
+        four[row] = _mm256_set1_epi32(columns);
+    }
+    NDP_UNROLL(4)
+    for (int part = 0; part < 4; ++part) {
+        const uint8_t* at = codes + step * 64 + part / 2 * block_bytes + part % 2 * 32;
+        const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            pairs[row][part] = _mm256_add_epi16(pairs[row][part], _mm256_maddubs_epi16(w, four[row]));
+            asm volatile("" : "+x"(pairs[row][part]));  // or g++ adds products up in trees, out of registers
+        }
+    }
+}
+
+// The integer products of ROWS rows with a group of both blocks: `chunks_in_16` chunks of 8 steps add up in 16 bits.
+template <int ROWS>
+void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* first, __m256i (*dots)[4]) {
+    const ptrdiff_t block_bytes = steps * 64;
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int8_t* x[ROWS];
+    for (int row = 0; row < ROWS; ++row) {
+        x[row] = first + row * steps * 4;
         for (int part = 0; part < 4; ++part) dots[row][part] = _mm256_setzero_si256();
-    for (int chunk = 0; chunk < steps; chunk += 8) {
+    }
+    for (int left = steps / 8; left > 0; left -= chunks_in_16) {
         __m256i pairs[ROWS][4] = {};
-        for (int step = chunk; step < chunk + 8; ++step) {
-            NDP_UNROLL(2)
-            for (int row = 0; row < ROWS; ++row) {
-                int32_t four;
-                std::memcpy(&four, x + (row * steps + step) * 4, 4);
-                NDP_UNROLL(4)
-                for (int part = 0; part < 4; ++part) {
-                    const uint8_t* at = codes + (part / 2 * steps + step) * 64 + part % 2 * 32;
-                    const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-                    pairs[row][part] =
-                        _mm256_add_epi16(pairs[row][part], _mm256_maddubs_epi16(w, _mm256_set1_epi32(four)));
-                }
-            }
+        for (int chunk = left < chunks_in_16 ? left : chunks_in_16; chunk > 0; --chunk) {
+            NDP_UNROLL(8)
+            for (int step = 0; step < 8; ++step) add_step<ROWS>(codes, block_bytes, x, step, pairs);
+            codes += 8 * 64;
+            for (int row = 0; row < ROWS; ++row) x[row] += 8 * 4;
         }
         NDP_UNROLL(2)
         for (int row = 0; row < ROWS; ++row) {
             NDP_UNROLL(4)
             for (int part = 0; part < 4; ++part)
-                dots[row][part] =
-                    _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], _mm256_set1_epi16(1)));
+                dots[row][part] = _mm256_add_epi32(dots[row][part], _mm256_madd_epi16(pairs[row][part], ones));
         }
     }
 }
@@ -102,7 +121,8 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const ptrdiff_t at = static_cast<ptrdiff_t>(first_group + g) * a.tokens + first;
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
-            (count * LIMBS == 2 ? dot_rows<2> : dot_rows<1>)(codes, panel.steps, a.codes + at * LIMBS * row_bytes, dots);
+            const int8_t* x = a.codes + at * LIMBS * row_bytes;
+            (count * LIMBS == 2 ? dot_rows<2> : dot_rows<1>)(codes, panel.steps, panel.chunks_in_16, x, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
                     __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
@@ -128,7 +148,7 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
 namespace {
 
 // The integer products of one row with the codes of one group of a unit as they lie in memory: [limb][part], a part being 8
-// of the unit's 32 rows. As in dot_rows eight steps, one chunk, add up in 16 bits.
+// of the unit's 32 rows. One chunk, eight steps, adds up in 16 bits: 8 * 2 * 15 * 127 = 30480.
 template <class Code, int LIMBS>
 NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunks, const int8_t* x, int padded,
                                  __m256i (&dots)[LIMBS][4]) {

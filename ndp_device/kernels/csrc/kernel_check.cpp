@@ -86,12 +86,13 @@ std::vector<double> times(const Matrix& m, const std::vector<double>& v) {
 double error_of(const std::string& isa, const Case& c, int bits, int limbs) {
     std::mt19937 random(c.hidden + bits);
     std::normal_distribution<float> normal;
-    Engine engine(isa, c.threads, limbs);
+    Engine engine(isa, c.threads);
     const Matrix w13 = random_matrix(engine, random, 2 * c.intermediate, c.hidden, bits, c.group, 2);
     const Matrix w2 = random_matrix(engine, random, c.hidden, c.intermediate, bits, c.group, 1);
     PreparedExpert expert;
     expert.hidden = c.hidden;
     expert.intermediate = c.intermediate;
+    expert.limbs = limbs;
     expert.w13 = w13.packed;
     expert.w2 = w2.packed;
     std::vector<float> x(static_cast<size_t>(c.tokens) * c.hidden), y(x.size()), gates(c.tokens, 0.5f);

@@ -367,7 +367,8 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         const ptrdiff_t at = static_cast<ptrdiff_t>(unit) * w.groups + first;
         const uint8_t* c0 = w.component[0] + at * group_bytes[0];
         const uint8_t* c1 = Code::kWidth1 ? w.component[1] + at * group_bytes[1] : c0;
-        Panel panel{most < w.groups - first ? most : w.groups - first, steps, codes, meta, {}, {}};
+        constexpr int kChunksIn16 = 32767 / (8 * 2 * 127 * (Code::kMask >> Code::kDropped));
+        Panel panel{most < w.groups - first ? most : w.groups - first, steps, kChunksIn16, codes, meta, {}, {}};
         panel.ahead[0] = c0 + panel.groups * group_bytes[0];
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;

@@ -54,12 +54,14 @@ PackedMatrix assemble(Engine& engine, const Components& components, int rows, in
     return matrix;
 }
 
-std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const PackedMatrix& w2) {
+std::shared_ptr<PreparedExpert> quantized_expert(const PackedMatrix& w13, const PackedMatrix& w2, int limbs) {
+    if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
     auto expert = std::make_shared<PreparedExpert>();
     expert->hidden = w2.geometry.rows;
     expert->intermediate = w2.geometry.cols;
     expert->w13 = w13;
     expert->w2 = w2;
+    expert->limbs = limbs;
     return expert;
 }
 
@@ -120,14 +122,13 @@ NB_MODULE(_native, m) {
         })
         .def("with_activation", with_activation, nb::arg("linear"), nb::arg("cubic"), nb::arg("up_bias"),
              nb::arg("limit"), nb::arg("b1"), nb::arg("b3"), nb::arg("b2"));
-    m.def("quantized_expert", quantized_expert);
+    m.def("quantized_expert", quantized_expert, nb::arg("w13"), nb::arg("w2"), nb::arg("limbs"));
     m.def("full_expert", full_expert);
 
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<const std::string&, int, int>(), nb::arg("isa"), nb::arg("threads"), nb::arg("limbs"))
+        .def(nb::init<const std::string&, int>(), nb::arg("isa"), nb::arg("threads"))
         .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
         .def_prop_ro("threads", &Engine::threads)
-        .def_prop_ro("limbs", &Engine::limbs)
         .def("pack", pack, nb::arg("planes"), nb::arg("halves"), nb::arg("group"))
         .def("assemble", assemble, nb::arg("components"), nb::arg("rows"), nb::arg("cols"), nb::arg("halves"),
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))

@@ -28,11 +28,12 @@ from ndp_device.experts.packing import pack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
 
 _native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import NativeKernel  # noqa: E402
+from ndp_device.kernels.native import LIMBS, NativeKernel  # noqa: E402
 
 ISAS = _native.supported_isas()
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
-LIMIT = {"two_limb": 2e-4, "a8": 4e-2}
+LIMIT = {2: 2e-4, 1: 4e-2}
+TWO = dict.fromkeys(LIMBS, 2)
 SHAPES = [  # hidden, intermediate, group, perm
     (128, 256, 128, False),
     (256, 128, 64, True),
@@ -116,20 +117,20 @@ def relative_error(got: NDArray, wanted: NDArray) -> float:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("mode", ["two_limb", "a8"])
+@pytest.mark.parametrize("limbs", [2, 1])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize(("hidden", "intermediate", "group", "perm"), SHAPES)
 def test_every_path_matches_fp64(
-    isa: str, mode: str, bits: int, hidden: int, intermediate: int, group: int, perm: bool
+    isa: str, limbs: int, bits: int, hidden: int, intermediate: int, group: int, perm: bool
 ) -> None:
     rng = np.random.default_rng([bits, hidden, intermediate, group])
     experts = [random_expert(rng, hidden, intermediate, bits, group, perm=perm) for _ in range(3)]
-    kernel = NativeKernel(mode, isa=isa, threads=2)
+    kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
     prepared = [kernel.prepare(expert) for expert in experts]
     for tokens in (1, 2, 3, 4, 17):
         x = rng.standard_normal((tokens, hidden)).astype(np.float32)
         pairs = random_pairs(rng, tokens, 3, 2)
-        assert relative_error(kernel.execute(x, prepared, *pairs), exact(x, experts, pairs)) < LIMIT[mode]
+        assert relative_error(kernel.execute(x, prepared, *pairs), exact(x, experts, pairs)) < LIMIT[limbs]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -138,11 +139,30 @@ def test_any_number_of_rows_of_mixed_widths(isa: str, tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     experts: list[Expert] = [random_expert(rng, 192, 160, bits, 64, perm=bits % 2 == 0) for bits in (1, 2, 3, 4)]
     experts += [full_expert(rng, 192, 160, dtype) for dtype in ("float32", "float16", "bfloat16")]
-    kernel = NativeKernel(isa=isa, threads=2)
+    kernel = NativeKernel(TWO, isa=isa, threads=2)
     x = rng.standard_normal((tokens, 192)).astype(np.float32)
     pairs = random_pairs(rng, tokens, len(experts), 4)
     y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
-    assert relative_error(y, exact(x, experts, pairs)) < LIMIT["two_limb"]
+    assert relative_error(y, exact(x, experts, pairs)) < LIMIT[2]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts_with_one_limb_and_with_two_give_in_one_call_what_they_give_alone(isa: str) -> None:
+    """And the widths that the library gives one limb are those that have the error of one."""
+    rng = np.random.default_rng(12)
+    experts = [random_expert(rng, 192, 160, bits, 64) for bits in LIMBS]
+    kernel = NativeKernel(isa=isa, threads=2)
+    prepared = [kernel.prepare(expert) for expert in experts]
+    x, row, gate = rng.standard_normal((1, 192)).astype(np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
+    alone = [kernel.execute(x, [one], row, row, gate) for one in prepared]
+    for bits, expert, y in zip(LIMBS, experts, alone, strict=True):
+        error = relative_error(y, exact(x, [expert], (row, row, gate)))
+        assert LIMIT[2] < error < LIMIT[1] if LIMBS[bits] == 1 else error < LIMIT[2]
+    order = np.arange(len(experts), dtype=np.int32)
+    together = kernel.execute(x, prepared, np.zeros_like(order), order, np.ones(len(order), np.float32))
+    np.testing.assert_array_equal(together, sum(alone[1:], alone[0]))
+    with pytest.raises(ValueError, match="limbs must be 1 or 2, got 3"):
+        NativeKernel({4: 3}).prepare(experts[3])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -179,12 +199,12 @@ def test_biases_and_a_clamped_activation_match_fp64(
             plain = full_expert(rng, hidden, intermediate, bits)
         inner, outer = plain.w1.shape if isinstance(plain, FullExpert) else plain.w2.shape[::-1]
         experts.append(replace(plain, biases=random_biases(rng, outer, inner), activation=GPT_OSS))
-    kernel = NativeKernel(isa=isa, threads=2)
+    kernel = NativeKernel(TWO, isa=isa, threads=2)
     x = 8 * rng.standard_normal((9, outer)).astype(np.float32)
     pairs = random_pairs(rng, 9, 2, 2)
     y = kernel.execute(x, [kernel.prepare(expert) for expert in experts], *pairs)
     wanted = exact(x, experts, pairs)
-    assert relative_error(y, wanted) < (2e-6 if bits == "float32" else LIMIT["two_limb"])
+    assert relative_error(y, wanted) < (2e-6 if bits == "float32" else LIMIT[2])
     reference = ReferenceKernel()
     assert relative_error(reference.execute(x, [reference.prepare(e) for e in experts], *pairs), wanted) < 2e-6
     unlike = [replace(expert, activation=SILU) for expert in experts]
@@ -271,7 +291,7 @@ def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: in
 def test_extreme_activations_stay_accurate_or_become_visible(isa: str) -> None:
     rng = np.random.default_rng(6)
     expert = random_expert(rng, 256, 64, 4, 64)
-    kernel = NativeKernel(isa=isa, threads=1)
+    kernel = NativeKernel(TWO, isa=isa, threads=1)
     prepared = [kernel.prepare(expert)]
     one = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
     for factor in (1e-10, 1e-3, 10.0):
@@ -316,16 +336,16 @@ def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("mode", ["two_limb", "a8"])
+@pytest.mark.parametrize("limbs", [2, 1])
 @pytest.mark.parametrize(("narrow", "wide"), [(3, 4), (1, 2), (1, 3), (1, 4)])
 @pytest.mark.parametrize(("hidden", "intermediate", "group", "perm"), SHAPES)
 def test_a_masked_expert_computes_the_same_bits(
-    isa: str, mode: str, narrow: int, wide: int, hidden: int, intermediate: int, group: int, perm: bool
+    isa: str, limbs: int, narrow: int, wide: int, hidden: int, intermediate: int, group: int, perm: bool
 ) -> None:
     """A result must not depend on how full the memory was."""
     rng = np.random.default_rng([narrow, wide, hidden, intermediate, group])
     replicas = nested_replicas(rng, hidden, intermediate, group, perm=perm)
-    kernel = NativeKernel(mode, isa=isa, threads=2)
+    kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
     own = kernel.prepare(replicas[narrow])
     masked = kernel.masked(own, kernel.prepare(replicas[wide]))
     assert masked is not None

@@ -38,7 +38,7 @@ def component_bytes(codes: NDArray[np.uint8], width: int, halves: int, group: in
 
 
 def check(isa: str, threads: int, codes: NDArray[np.uint8], width: int, halves: int, group: int) -> None:
-    engine = _native.Engine(isa, threads, 2)
+    engine = _native.Engine(isa, threads)
     planes = pack(codes, width)
     buffer = bytes(3) + planes.tobytes()
     unaligned = np.frombuffer(memoryview(buffer)[3:], np.uint8).reshape(planes.shape)
