@@ -69,6 +69,15 @@ class NativeExpert:
         return self.scale_bytes + sum(component.nbytes for component in self.components)
 
 
+@dataclass(frozen=True)
+class NativeMatrices:
+    """A linear layer in the engine's layout: matrices [N, C], whose sum multiplies."""
+
+    natives: tuple[_native.PackedMatrix, ...]
+    shape: tuple[int, int]
+    nbytes: int
+
+
 class NativeKernel:
     """See Kernel. One engine with its own threads; calls from several Python threads take turns."""
 
@@ -150,6 +159,22 @@ class NativeKernel:
             y,
         )
         return y
+
+    def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> NativeMatrices:
+        packed = [self._pack_matrix(matrix) for matrix in matrices]
+        return NativeMatrices(tuple(native for native, _ in packed), matrices[0].shape, sum(size for _, size in packed))
+
+    def multiply(self, x: NDArray[np.float32], prepared: NativeMatrices) -> NDArray[np.float32]:
+        y = np.empty((len(x), prepared.shape[0]), np.float32)
+        self._engine.multiply_matrices(np.ascontiguousarray(x, np.float32), prepared.natives, y)
+        return y
+
+    def _pack_matrix(self, matrix: QuantizedMatrix) -> tuple[_native.PackedMatrix, int]:
+        """And its bytes."""
+        group, cut = _kernel_group(matrix), itertools.accumulate(COMPONENT_BITS[matrix.bits], initial=0)
+        parts = [self._component(matrix, range(*ends), 1, group) for ends in itertools.pairwise(cut)]
+        packed = self._assemble(matrix, parts, 1, group)
+        return packed, packed.meta_nbytes + sum(part.nbytes for part in parts)
 
     def read_stream(self, data: NDArray[np.uint8], *, streams: int, prefetch_bytes: int) -> int:
         """Read all of data the way the kernels do, with nothing computed: what a benchmark calls the limit."""
