@@ -54,12 +54,12 @@ class Kernel(Protocol):
 
 
 class EngineKernel(Kernel, Protocol):
-    """What a kernel in the engine's process can do besides; those of other packages run on devices only."""
+    """A kernel that also runs linear layers in the engine's process; those of other packages run on devices only."""
 
     def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> Any:
         """Matrices [N, C] of one grouping, whose sum is the layer's weights; the result has `nbytes`."""
         ...
 
     def multiply(self, x: NDArray[np.float32], prepared: Any) -> NDArray[np.float32]:
-        """x [T, C] -> [T, N]; a row's result does not depend on the other rows."""
+        """x [T, C] -> [T, N], perhaps with activations of 8 bits; a row's result does not depend on the other rows."""
         ...

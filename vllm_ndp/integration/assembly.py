@@ -143,7 +143,7 @@ class Assembly:
         return _current
 
     def _make_linears(self) -> LinearLayers | None:
-        """What quantizes linear layers; None where they stay as they are."""
+        """Linear layers to quantize; None where they stay as they are."""
         if self.settings.linear_bits is None:
             return None
         linears = LinearLayers(

@@ -124,9 +124,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "drop --tensor-parallel-size, or that setting"),
         (settings.slot_bits == 8 and on_cpu(),
          "'slot_bits' 8 on CPU, for which there is no kernel: use 16, or one of 4, 3, 2, 1"),
-        (settings.linear_bits is not None and not on_cpu(),
-         "'linear_bits' on CUDA, where the device's kernel does not run: drop it, or give a checkpoint whose linear "
-         "layers are quantized for vLLM's kernels"),
         (settings.plan == "joint" and not on_cpu(),
          "'plan' 'joint' on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or use "
          "'slot_bits'"),

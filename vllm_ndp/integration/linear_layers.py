@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from ndp_device.kernels.reference import dequantize
 
 GROUP_SIZE = 128
 _PART_BITS = 4
-_AT_ONCE = 1 << 24
-"""Weights that are quantized at once: float32 copies of a whole output matrix would double the memory of a start."""
+_AT_ONCE = 1 << 22
+"""Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
+_SAMPLED = 16
+"""Every such row is looked at for the error."""
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
@@ -85,7 +88,7 @@ class LinearLayers:
         if skipped or weight.is_meta or weight.ndim != 2 or weight.shape[1] % 8:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
-            matrices, error = thread.submit(quantize, weight, self.bits).result()
+            matrices, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrices(matrices)
         self.layers.append(QuantizedLayer(prefix, prepared.nbytes, weight.nbytes, error))
@@ -142,20 +145,29 @@ class _Head(_Quantizes, UnquantizedEmbeddingMethod):
     supports_pre_processed_weights = False
 
 
-def quantize(weight: torch.Tensor, bits: int) -> tuple[list[QuantizedMatrix], float]:
-    """W [N, C] -> matrices of 4 bits whose sum stands for it, and the relative error of the weights."""
-    blocks, lost, there = [], 0.0, 0.0
-    for rows in weight.split(max(1, _AT_ONCE // weight.shape[1])):
-        values = rows.float().numpy()
-        parts, rest = [], values
-        for _ in range(bits // _PART_BITS):
-            part = quantize_nested(np.ascontiguousarray(rest), GROUP_SIZE, {_PART_BITS: 1.0})[_PART_BITS]
-            parts.append(part)
-            rest = rest - dequantize(part)
-        blocks.append(parts)
-        lost += float(np.vdot(rest, rest))
-        there += float(np.vdot(values, values))
-    return [_stacked(column) for column in zip(*blocks, strict=True)], (lost / there) ** 0.5 if there else 0.0
+def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[list[QuantizedMatrix], float]:
+    """W [N, C] -> matrices of 4 bits whose sum stands for it, and the relative error of a sample of its rows."""
+    blocks = weight.split(max(1, _AT_ONCE // weight.shape[1]))
+    with ThreadPoolExecutor(cores) as threads:
+        done = list(threads.map(partial(_quantize_block, bits=bits), blocks))
+    parts, lost, there = zip(*done, strict=True)
+    error = (sum(lost) / total) ** 0.5 if (total := sum(there)) else 0.0
+    return [_stacked(column) for column in zip(*parts, strict=True)], error
+
+
+def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[list[QuantizedMatrix], float, float]:
+    """And the sums of squares, over every 16th row, of what is lost and of what there was."""
+    values = rest = rows.float().numpy()
+    parts: list[QuantizedMatrix] = []
+    for _ in range(bits // _PART_BITS):
+        rest = rest - dequantize(parts[-1]) if parts else rest
+        parts.append(quantize_nested(rest, GROUP_SIZE, {_PART_BITS: 1.0})[_PART_BITS])
+    sampled, last = values[::_SAMPLED], parts[-1]
+    of_sample = replace(
+        last, planes=last.planes[:, ::_SAMPLED], scale=last.scale[::_SAMPLED], offset=last.offset[::_SAMPLED]
+    )
+    left = rest[::_SAMPLED] - dequantize(of_sample)
+    return parts, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
 
 
 def _stacked(blocks: Sequence[QuantizedMatrix]) -> QuantizedMatrix:

@@ -103,7 +103,7 @@ class NdpConfig(QuantizationConfig):
         return method
 
     def _plain_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Of a layer that the checkpoint does not store quantized."""
+        """The method of a layer that the checkpoint does not store quantized."""
         from vllm_ndp.integration.assembly import current_assembly
 
         linears = current_assembly().linears

@@ -178,16 +178,16 @@ void Engine::check(int tokens, int hidden, const std::vector<const PreparedExper
     }
 }
 
-Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens) {
+Engine::Quantized Engine::take_quantized(const QuantizedView& w, int tokens, int limbs) {
     Quantized q{};
-    q.row_bytes = limbs_ * w.padded_group;
+    q.row_bytes = limbs * w.padded_group;
     q.group_stride = static_cast<ptrdiff_t>(tokens) * q.row_bytes;
     const size_t bytes = w.groups * q.group_stride, slack = static_cast<size_t>(kRowSlack) * w.padded_group;
     q.codes = arena_.take<int8_t>(bytes + slack);
     std::memset(q.codes + bytes, 0, slack);
     q.scale = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
     q.sum = arena_.take<float>(static_cast<size_t>(w.groups) * tokens);
-    q.view = {tokens, limbs_, q.codes, q.scale, q.sum};
+    q.view = {tokens, limbs, q.codes, q.scale, q.sum};
     return q;
 }
 
@@ -198,7 +198,7 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             g.cols,
             g.group,
             g.padded_group(),
-            limbs_,
+            to.view.limbs,
             to.codes + static_cast<ptrdiff_t>(token) * to.row_bytes,
             to.group_stride,
             to.scale + token,
@@ -335,7 +335,8 @@ void Engine::multiply(const Job& job, bool down, int first, int last, float* y, 
 }
 
 void Engine::multiply_matrices(const float* x, int tokens, const std::vector<const PackedMatrix*>& matrices,
-                               float* y) {
+                               int limbs, float* y) {
+    if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
     if (matrices.empty()) throw std::invalid_argument("a product needs at least one matrix");
     const PackedMatrix& first = *matrices.front();
     const Geometry& g = first.geometry;
@@ -351,7 +352,7 @@ void Engine::multiply_matrices(const float* x, int tokens, const std::vector<con
         views.push_back(m->view());
         for (const Component& c : m->components) unit_bytes += kUnitRows * c.width / 8.0 * g.cols;
     }
-    const Quantized q = take_quantized(views[0], tokens);
+    const Quantized q = take_quantized(views[0], tokens, limbs);
     const int step = units_per_task(g.units(), unit_bytes, tokens);
     inline_ = 1.0 * g.rows * g.cols * (1 + tokens / 4.0) < kInlineWork;
     thread_scratch_.assign(threads_, nullptr);
@@ -404,8 +405,8 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         } else {
             job.w13 = job.expert->w13.view();
             job.w2 = job.expert->w2.view();
-            job.x = take_quantized(job.w13, job.tokens);
-            job.h = take_quantized(job.w2, job.tokens);
+            job.x = take_quantized(job.w13, job.tokens, limbs_);
+            job.h = take_quantized(job.w2, job.tokens, limbs_);
             widest_group = std::max({widest_group, job.w13.padded_group, job.w2.padded_group});
         }
         work += 3.0 * hidden * job.expert->intermediate * (1 + job.tokens / 4.0);

@@ -94,13 +94,14 @@ class Engine {
                  const Pairs& pairs, float* out);
 
     // y [tokens, rows] = the sum of the matrices, all of one shape and grouping, times each row of x [tokens, cols].
-    void multiply_matrices(const float* x, int tokens, const std::vector<const PackedMatrix*>& matrices, float* y);
+    void multiply_matrices(const float* x, int tokens, const std::vector<const PackedMatrix*>& matrices, int limbs,
+                           float* y);
 
    private:
     struct Job;
     struct Quantized;
     void check(int tokens, int hidden, const std::vector<const PreparedExpert*>& experts, const Pairs& pairs) const;
-    Quantized take_quantized(const QuantizedView& w, int tokens);
+    Quantized take_quantized(const QuantizedView& w, int tokens, int limbs);
     QuantizeJob quantize_job(const float* row, const PackedMatrix& matrix, const Quantized& to, int token) const;
     int units_per_task(int units, double unit_bytes, int tokens) const;
     void multiply(const Job& job, bool down, int first, int last, float* y, int stride, int thread) const;
