@@ -57,6 +57,7 @@ class System:
     hot: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""
+    linear_bits: float = 16
 
 
 def _plugin(hot: int, bits: float, **settings: Any) -> System:
@@ -66,6 +67,8 @@ def _plugin(hot: int, bits: float, **settings: Any) -> System:
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
     "defaults": System("vllm", 4, 0, {}),
+    "defaults-linear8": System("vllm", 4, 0, {"debug": {"linear_bits": 8}}, linear_bits=8),
+    "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
     "defaults-before": System("vllm", 3, 4, {"hardware": "h100-ndp512"}),
     "all-hot": System("vllm", 16, 8, {"hot_experts": 8, "cold_precision": "full"}),
     "hot4-cold3": _plugin(4, 3),
@@ -83,7 +86,8 @@ SYSTEMS: dict[str, System] = {
     "llama-q2_k": System("llama", 2, file="q2_k"),
 }
 """By name, in the order of the table; hot4-cold3: 4 of 8 experts hot in bf16, the others at 3 bits on average.
-defaults: what a server chooses that is told nothing; defaults-before: by simulated prices, half of the experts hot."""
+defaults: what a server chooses that is told nothing; defaults-linear8: with linear layers at 8 bits;
+defaults-before: by simulated prices, half of the experts hot."""
 
 
 class Unavailable(Exception):
@@ -242,12 +246,13 @@ def expert_bytes(config: Mapping[str, Any], bits: float) -> float:
     return weights * (bits / 8 + (4 / GROUP if bits < 16 else 0))
 
 
-def other_bytes(config: Mapping[str, Any]) -> float:
-    """What a token reads beside experts, in bf16: attention, router and the output matrix."""
+def other_bytes(config: Mapping[str, Any], bits: float = 16) -> float:
+    """What a token reads beside experts: attention, the output matrix and, always in bf16, the router."""
     hidden, head = config["hidden_size"], config["head_dim"]
     attention = 2 * hidden * head * (config["num_attention_heads"] + config["num_key_value_heads"])
-    layer = attention + config["num_local_experts"] * hidden
-    return 2.0 * (config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
+    router, layers = config["num_local_experts"] * hidden, config["num_hidden_layers"]
+    group_bytes = 4 / GROUP * bits / 4 if bits < 16 else 0  # a scale and an offset for each 4 bits
+    return 2.0 * layers * router + (bits / 8 + group_bytes) * (layers * attention + config["vocab_size"] * hidden)
 
 
 def floor_bytes(system: System, config: Mapping[str, Any], hot_share: float, file_bytes: int) -> float:
@@ -258,7 +263,7 @@ def floor_bytes(system: System, config: Mapping[str, Any], hot_share: float, fil
         return file_bytes * (outside + (1 - outside) * top_k / experts)
     cold = expert_bytes(config, system.bits)
     pair = hot_share * expert_bytes(config, 16) + (1 - hot_share) * cold
-    return other_bytes(config) + layers * top_k * pair
+    return other_bytes(config, system.linear_bits) + layers * top_k * pair
 
 
 def summarise(

@@ -64,7 +64,13 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("vllm_ndp/", ("ndp_device.transport.zmq_both", "ndp_device.transport.zmq_client"), ()),
     # offline work: serving and replay read what it left behind
     ("ndp_device/", ("ndp_device.calibration",), ("ndp_device/calibration/",)),
-    ("vllm_ndp/", ("ndp_device.calibration",), ("vllm_ndp/cli/quantize.py", "vllm_ndp/integration/host_replicas.py")),
+    (
+        "vllm_ndp/",
+        ("ndp_device.calibration",),
+        tuple(
+            f"vllm_ndp/{file}.py" for file in ("cli/quantize", "integration/host_replicas", "integration/linear_layers")
+        ),
+    ),
     ("ndp_device/widths.py", ("numpy", "ndp_device"), ()),
     ("", ("pickle", "cloudpickle", "dill"), ()),
 ]

@@ -66,6 +66,10 @@ class NdpSettings:
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts: 16 = the checkpoint's own weights. With fewer, as much GPU memory holds more of them: on CPU
     4, 3, 2 or 1 = replicas; on a GPU 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
+    linear_bits: int | None = None
+    """Bits of linear layers on CPU that are no experts (attention projections, dense and shared MLPs, the output
+    matrix): 8 or 4, quantized at start-up for the device's kernel in the engine's process; None = as the checkpoint
+    has them. Layers that the checkpoint itself stores quantized keep vLLM's kernel."""
     plan: str = "fixed"
     """`fixed`: so many hot and warm experts per layer; `joint`: with the GPU memory of `hot_experts` in full precision,
     the tier and the width of every expert that make the fastest plan on the simulated hardware, of no more expected
@@ -163,6 +167,13 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
         if self.slot_bits not in (*PLAN_BITS, 8):
             raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
+        if self.linear_bits not in (None, 8, 4):
+            raise ConfigError(f"ndp setting 'linear_bits' must be 8, 4 or null, got {self.linear_bits}")
+        if self.linear_bits is not None and self.cold_precision == "full":
+            raise ConfigError(
+                f"ndp setting 'linear_bits' is {self.linear_bits} beside cold_precision 'full', which quantizes "
+                "nothing: drop one of the two"
+            )
         self._check_joint()
         self._check_replan()
         self._check_prices()

@@ -20,7 +20,7 @@ TOP = (
 )
 DEBUG = (
     *("tiers", "bits_for", "offload_bits", "device_hosts", "layers", "migration", "max_moves", "device_copies"),
-    *("device_moves", "prices", "pe_mode", "kernel", "prepare", "pool", "report"),
+    *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
 )
 """What only researchers and tests turn: each has a default that decides by itself."""
 RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}

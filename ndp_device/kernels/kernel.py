@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.experts.expert import Expert
+from ndp_device.experts.expert import Expert, QuantizedMatrix
 
 
 class Kernel(Protocol):
@@ -50,4 +50,16 @@ class Kernel(Protocol):
         gates: NDArray[np.float32],  # [P], router weight
     ) -> NDArray[np.float32]:  # [T, H]
         """sum over pairs p of row t: gates[p] * W2 (silu(W1 x) * (W3 x)); rows without a pair are exactly 0."""
+        ...
+
+
+class EngineKernel(Kernel, Protocol):
+    """A kernel that also runs linear layers in the engine's process; those of other packages run on devices only."""
+
+    def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> Any:
+        """Matrices [N, C] of one grouping, whose sum is the layer's weights; the result has `nbytes`."""
+        ...
+
+    def multiply(self, x: NDArray[np.float32], prepared: Any) -> NDArray[np.float32]:
+        """x [T, C] -> [T, N], perhaps with activations of 8 bits; a row's result does not depend on the other rows."""
         ...

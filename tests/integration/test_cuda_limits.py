@@ -151,6 +151,11 @@ def test_slots_have_the_widths_of_vllm_s_kernels(bits: int, is_refused: bool) ->
     assert [f"'slot_bits' {bits} on a GPU" in what for what in found] == [True] * is_refused
 
 
+def test_linear_layers_are_not_quantized_on_a_gpu() -> None:
+    found = refused(configuration(), NdpSettings(linear_bits=8))
+    assert ["'linear_bits' on a GPU" in what for what in found] == [True]
+
+
 def test_threads_of_a_gpu_engine_are_bound_to_no_cores_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """`OMP_PLACES={0:64}` means cores 0 to 63, and a container may have others: no thread could start on them."""
     monkeypatch.setenv("OMP_PLACES", "{0:64}")

@@ -88,6 +88,7 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("cold_precision", "half", "quantized, full"),
         ("fallback", "none", "full, same"),
         ("kernel", "cuda", "auto, reference, native"),
+        ("linear_bits", 3, "8, 4 or null"),
         ("device", "udp://127.0.0.1:9", "ipc:// or tcp://"),
     ],
 )
@@ -99,6 +100,11 @@ def test_a_value_out_of_range_is_refused_with_the_range_and_the_value(setting: s
     assert allowed in sentence
     assert str(value) in sentence
     assert "\n" not in sentence
+
+
+def test_linear_layers_are_not_quantized_where_identity_is_asked_for():
+    with pytest.raises(ConfigError, match="'linear_bits' is 8 beside cold_precision 'full'"):
+        NdpSettings.from_mapping({"cold_precision": "full", "debug": {"linear_bits": 8}})
 
 
 @pytest.mark.parametrize(

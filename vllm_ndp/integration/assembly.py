@@ -20,7 +20,7 @@ import vllm
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from ndp_device.protocol.messages import Served
@@ -46,6 +46,7 @@ from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.hot_experts import HotExperts, slots_of_module
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights, make_slot_kernel
+from vllm_ndp.integration.linear_layers import LinearLayers
 from vllm_ndp.integration.moe_layer import LAYERS, LayerParts, MoELayer
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.price_probe import PriceProbe, Shared, WantedPrices
@@ -132,6 +133,7 @@ class Assembly:
         owners = Owners(ranks.size, *sizes) if ranks.holds_whole_experts else None
         self.tiers = Tiers(*sizes, owners=owners, rank=ranks.rank if owners else None)
         self.attached: dict[int, AttachedLayer] = {}
+        self.linears = self._make_linears()
 
     @classmethod
     def begin(cls, vllm_config: VllmConfig, opened: ExitStack) -> Assembly:
@@ -139,6 +141,16 @@ class Assembly:
         global _current
         _current = cls(vllm_config, opened)
         return _current
+
+    def _make_linears(self) -> LinearLayers | None:
+        """Linear layers to quantize; None where they stay as they are."""
+        if self.settings.linear_bits is None:
+            return None
+        linears = LinearLayers(
+            self.settings.linear_bits, lambda: self._kernel, compat.engine_cores(), self.pool.shape.num_experts
+        )
+        self.opened.callback(linears.close)
+        return linears
 
     # -- while the model loads ------------------------------------------------------------------------------------
 
@@ -462,7 +474,7 @@ class Assembly:
         return LateCheck(make_lane(device), pinned_for(device), device, most_rows)
 
     @cached_property
-    def _kernel(self) -> Kernel:
+    def _kernel(self) -> EngineKernel:
         """The device's, in this process."""
         return load_engine_kernel(self.settings.kernel, compat.engine_cores())
 

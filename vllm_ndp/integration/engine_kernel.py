@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 
 from ndp_device.experts.expert import FullExpert
 from ndp_device.kernels import load_kernel
-from ndp_device.kernels.kernel import Kernel
+from ndp_device.kernels.kernel import EngineKernel
 
 _SIDE = 512
 """Of an expert that is large enough for the native kernel to divide it among its threads, even for one row."""
 
 
-def load_engine_kernel(name: str, cores: Collection[int]) -> Kernel:
+def load_engine_kernel(name: str, cores: Collection[int]) -> EngineKernel:
     """name: the setting `kernel`. Its threads are started here, in a thread that may run on all these cores.
 
     A worker's own thread is bound to one core where vLLM binds OpenMP, and threads that it starts would share that one.
@@ -25,8 +26,8 @@ def load_engine_kernel(name: str, cores: Collection[int]) -> Kernel:
         return thread.submit(_load, name).result()
 
 
-def _load(name: str) -> Kernel:
-    kernel = load_kernel(name)
+def _load(name: str) -> EngineKernel:
+    kernel = cast(EngineKernel, load_kernel(name))  # the setting names only ours
     weights, one, weight = np.zeros((_SIDE, _SIDE), np.float32), np.zeros(1, np.int32), np.ones(1, np.float32)
     expert = kernel.prepare(FullExpert("float32", weights, weights, weights))
     kernel.execute(weights[:1], [expert], one, one, weight)

@@ -84,25 +84,31 @@ class NdpConfig(QuantizationConfig):
             stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
             return NdpMoEMethod(layer.moe_config, get_current_vllm_config(), stored_beside)
         if self._inner is None:
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            return self._plain_method(layer, prefix)
         self._inner.packed_modules_mapping = self.packed_modules_mapping
         with self._naming(prefix):
             method = self._inner.get_quant_method(layer, prefix)
         if isinstance(layer, LinearBase) and method is not None:
             self._name_when_weights_are_made(method, prefix)  # some formats look for their kernel only then
+        if method is None or isinstance(method, UnquantizedLinearMethod):
+            return self._plain_method(layer, prefix)
         computes_in = self._inner.get_supported_act_dtypes()
         dtype = get_current_vllm_config().model_config.dtype
-        if (
-            isinstance(layer, LinearBase)
-            and not isinstance(method, UnquantizedLinearMethod)
-            and dtype not in computes_in
-        ):
+        if isinstance(layer, LinearBase) and dtype not in computes_in:
             raise ConfigError(
                 f"the checkpoint stores {prefix} as {self._method}, whose linear layers compute in "
                 f"{' or '.join(str(one).removeprefix('torch.') for one in computes_in)}, not in "
                 f"{str(dtype).removeprefix('torch.')}: set --dtype bfloat16"
             )
         return method
+
+    def _plain_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a layer that the checkpoint does not store quantized."""
+        from vllm_ndp.integration.assembly import current_assembly
+
+        linears = current_assembly().linears
+        ours = None if linears is None else linears.method_of(layer, prefix)
+        return ours or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
 
     @contextmanager
     def _naming(self, prefix: str) -> Iterator[None]:

@@ -518,3 +518,31 @@ def test_widths_that_are_views_of_one_matrix_need_no_proof_and_others_are_proven
     copies[1] = replace(copies[1], planes=~copies[1].planes)
     with pytest.raises(ValueError, match="2 bits are not a prefix of 4"):
         NestedMatrix.of(copies)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("rows", "cols", "group"), [(256, 128, 128), (40, 24, 32), (33, 136, 64), (320, 384, 1024)])
+@pytest.mark.parametrize("count", [1, 2], ids=["4 bits", "8 bits"])
+def test_a_linear_layer_is_the_sum_of_its_matrices_within_fp64(isa: str, rows: int, cols: int, group: int, count: int):
+    rng = np.random.default_rng(rows)
+    matrices = [random_matrix(rng, rows, cols, 4, group) for _ in range(count)]
+    kernel = NativeKernel(isa=isa, threads=2)
+    prepared = kernel.prepare_matrices(matrices)
+    x = rng.standard_normal((19, cols)).astype(np.float32)
+    wanted = x.astype(np.float64) @ sum(dequantize(matrix).astype(np.float64) for matrix in matrices).T
+    y = kernel.multiply(x, prepared)
+    assert np.linalg.norm(y - wanted) <= LIMIT["a8"] * np.linalg.norm(wanted)
+    alone = [kernel.multiply(x[row : row + 1], prepared)[0] for row in range(len(x))]
+    np.testing.assert_array_equal(y, alone)
+    reference = ReferenceKernel()
+    by_reference = reference.multiply(x, reference.prepare_matrices(matrices))
+    assert np.linalg.norm(by_reference - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
+def test_a_linear_layer_refuses_matrices_and_rows_that_do_not_fit_together():
+    rng, kernel = np.random.default_rng(0), NativeKernel(threads=1)
+    one, other = (random_matrix(rng, 32, 64, 4, group) for group in (32, 64))
+    with pytest.raises(ValueError, match="one shape"):
+        kernel.multiply(np.ones((1, 64), np.float32), kernel.prepare_matrices([one, other]))
+    with pytest.raises(ValueError, match="the columns of the matrices"):
+        kernel.multiply(np.ones((1, 96), np.float32), kernel.prepare_matrices([one]))

@@ -67,6 +67,11 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings) -> Iterable[tuple[b
         f"{' and '.join(map(str, SLOT_BITS))} bits: use one of them, or 16",
     )
     yield (
+        settings.linear_bits is not None,
+        "'linear_bits' on a GPU, where the device's kernel does not run: drop it, or give a checkpoint whose linear "
+        "layers are quantized for vLLM's kernels",
+    )
+    yield (
         settings.record is not None and vllm_config.speculative_config is not None,
         "a recording of drafts on a GPU, where sampled tokens are not on the host when the step ends: drop 'record' or "
         "--speculative-config",

@@ -1,0 +1,177 @@
+"""Linear layers beside the experts at 8 or 4 bits: attention projections, dense and shared MLPs, the output matrix.
+
+On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
+from the checkpoint's values, which are then freed. 8 bits are 4 bits and 4 bits of what those leave, so that both run
+through one kernel. Routers stay as they are: their choices decide which experts run. Knows vLLM's linear methods and a
+kernel. Does not know settings, experts or requests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.library import Library
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from ndp_device.calibration.data_free import quantize_nested
+from ndp_device.experts.expert import QuantizedMatrix
+from ndp_device.kernels.kernel import EngineKernel
+from ndp_device.kernels.reference import dequantize
+
+GROUP_SIZE = 128
+_PART_BITS = 4
+_AT_ONCE = 1 << 22
+"""Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
+_SAMPLED = 16
+"""Every such row is looked at for the error."""
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+_LAYERS: dict[str, Multiply] = {}
+"""By the name that the operator is called by."""
+_LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
+
+
+def _linear(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+    return _LAYERS[name](x)
+
+
+def _linear_fake(x: torch.Tensor, rows: int, name: str) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], rows))
+
+
+# On CPU torch.compile traces into apply(), and could not trace into the kernel.
+direct_register_custom_op("linear", _linear, fake_impl=_linear_fake, target_lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """One layer as it was quantized."""
+
+    prefix: str
+    nbytes: int
+    full_nbytes: int
+    error: float
+    """Of the weights: the root mean square of what is lost over that of what there was."""
+
+
+class LinearLayers:
+    """Those of one worker."""
+
+    def __init__(self, bits: int, load_kernel: Callable[[], EngineKernel], cores: set[int], num_experts: int) -> None:
+        """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""
+        self.bits, self.layers = bits, list[QuantizedLayer]()
+        self._load_kernel, self._cores, self._num_experts = load_kernel, cores, num_experts
+        self._names: list[str] = []
+
+    def method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """A method of ours; None where the layer stays as it is."""
+        if isinstance(layer, ParallelLMHead):
+            return _Head(self, prefix)
+        if isinstance(layer, LinearBase) and layer.output_size > self._num_experts:
+            return _Linear(self, prefix)
+        return None
+
+    def take(self, layer: Any, prefix: str) -> bool:
+        """Quantize a layer whose weights are loaded, and free them; False where the kernel cannot run it."""
+        weight = layer.weight.data
+        skipped = getattr(layer, "_cpu_skip_gemm_dispatch", False)  # MLA reads these weights itself
+        if skipped or weight.is_meta or weight.ndim != 2 or weight.shape[1] % 8:
+            return False
+        with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
+            matrices, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
+        kernel = self._load_kernel()
+        prepared = kernel.prepare_matrices(matrices)
+        self.layers.append(QuantizedLayer(prefix, prepared.nbytes, weight.nbytes, error))
+        name, rows = f"{id(self)}:{prefix}", weight.shape[0]
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            y = kernel.multiply(x.reshape(-1, x.shape[-1]).float().numpy(), prepared)
+            return torch.from_numpy(y).to(x.dtype).reshape(*x.shape[:-1], rows)
+
+        def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            compiling = torch.compiler.is_compiling()
+            y = torch.ops.vllm_ndp.linear(x, rows, name) if compiling else multiply(x)
+            return y if bias is None else y + bias
+
+        _LAYERS[name] = multiply
+        self._names.append(name)
+        layer.cpu_linear = cpu_linear  # vLLM's methods on CPU call this
+        layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        return True
+
+    def close(self) -> None:
+        for name in self._names:
+            del _LAYERS[name]
+        self._names.clear()
+
+    @property
+    def description(self) -> str:
+        if not self.layers:
+            return f"none fits {self.bits} bits"
+        errors = [one.error for one in self.layers]
+        worst = self.layers[int(np.argmax(errors))]
+        held, full = (sum(getattr(one, name) for one in self.layers) / 2**20 for name in ("nbytes", "full_nbytes"))
+        return (
+            f"{len(errors)} at {self.bits} bits, {held:.1f} MiB instead of {full:.1f}; relative error of weights "
+            f"{np.mean(errors):.1e}, at most {worst.error:.1e} ({worst.prefix})"
+        )
+
+
+class _Quantizes:
+    def __init__(self, layers: LinearLayers, prefix: str) -> None:
+        super().__init__()
+        self._layers, self._prefix = layers, prefix
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if not self._layers.take(layer, self._prefix):
+            super().process_weights_after_loading(layer)  # type: ignore[misc]  # of vLLM's method beside this one
+
+
+class _Linear(_Quantizes, UnquantizedLinearMethod):
+    supports_pre_processed_weights = False
+
+
+class _Head(_Quantizes, UnquantizedEmbeddingMethod):
+    supports_pre_processed_weights = False
+
+
+def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[list[QuantizedMatrix], float]:
+    """W [N, C] -> matrices of 4 bits whose sum stands for it, and the relative error of a sample of its rows."""
+    blocks = weight.split(max(1, _AT_ONCE // weight.shape[1]))
+    with ThreadPoolExecutor(cores) as threads:
+        done = list(threads.map(partial(_quantize_block, bits=bits), blocks))
+    parts, lost, there = zip(*done, strict=True)
+    error = (sum(lost) / total) ** 0.5 if (total := sum(there)) else 0.0
+    return [_stacked(column) for column in zip(*parts, strict=True)], error
+
+
+def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[list[QuantizedMatrix], float, float]:
+    """And the sums of squares, over every 16th row, of what is lost and of what there was."""
+    values = rest = rows.float().numpy()
+    parts: list[QuantizedMatrix] = []
+    for _ in range(bits // _PART_BITS):
+        rest = rest - dequantize(parts[-1]) if parts else rest
+        parts.append(quantize_nested(rest, GROUP_SIZE, {_PART_BITS: 1.0})[_PART_BITS])
+    sampled, last = values[::_SAMPLED], parts[-1]
+    of_sample = replace(
+        last, planes=last.planes[:, ::_SAMPLED], scale=last.scale[::_SAMPLED], offset=last.offset[::_SAMPLED]
+    )
+    left = rest[::_SAMPLED] - dequantize(of_sample)
+    return parts, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
+
+
+def _stacked(blocks: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """One matrix whose rows are those of all blocks."""
+    planes = np.concatenate([block.planes for block in blocks], axis=1)
+    scale, offset = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("scale", "offset"))
+    return QuantizedMatrix(_PART_BITS, planes, scale, offset, GROUP_SIZE)
