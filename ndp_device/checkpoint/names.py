@@ -173,7 +173,7 @@ class _Names:
         self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(known.layers)})\.(\d+)\.")
         self._own = re.compile(rf"(.*\b(?:{experts}))\.(\d+)\.({roles})\.(\w+)")
         self._stacked = re.compile(rf"(.*\b(?:{experts}))\.({roles})(?:[._](\w+))?")
-        self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight)")
+        self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight|bias)")
         self.router = re.compile(rf"\.(?:{_any_of(known.router)})\.weight$")
         self._number = re.compile(rf"\b({experts})\.\d+\.")
 
@@ -212,7 +212,7 @@ class _Names:
             return match[1], int(match[2]), match[3], match[4]
         if match := self._stacked.fullmatch(name):
             return match[1], None, match[2], match[3] or "weight"
-        if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 3:
+        if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 2 + (match[3] == "weight"):
             return match[1], None, match[2], match[3]
         return None
 

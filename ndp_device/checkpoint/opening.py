@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.files import has_weights, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
-from ndp_device.checkpoint.quantized import Packed, unpacked
+from ndp_device.checkpoint.quantized import unpacked
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
+from ndp_device.checkpoint.values import Packed
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape
 
@@ -31,7 +32,7 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the experts. Raises ConfigError or ReplicaError in one sentence where they do not add up."""
     config, name = read_config(model_dir), model_dir.resolve().name
-    if not keys_about_experts(text_config(config)) and not any(model_dir.glob("*.safetensors")):
+    if not keys_about_experts(text_config(config)) and not has_weights(model_dir):
         raise ConfigError(
             f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
         )

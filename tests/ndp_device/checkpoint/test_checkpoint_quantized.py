@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
 from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
-from ndp_device.checkpoint.quantized import Packed, unpacked  # noqa: E402
+from ndp_device.checkpoint import values as decoders  # noqa: E402
+from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
+from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
@@ -70,8 +72,8 @@ def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
     linear.weight.data = (codes - zeros[:, group_of]) * scales[:, group_of]
     packer = quantized.auto_gptq_linear()(bits, group, columns, rows, False, weight_dtype=torch.float32)
     packer.pack(linear, scales.clone(), zeros.clone(), group_of.to(torch.int32))
-    parts = {name: name for name in ("qweight", "qzeros", "scales", "g_idx")}
-    packed = Packed("gptq", (rows, columns), "F32", parts, bits, zero_is_less_one=True)
+    parts = {"codes": "qweight", "zero": "qzeros", "scale": "scales", "group_of": "g_idx"}
+    packed = Packed(decoders.gptq, (rows, columns), "F32", parts, bits=bits, zero_is_less_one=True)
     values = packed.values(lambda name: getattr(packer, name).numpy(), None)
     np.testing.assert_allclose(values, linear.weight.detach(), rtol=1e-6, atol=1e-6)
 
@@ -79,8 +81,8 @@ def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
 def test_fp8_has_torchs_values_for_every_byte_and_blocks_may_be_cut_off_at_the_edges() -> None:
     everything = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     weight, scale = everything.repeat(2).reshape(4, 128)[:, :100], torch.tensor([[1.0, 2.0], [4.0, 0.5]])
-    stored = {"weight": weight.contiguous().view(torch.uint8).numpy(), "scale": scale.numpy()}
-    packed = Packed("fp8", (4, 100), "F32", {"weight": "weight", "scale": "scale"}, block=(3, 64))
+    stored = {"codes": weight.contiguous().view(torch.uint8).numpy(), "scale": scale.numpy()}
+    packed = Packed(decoders.scaled, (4, 100), "F32", {part: part for part in stored}, "e4m3", block=(3, 64))
     wanted = weight.float() * scale.repeat_interleave(3, 0)[:4].repeat_interleave(64, 1)[:, :100]
     np.testing.assert_array_equal(packed.values(lambda name: stored[name], None), wanted.numpy())
 
