@@ -230,7 +230,7 @@ def _describe_compressed(row: Format, parts: Parts, settings: Settings) -> Packe
     each = 32 // bits
     chosen = [one for one in settings.weights if one.num_bits == bits]
     group = next((one.group_size for one in chosen if (one.group_size or 0) > 0), None)
-    columns = min(num_words * each, num_groups * group) if group else num_words * each
+    columns = num_groups * group if group else int(parts.contents("weight_shape")[-1])  # words may be padded
     parts.agree(-(-columns // each) == num_words)
     if all(one.symmetric is False for one in chosen) or "weight_zero_point" in parts.names:
         zeros = parts.shape("weight_zero_point", _WORDS, 2)
@@ -266,13 +266,14 @@ def _describe_words(row: Format, parts: Parts, settings: Settings) -> Packed:
     if method == "awq" and bits == 4 and (settings.version or "gemm").lower() == "gemm":
         parts.agree(num_scales == width * 8 and zeros == (groups, width))
         return Packed(values.awq, (width * 8, num_words), dtype, names)
-    if method != "gptq" or bits not in (2, 3, 4, 8):
+    widths = _WIDTHS if settings.packing_format else (2, 3, 4, 8)
+    if method != "gptq" or bits not in widths:
         version = f", version {settings.version}" if settings.version else ""
         raise ConfigError(
             f"{parts.where}: config.json says that its qweight is of quant_method {method or 'not given'} with {bits} "
-            f"bits{version}; we read gptq and auto-round of 2, 3, 4 and 8 bits and awq of 4 bits, version gemm"
+            f"bits{version}; we read gptq of 2, 3, 4 and 8 bits, auto-round of 2 to 8, and awq of 4 bits, version gemm"
         )
-    bits = zeros[1] * 32 // width if zeros[1] * 32 // width in (2, 3, 4, 8) else bits  # a layer may have its own
+    bits = own if (own := zeros[1] * 32 // width) in widths else bits  # a layer may have its own
     columns = num_words * 32 // bits
     parts.agree(num_scales == width and num_words * 32 % bits == 0 and zeros == (groups, width * bits // 32))
     if "g_idx" in parts.names:

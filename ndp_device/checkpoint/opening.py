@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
         )
     tensors, packed = unpacked(read_headers(model_dir), _with_outer_settings(config), name=name)
     layout = resolve(tensors, config, name=name)
+    if any(info.file.suffix == ".gguf" for info in tensors.values()):
+        layout = replace(layout, norm_offset=0.0)  # llama.cpp's converter has added it
     shape = ModelShape(
         name=name,
         num_layers=len(layout.layers),

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
 from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
-from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
+from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
 from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
@@ -31,7 +31,12 @@ from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import make_quantized_models as quantized  # noqa: E402
 
-needs_auto_gptq = pytest.mark.skipif(importlib.util.find_spec("auto_gptq") is None, reason="needs auto-gptq")
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+needs_auto_gptq = needs("auto_gptq")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _marks(name: str) -> Any:
-    return needs_auto_gptq if name.endswith("gptq") else ()
+    return needs(quantized.NEEDS[name]) if name in quantized.NEEDS else ()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in quantized.FORMATS])
