@@ -146,7 +146,8 @@ def bitsandbytes_4bit(kind: str, dtype: torch.dtype = torch.bfloat16, *, nested:
             weight.to(dtype), quant_type=kind, compress_statistics=nested, blocksize=64
         )
         stored = {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
-        return {name: codes} | stored, functional.dequantize_4bit(codes, state)
+        state.shape = torch.Size((weight.numel() // 64, 64))  # 0.50's CPU kernel is wrong where rows end in a block
+        return {name: codes} | stored, functional.dequantize_4bit(codes, state).reshape(weight.shape)
 
     return quantize
 
