@@ -180,9 +180,8 @@ def _describe_scaled(row: Format, parts: Parts, settings: Settings) -> Packed:
     stored = parts.shape(row.codes, row.stored, 2, 3)
     shape = (*stored[:-1], stored[-1] * 2) if row.elements == "fp4" else stored
     scale = parts.shape(name, row.scaled, *range(len(shape) + 3))
-    for part in row.more.values():
-        if part in parts.names and part != "weight_zero_point":
-            parts.agree(set(parts.shape(part, ("F32",), 0, 1, 2, 3)) <= {1, shape[0]})
+    for part in (row.more[role] for role in ("divisor", "factor") if role in row.more):
+        parts.agree(set(parts.shape(part, ("F32",), 0, 1, 2, 3)) <= {1, *shape[:-2]})
     names = parts.named(codes=row.codes, scale=name, **row.more)
     dtype = parts.dtype(name) if row.elements.startswith("int8") else "BF16"
     block = _block(row, shape, scale, settings, parts)
