@@ -112,11 +112,11 @@ def _open(path: Path) -> BinaryIO:
 def read_tensor(path: Path, first: int, last: int) -> bytes:
     """A small tensor's bytes, of which the headers say where they lie. Raises ReplicaError where they are not there."""
     with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not 0 <= first <= last <= size:
+            raise ReplicaError(f"{path.name} is damaged or truncated: a tensor lies at {first}..{last} of {size} bytes")
         file.seek(first)
-        contents = file.read(last - first)
-    if len(contents) < last - first:
-        raise ReplicaError(f"{path.name} is damaged or truncated: a tensor lies at {first}..{last}")
-    return contents
+        return file.read(last - first)
 
 
 def model_digest(model_dir: Path) -> str:

@@ -12,6 +12,7 @@ made in values.py. A format that is missing here is refused by the names of its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -351,7 +352,9 @@ PARTS = tuple(dict.fromkeys(chain(*((row.codes, *row.scale, *row.more.values()) 
 
 def small_values(stored: bytes, info: TensorInfo) -> NDArray[Any]:
     """A small tensor from its bytes."""
-    dtype = {"U8": "u1", "I32": "<i4", "I64": "<i8"}.get(info.dtype)
-    if dtype is None or len(stored) % np.dtype(dtype).itemsize:
-        raise ReplicaError(f"{info.file.name}: {len(stored)} bytes of {info.dtype} are no numbers: it is damaged")
+    dtype = {"U8": "u1", "I32": "<i4", "I64": "<i8"}[info.dtype]
+    if len(stored) != np.dtype(dtype).itemsize * math.prod(info.shape):
+        raise ReplicaError(
+            f"{info.file.name} is damaged: {len(stored)} bytes are read of a tensor {info.dtype} {list(info.shape)}"
+        )
     return np.frombuffer(stored, dtype)

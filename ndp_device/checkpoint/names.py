@@ -262,9 +262,7 @@ class _Layer:
         counted: int,  # experts that config.json counts; 0 where it does not
     ) -> None:
         self._where = f"{model}: layer {layer}"
-        self._tensors, self._names = tensors, names
-        self._block = block
-        self._counted = counted
+        self._tensors, self._names, self._block, self._counted = tensors, names, block, counted
         if quantized := sorted(role for role, _ in block if ":" in role):
             example = next(iter(block[quantized[0], False].values()))
             raise ConfigError(
@@ -339,6 +337,8 @@ class _Layer:
         """One tensor per expert, all of them there and of one shape, or one tensor for all."""
         names = self._block.get((part, is_bias), {})
         if None in names:
+            if (shape := list(self._tensors[names[None]].shape))[:1] != [self._num_experts]:
+                raise ReplicaError(f"{self._where}: {names[None]} is {shape}, not of {self._num_experts} experts")
             return Source(names[None])
         missing = [expert for expert in range(self._num_experts) if expert not in names]
         if missing:

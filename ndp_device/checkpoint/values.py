@@ -271,7 +271,7 @@ def _e4m3() -> Floats:
 @cache
 def _e8m0() -> Floats:
     """Byte -> a power of two; NaN at 0xff (OCP Microscaling Formats 1.0, 5.4.1)."""
-    powers = np.ldexp(1.0, np.arange(256) - 127)
+    powers: NDArray[np.float64] = np.ldexp(1.0, np.arange(256) - 127)
     powers[255] = np.nan
     return powers.astype(np.float32)
 

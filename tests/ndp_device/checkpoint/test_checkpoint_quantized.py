@@ -21,6 +21,7 @@ from ndp_device.calibration.build import build_calibrated, build_data_free  # no
 from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
 from ndp_device.checkpoint import values as decoders  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
+from ndp_device.checkpoint.names import DTYPES  # noqa: E402
 from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
 from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
@@ -227,9 +228,7 @@ def assert_read_as(write: writers.Quantize, weight: Any, settings: dict[str, Any
         tensors, {"quantization_config": settings}, name="m", small=lambda info: raw[str(info.file)].reshape(-1)
     )
     one = packed[f"{EXPERT}.weight"]
-    read = to_float32(
-        one.values(raw.__getitem__, None), {"F16": "float16", "F32": "float32"}.get(one.dtype, "bfloat16")
-    )
+    read = to_float32(one.values(raw.__getitem__, None), DTYPES[one.dtype])
     np.testing.assert_array_equal(read, values.float().numpy())
 
 
@@ -311,7 +310,7 @@ def _but(whole: dict[str, Any], **changed: Any) -> dict[str, Any]:
         (_but(FP8, weight_block_size=[0, 32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
         (_but(FP8, weight_block_size=[32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
         (FP8, _but(FP8_PARTS, weight_scale_inv=("I32", (2, 3))), "its weight_scale_inv is I32"),
-        (FP8, _but(FP8_PARTS, weight=("F8_E5M2", (64, 96))), r"its weight is F8_E5M2 .*and we read F8_E4M3 or I8 or U8"),
+        (FP8, _but(FP8_PARTS, weight=("F8_E5M2", (64, 96))), "its weight is F8_E5M2 .*we read F8_E4M3 or I8 or U8"),
         ({}, _but(NVFP4_PARTS, weight_scale=None), "its weight_scale is missing beside weight_global_scale and"),
         ({}, _but(NVFP4_PARTS, weight_scale=("F8_E4M3", (64, 3))), "do not belong together"),
         ({}, _but(NVFP4_PARTS, weight_scale=("F64", (64, 6))), "its weight_scale is F64"),
