@@ -5,7 +5,8 @@
 
 Per twin two directories: NAME, whose experts are stored in the format, and NAME-dequantized, a plain checkpoint with
 the values that the format's own library makes of them: transformers for MXFP4, torch for FP8, auto-gptq's packer and
-reader and compressed-tensors' packer for theirs. For AWQ, which none of these packs, it is written out.
+reader and compressed-tensors' packer for theirs, quantized_writers.py's for the newer ones. For AWQ, which none of
+these packs, it is written out.
 Stock vLLM runs the second one, which is the reference for the first. Nothing but experts is quantized, unless the name
 ends in -all. Prints one JSON object: name -> directory.
 """
@@ -13,21 +14,20 @@ ends in -all. Prints one JSON object: name -> directory.
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import make_family_models
+import quantized_writers as writers
 import torch
+from quantized_writers import GROUP, Quantize, Tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-GROUP = 32
-Tensors = dict[str, Tensor]
 
 
 def mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -148,21 +148,83 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fal
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 _PLAIN = ["self_attn", "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "block_sparse_moe.gate", "lm_head"]
 
-Quantize = Callable[[str, Tensor], tuple[Tensors, Tensor]]
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
+    return _CT | {"format": form, "config_groups": {"group_0": group}}
+
+
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["*self_attn*", "*gate", "lm_head"], "kv_cache_quant_algo": None}
+_DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "scale_fmt": "ue8m0"}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": False, "data_type": "int"}
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
 FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
     {
         "gpt_oss-mxfp4": ("gpt_oss", mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN}),
         "mixtral-fp8": ("mixtral", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
         "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
         "mixtral-compressed": ("mixtral", compressed, _CT),
+        "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _CT | {"ignore": ["re:.*gate$", "lm_head"]}),
         "mixtral-gptq": (
             "mixtral",
             gptq,
             _GPTQ | {"dynamic": {r"-:.*self_attn.*": {}, r"-:.*gate$": {}, "-:lm_head": {}}},
         ),
         "mixtral-awq": ("mixtral", awq, _AWQ | {"modules_to_not_convert": _PLAIN}),
+        "mixtral-nvfp4": (
+            "mixtral",
+            writers.NVFP4,
+            _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        ),
+        "mixtral-nvfp4-modelopt": (
+            "mixtral",
+            writers.modelopt_nvfp4,
+            _MODELOPT | {"quant_algo": "NVFP4", "config_groups": {"0": {"weights": {"num_bits": 4, "group_size": 16}}}},
+        ),
+        "mixtral-fp8-modelopt": ("mixtral", writers.modelopt_fp8, _MODELOPT | {"quant_algo": "FP8"}),
+        "mixtral-mxfp8": ("mixtral", writers.MXFP8, _MODELOPT | {"quant_algo": "MXFP8"}),
+        "mixtral-mxfp4": (
+            "mixtral",
+            writers.MXFP4,
+            _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        ),
+        "mixtral-compressed8": (
+            "mixtral",
+            writers.compressed_tensors("pack-quantized", num_bits=8, symmetric=False, strategy="channel"),
+            _compressed("pack-quantized", num_bits=8, type="int", symmetric=False, strategy="channel"),
+        ),
+        "mixtral-int8": (
+            "mixtral",
+            writers.compressed_tensors("int-quantized", num_bits=8, symmetric=True, strategy="channel"),
+            _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        ),
+        "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
+        "mixtral-deepseek-fp8": ("mixtral", writers.deepseek_fp8, _DEEPSEEK),
+        "mixtral-auto_round": (
+            "mixtral",
+            writers.auto_round(4, less_one=True),
+            _AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "experts"},
+        ),
+        "mixtral-nf4": ("mixtral", writers.bitsandbytes_4bit("nf4", torch.float16, nested=True), _NF4),
+        "mixtral-bitsandbytes8": (
+            "mixtral",
+            writers.bitsandbytes_int8,
+            {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        ),
     }
 )
+
+
+NEEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "mixtral-gptq": "auto_gptq",
+        "mixtral-auto_round": "auto_round_extension",
+        "mixtral-nf4": "bitsandbytes",
+        "mixtral-bitsandbytes8": "bitsandbytes",
+    }
+)
+"""The package that writes a format, where it is none that every set-up has."""
 
 
 def make(name: str, out: Path) -> Path:
@@ -202,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*", choices=[*FORMATS, []], metavar="NAME", help=", ".join(FORMATS))
     options = parser.parse_args(arguments)
-    print(json.dumps({name: str(make(name, options.out)) for name in options.names or FORMATS}))
+    names = options.names or [name for name in FORMATS if importlib.util.find_spec(NEEDS.get(name, "torch"))]
+    print(json.dumps({name: str(make(name, options.out)) for name in names}))
 
 
 if __name__ == "__main__":

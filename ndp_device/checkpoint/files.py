@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: config.json, safetensors headers, and the digest that names the weights.
+"""The files of a checkpoint directory: config.json, headers of tensors, and the digest that names the weights.
 
 Knows files. Does not know which tensor is what (names.py), torch, replicas or timing.
 """
@@ -15,6 +15,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from ndp_device import strict_json
+from ndp_device.checkpoint.gguf_files import MAGIC, MAX_HEADER_BYTES, gguf_header
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.strict_files import Refused, open_plain
 
@@ -25,6 +26,8 @@ _MAX_SIZE = 1 << 62
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 _METADATA = "__metadata__"
+SUFFIXES = (".safetensors", ".gguf")
+"""Of files with weights; where a directory has both kinds, the first one's are the checkpoint."""
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -40,12 +43,25 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def has_weights(model_dir: Path) -> bool:
+    return any(any(model_dir.glob(f"*{suffix}")) for suffix in SUFFIXES)
+
+
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted by name. Raises ReplicaError when there is none."""
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
-        raise ReplicaError(f"no .safetensors file in {model_dir}: the device reads safetensors checkpoints only")
-    return files
+    """The files that hold tensors, sorted by name. Raises ReplicaError when there is none."""
+    for suffix in SUFFIXES:
+        if files := sorted(model_dir.glob(f"*{suffix}")):
+            return files
+    raise ReplicaError(f"no file in {model_dir} is one of {' or '.join(SUFFIXES)}: the device reads no other weights")
+
+
+def tensor_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Entries of a file's tensors by name, and the offset of its first tensor byte. By the file's first bytes."""
+    with _open(path) as file:
+        if file.read(len(MAGIC)) == MAGIC:
+            file.seek(0)
+            return gguf_header(file.read(MAX_HEADER_BYTES), path.name)
+    return safetensors_header(path)
 
 
 class _Tensor(msgspec.Struct):
@@ -93,10 +109,20 @@ def _open(path: Path) -> BinaryIO:
         raise ReplicaError(f"{path} cannot be read: {error}") from None
 
 
+def read_tensor(path: Path, first: int, last: int) -> bytes:
+    """A small tensor's bytes, of which the headers say where they lie. Raises ReplicaError where they are not there."""
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not 0 <= first <= last <= size:
+            raise ReplicaError(f"{path.name} is damaged or truncated: a tensor lies at {first}..{last} of {size} bytes")
+        file.seek(first)
+        return file.read(last - first)
+
+
 def model_digest(model_dir: Path) -> str:
     """32 hex digits that change when the architecture or the weights do.
 
-    BLAKE2b over the sizes in config.json and, per safetensors file, its size, its header and 64 samples of 4 KiB spread
+    BLAKE2b over the sizes in config.json and, per file of weights, its size, its header and 64 samples of 4 KiB spread
     evenly. That takes a few milliseconds for 90 GB, but misses an edit between the samples.
     """
     digest = hashlib.blake2b(digest_size=16)
@@ -106,7 +132,7 @@ def model_digest(model_dir: Path) -> str:
         relevant.pop(volatile, None)
     digest.update(json.dumps(relevant, sort_keys=True).encode())
     for path in checkpoint_files(model_dir):
-        header, start = safetensors_header(path)
+        header, start = tensor_header(path)
         size = path.stat().st_size
         digest.update(f"{size} {json.dumps(header, sort_keys=True)}".encode())
         span = max(size - start - _SAMPLE_BYTES, 0)

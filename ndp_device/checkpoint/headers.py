@@ -1,4 +1,4 @@
-"""Contents of a checkpoint directory, from its safetensors headers: names, dtypes, shapes, the file of each tensor.
+"""Contents of a checkpoint directory, from the headers of its files: names, dtypes, shapes, the file of each tensor.
 
 Knows files and the index that lists them. Does not know what a tensor means (names.py), and reads no weight.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 
 from ndp_device import strict_json
-from ndp_device.checkpoint.files import checkpoint_files, safetensors_header
+from ndp_device.checkpoint.files import checkpoint_files, tensor_header
 from ndp_device.errors import ReplicaError
 
 INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 32 << 20  # 9 MiB for the 91 000 tensors of DeepSeek-V3
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
 
 
 class _Index(msgspec.Struct):
@@ -28,18 +28,20 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: dtype as safetensors spells it (F32, BF16, F8_E4M3, ...), shape and file."""
+    """One tensor of a checkpoint: dtype as safetensors spells it (F32, BF16, F8_E4M3, ...), shape and where it lies."""
 
     dtype: str
     shape: tuple[int, ...]
     file: Path
+    first: int = 0
+    last: int = 0
 
 
 def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
     """Every tensor by name. Raises ReplicaError when a shard is missing or two files hold the same tensor."""
     tensors: dict[str, TensorInfo] = {}
     for path in weight_files(model_dir):
-        header, _ = safetensors_header(path)
+        header, start = tensor_header(path)
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if name in tensors:
@@ -47,12 +49,13 @@ def read_headers(model_dir: Path) -> dict[str, TensorInfo]:
                     f"{model_dir.name}: {name} is in {tensors[name].file.name} and in {path.name}: delete the one "
                     "that does not belong to this checkpoint"
                 )
-            tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), path)
+            first, last = entry["data_offsets"]
+            tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), path, start + first, start + last)
     return tensors
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files that make the checkpoint: those its index names, or every .safetensors where there is no index."""
+    """The files that make the checkpoint: those its index names, or all of their kind where there is no index."""
     index = model_dir / INDEX
     if os.path.lexists(index):  # whatever it is: one that cannot be read is refused
         named = sorted(set(_weight_map(index).values()))
@@ -72,9 +75,9 @@ def _refuse_gaps(model_dir: Path, files: list[Path]) -> None:
     present = {path.name for path in files}
     for path in files:
         if shard := _SHARD.fullmatch(path.name):
-            stem, _, count = shard.groups()
+            stem, _, count, suffix = shard.groups()
             for number in range(1, int(count) + 1):
-                if (wanted := f"{stem}-{number:05d}-of-{count}.safetensors") not in present:
+                if (wanted := f"{stem}-{number:05d}-of-{count}{suffix}") not in present:
                     raise ReplicaError(f"{model_dir.name} lacks {wanted}: download the checkpoint again")
 
 

@@ -173,7 +173,7 @@ class _Names:
         self._layer = re.compile(rf"(?:^|\.)(?:{_any_of(known.layers)})\.(\d+)\.")
         self._own = re.compile(rf"(.*\b(?:{experts}))\.(\d+)\.({roles})\.(\w+)")
         self._stacked = re.compile(rf"(.*\b(?:{experts}))\.({roles})(?:[._](\w+))?")
-        self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight)")
+        self._stacked_elsewhere = re.compile(rf"(.+)\.({roles})\.(weight|bias)")
         self.router = re.compile(rf"\.(?:{_any_of(known.router)})\.weight$")
         self._number = re.compile(rf"\b({experts})\.\d+\.")
 
@@ -212,7 +212,7 @@ class _Names:
             return match[1], int(match[2]), match[3], match[4]
         if match := self._stacked.fullmatch(name):
             return match[1], None, match[2], match[3] or "weight"
-        if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 3:
+        if (match := self._stacked_elsewhere.fullmatch(name)) and len(info.shape) == 2 + (match[3] == "weight"):
             return match[1], None, match[2], match[3]
         return None
 
@@ -262,9 +262,7 @@ class _Layer:
         counted: int,  # experts that config.json counts; 0 where it does not
     ) -> None:
         self._where = f"{model}: layer {layer}"
-        self._tensors, self._names = tensors, names
-        self._block = block
-        self._counted = counted
+        self._tensors, self._names, self._block, self._counted = tensors, names, block, counted
         if quantized := sorted(role for role, _ in block if ":" in role):
             example = next(iter(block[quantized[0], False].values()))
             raise ConfigError(
@@ -339,6 +337,8 @@ class _Layer:
         """One tensor per expert, all of them there and of one shape, or one tensor for all."""
         names = self._block.get((part, is_bias), {})
         if None in names:
+            if (shape := list(self._tensors[names[None]].shape))[:1] != [self._num_experts]:
+                raise ReplicaError(f"{self._where}: {names[None]} is {shape}, not of {self._num_experts} experts")
             return Source(names[None])
         missing = [expert for expert in range(self._num_experts) if expert not in names]
         if missing:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ndp_device.checkpoint.files import read_config
+from ndp_device.checkpoint.files import has_weights, read_config
 from ndp_device.checkpoint.headers import TensorInfo, read_headers
 from ndp_device.checkpoint.names import ExpertLayout, resolve
-from ndp_device.checkpoint.quantized import Packed, unpacked
+from ndp_device.checkpoint.quantized import unpacked
 from ndp_device.checkpoint.spellings import keys_about_experts, text_config
+from ndp_device.checkpoint.values import Packed
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import ModelShape
 
@@ -31,12 +32,14 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the experts. Raises ConfigError or ReplicaError in one sentence where they do not add up."""
     config, name = read_config(model_dir), model_dir.resolve().name
-    if not keys_about_experts(text_config(config)) and not any(model_dir.glob("*.safetensors")):
+    if not keys_about_experts(text_config(config)) and not has_weights(model_dir):
         raise ConfigError(
             f"{name} is a dense model (no experts in its config.json); vllm-ndp serves Mixture-of-Experts models only"
         )
     tensors, packed = unpacked(read_headers(model_dir), _with_outer_settings(config), name=name)
     layout = resolve(tensors, config, name=name)
+    if any(info.file.suffix == ".gguf" for info in tensors.values()):
+        layout = replace(layout, norm_offset=0.0)  # llama.cpp's converter has added it
     shape = ModelShape(
         name=name,
         num_layers=len(layout.layers),

@@ -86,13 +86,13 @@ OURS = Spellings(
     activation_up_bias=("swiglu_beta",),
     shared_experts=("n_shared_experts", "num_shared_expert", "moe_num_shared_experts", "num_shared_experts"),
     shared_width=("shared_intermediate_size", "share_expert_dim"),  # Granite, Step-3.5
-    layers=("layers", "blocks", "h"),
+    layers=("layers", "blocks", "h", "blk"),  # llama.cpp says blk
     experts=("experts",),
-    gate=("gate_proj", "w1", "fc_gate"),
-    up=("up_proj", "w3", "fc_up"),
-    down=("down_proj", "w2", "fc_down", "output_linear"),
-    gate_up=("gate_up_proj", "input_linear"),
-    router=("gate", "router", "gate.wg", "router.layer"),
+    gate=("gate_proj", "w1", "fc_gate", "ffn_gate_exps"),
+    up=("up_proj", "w3", "fc_up", "ffn_up_exps"),
+    down=("down_proj", "w2", "fc_down", "output_linear", "ffn_down_exps"),
+    gate_up=("gate_up_proj", "input_linear", "ffn_gate_up_exps"),
+    router=("gate", "router", "gate.wg", "router.layer", "ffn_gate_inp"),
     norms=(
         "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number
         *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),

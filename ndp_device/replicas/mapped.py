@@ -1,4 +1,4 @@
-"""One safetensors file as a read-only memory map. Knows the file format, not what the tensors mean. No torch.
+"""One file of tensors as a read-only memory map. Knows the format of files, not what the tensors mean. No torch.
 
 A mapped file that is cut short or rewritten does not end the process (csrc/mapping.cpp). Nor does the change go
 unnoticed: a reader of its values calls `check` before it uses its results.
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.checkpoint.files import safetensors_header
+from ndp_device.checkpoint.files import tensor_header
+from ndp_device.checkpoint.gguf_files import QUANTIZED, TYPES
 from ndp_device.errors import ReplicaError
 from ndp_device.replicas import _mapping
 
@@ -25,8 +26,11 @@ _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
     "BF16": ("bfloat16", np.dtype("<u2")),
     "I64": ("int64", np.dtype("<i8")),
     "I32": ("int32", np.dtype("<i4")),
+    "I8": ("int8", np.dtype("i1")),
     "U8": ("uint8", np.dtype("u1")),
     "F8_E4M3": ("float8_e4m3fn", np.dtype("u1")),
+    "F8_E8M0": ("float8_e8m0fnu", np.dtype("u1")),
+    **{QUANTIZED + name: (name, np.dtype("u1")) for name, _, _ in TYPES.values()},
 }
 
 
@@ -37,7 +41,7 @@ class MappedFile:
         if path.is_symlink() or not path.is_file():
             raise ReplicaError(f"{path} must be a plain file, not missing, a directory or a symbolic link")
         self.path = path
-        self._header, self._start = safetensors_header(path)
+        self._header, self._start = tensor_header(path)
         self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
         try:
             self._file = _mapping.File(str(path))

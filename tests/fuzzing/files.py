@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from small_checkpoint import write_small_checkpoint
 
 from fuzzing.mutate import NUMBERS, mutated_bytes, mutated_json
+from fuzzing.packed import make_gguf, make_packed
 from ndp_device.calibration.build import build_data_free
 from ndp_device.checkpoint.files import model_digest, read_config
 from ndp_device.checkpoint.headers import INDEX
@@ -72,6 +73,11 @@ def kinds() -> list[Kind]:
         Kind("index", _make_indexed, _in_json(INDEX), _read_checkpoint),
         Kind("checkpoint-header", _make_checkpoint, _in_header("model.safetensors"), _read_checkpoint),
         Kind("checkpoint-bytes", _make_checkpoint, _in_bytes("model.safetensors"), _read_checkpoint),
+        Kind("packed-config", _make_packed, _in_json("config.json"), _read_checkpoint),
+        Kind("packed-header", _make_packed, _in_header("model.safetensors"), _read_every_expert),
+        Kind("packed-bytes", _make_packed, _in_bytes("model.safetensors"), _read_every_expert),
+        Kind("gguf-head", _make_gguf, _in_first_bytes("model.gguf", 700), _read_checkpoint),
+        Kind("gguf-bytes", _make_gguf, _in_bytes("model.gguf"), _read_checkpoint),
         Kind("manifest", _make_replicas, _in_json(MANIFEST), _read_replicas),
         Kind("replica-header", _make_replicas, _in_header("experts-00001.safetensors"), _read_replicas_unchecked),
         Kind("replica-bytes", _make_replicas, _in_bytes("experts-00001.safetensors"), _read_replicas_unchecked),
@@ -111,6 +117,12 @@ def _read_checkpoint(path: Path) -> object:
     sums = [float(np.asarray(part, np.uint32).sum()) for expert in experts for part in (expert.w1.view("u1"),)]
     whole = whole_model(shape, text_config(read_config(path)), checkpoint.layout.moe_index)
     return model_digest(path), whole, norms, sums
+
+
+def _read_every_expert(path: Path) -> object:
+    checkpoint = CheckpointExperts(path)
+    shape = checkpoint.shape
+    return [checkpoint.expert(layer, one) for layer in range(shape.num_layers) for one in range(shape.num_experts)]
 
 
 def _read_replicas(path: Path) -> object:
@@ -158,6 +170,14 @@ def _read_hardware(path: Path) -> object:
 
 def _make_checkpoint(path: Path) -> None:
     write_small_checkpoint(path, **CHECKPOINT_CONFIG)
+
+
+def _make_packed(path: Path) -> None:
+    make_packed(path, CHECKPOINT_CONFIG)
+
+
+def _make_gguf(path: Path) -> None:
+    make_gguf(path, CHECKPOINT_CONFIG)
 
 
 def _make_indexed(path: Path) -> None:
@@ -316,6 +336,16 @@ def _in_bytes(name: str) -> Damage:
     def damage(rng: random.Random, path: Path) -> None:
         file = path / name if name else path
         file.write_bytes(mutated_bytes(rng, file.read_bytes()))
+
+    return damage
+
+
+def _in_first_bytes(name: str, count: int) -> Damage:
+    """Of a binary header, which is a small part of its file."""
+
+    def damage(rng: random.Random, path: Path) -> None:
+        raw = (path / name).read_bytes()
+        (path / name).write_bytes(mutated_bytes(rng, raw[:count]) + raw[count:])
 
     return damage
 

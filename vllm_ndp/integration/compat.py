@@ -184,6 +184,11 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
     _refuse_broken_on_cpu(vllm_config)
     directory = model_dir(vllm_config)
     shape = open_checkpoint(directory).shape
+    if not any(directory.glob("*.safetensors")):
+        raise ConfigError(
+            f"{directory.name} is a GGUF file, of which vLLM loads no dense layer: serve its safetensors; "
+            "vllm-ndp quantize, plan and a device of its own read GGUF"
+        )
     _refuse_odd_sizes(shape)
     _refuse_uneven_shares(shape, parallel.tensor_parallel_size, settings, whole=parallel.enable_expert_parallel)
     settings.resolve_offload_bits(shape.num_experts)

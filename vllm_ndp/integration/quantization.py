@@ -22,14 +22,24 @@ from ndp_device.errors import ConfigError
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("weight_scale",),
     "gpt_oss_mxfp4": ("weight_scale",),
-    "fp8": ("weight_scale_inv", "weight_scale", "input_scale"),
+    "fp8": ("weight_scale_inv", "weight_scale", "scale", "input_scale"),
     "compressed-tensors": (
-        "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+        "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+        "input_scale", "input_global_scale",
     ),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "awq": ("qweight", "scales", "qzeros"),
+    "modelopt": ("weight_scale", "weight_scale_2", "input_scale"),
+    "auto-round": ("qweight", "scales", "qzeros", "g_idx"),
 }  # fmt: skip
 """quant_method of a checkpoint that we serve -> what its experts have besides a weight, by vLLM's names."""
+_VLLM_SAYS: Mapping[str, tuple[str, ...]] = {
+    "modelopt": ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"),
+    "auto-round": ("inc",),
+}
+"""quant_method -> vLLM's own names of it, where they differ: its configurations know which of them a checkpoint is."""
+_OPERATORS: Mapping[str, str] = {"CPUWNA16LinearKernel": "cpu_gemm_wna16"}
+"""vLLM's kernels of linear layers -> the operator they call, which its builds for some processors lack."""
 
 
 class NdpConfig(QuantizationConfig):
@@ -61,7 +71,7 @@ class NdpConfig(QuantizationConfig):
                 f"the checkpoint is quantized by {method}, which vllm-ndp does not read: give it in bfloat16, or in "
                 f"one of {', '.join(name for name in STORED_BESIDE if name != 'gpt_oss_mxfp4')}"
             )
-        return cls(method, get_quantization_config(method).from_config(config))
+        return cls(method, _vllms_own(method, config).from_config(config))
 
     @classmethod
     def override_quantization_method(
@@ -131,5 +141,29 @@ class NdpConfig(QuantizationConfig):
         def named(*args: Any, **kwargs: Any) -> None:
             with self._naming(prefix):
                 create_weights(*args, **kwargs)
+                _refuse_missing_operator(method, kwargs.get("layer", args[0] if args else None))
 
         method.create_weights = named
+
+
+def _vllms_own(method: str, config: dict[str, Any]) -> type[QuantizationConfig]:
+    """vLLM's configuration of a checkpoint's format."""
+    for name in _VLLM_SAYS.get(method, ()):
+        known = get_quantization_config(name)
+        if known.override_quantization_method(config, None) == name:
+            return known
+    if method in _VLLM_SAYS:
+        raise ConfigError(
+            f"the checkpoint is quantized by {method} with quant_algo {config.get('quant_algo', 'not given')}, which "
+            f"vLLM knows as none of {', '.join(_VLLM_SAYS[method])}: give it in bfloat16"
+        )
+    return get_quantization_config(method)
+
+
+def _refuse_missing_operator(method: Any, layer: Any) -> None:
+    """vLLM chooses some kernels without a look at its own library, and would end when it calls them."""
+    kernel = getattr(method, "kernel", None) or getattr(getattr(layer, "scheme", None), "kernel", None)
+    for base in type(kernel).__mro__:
+        operator = _OPERATORS.get(base.__name__)
+        if operator is not None and not hasattr(torch.ops._C, operator):
+            raise NotImplementedError(f"its library for this processor lacks the operator {operator}")

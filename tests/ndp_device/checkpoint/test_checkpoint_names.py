@@ -229,6 +229,12 @@ REFUSED: dict[str, tuple[Shapes, dict[str, Any], type[NdpError], str]] = {
         ReplicaError,
         "or both transposed",
     ),
+    "stack of fewer": (
+        of_layers(stacked) | {"model.layers.1.mlp.experts.up_proj": (E - 1, I, H)},
+        {},
+        ReplicaError,
+        r"layer 1: model.layers.1.mlp.experts.up_proj is \[3, 6, 8\], not of 4 experts",
+    ),
     "no gate": (
         {n: s for n, s in of_layers(separate).items() if "gate_proj" not in n},
         {},

@@ -19,8 +19,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ndp_device.calibration.build import build_calibrated, build_data_free  # noqa: E402
 from ndp_device.calibration.loss_table import expert_losses  # noqa: E402
+from ndp_device.checkpoint import values as decoders  # noqa: E402
 from ndp_device.checkpoint.headers import TensorInfo  # noqa: E402
-from ndp_device.checkpoint.quantized import Packed, unpacked  # noqa: E402
+from ndp_device.checkpoint.names import DTYPES  # noqa: E402
+from ndp_device.checkpoint.quantized import unpacked  # noqa: E402
+from ndp_device.checkpoint.values import Packed  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.experts.expert import to_float32  # noqa: E402
 from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
@@ -28,8 +31,14 @@ from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import make_quantized_models as quantized  # noqa: E402
+import quantized_writers as writers  # noqa: E402
 
-needs_auto_gptq = pytest.mark.skipif(importlib.util.find_spec("auto_gptq") is None, reason="needs auto-gptq")
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
+
+
+needs_auto_gptq = needs("auto_gptq")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _marks(name: str) -> Any:
-    return needs_auto_gptq if name.endswith("gptq") else ()
+    return needs(quantized.NEEDS[name]) if name in quantized.NEEDS else ()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in quantized.FORMATS])
@@ -70,8 +79,8 @@ def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
     linear.weight.data = (codes - zeros[:, group_of]) * scales[:, group_of]
     packer = quantized.auto_gptq_linear()(bits, group, columns, rows, False, weight_dtype=torch.float32)
     packer.pack(linear, scales.clone(), zeros.clone(), group_of.to(torch.int32))
-    parts = {name: name for name in ("qweight", "qzeros", "scales", "g_idx")}
-    packed = Packed("gptq", (rows, columns), "F32", parts, bits, zero_is_less_one=True)
+    parts = {"codes": "qweight", "zero": "qzeros", "scale": "scales", "group_of": "g_idx"}
+    packed = Packed(decoders.gptq, (rows, columns), "F32", parts, bits=bits, zero_is_less_one=True)
     values = packed.values(lambda name: getattr(packer, name).numpy(), None)
     np.testing.assert_allclose(values, linear.weight.detach(), rtol=1e-6, atol=1e-6)
 
@@ -79,8 +88,8 @@ def test_auto_gptqs_packer_is_read_at_every_width_it_has(bits: int) -> None:
 def test_fp8_has_torchs_values_for_every_byte_and_blocks_may_be_cut_off_at_the_edges() -> None:
     everything = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     weight, scale = everything.repeat(2).reshape(4, 128)[:, :100], torch.tensor([[1.0, 2.0], [4.0, 0.5]])
-    stored = {"weight": weight.contiguous().view(torch.uint8).numpy(), "scale": scale.numpy()}
-    packed = Packed("fp8", (4, 100), "F32", {"weight": "weight", "scale": "scale"}, block=(3, 64))
+    stored = {"codes": weight.contiguous().view(torch.uint8).numpy(), "scale": scale.numpy()}
+    packed = Packed(decoders.scaled, (4, 100), "F32", {part: part for part in stored}, "e4m3", block=(3, 64))
     wanted = weight.float() * scale.repeat_interleave(3, 0)[:4].repeat_interleave(64, 1)[:, :100]
     np.testing.assert_array_equal(packed.values(lambda name: stored[name], None), wanted.numpy())
 
@@ -121,7 +130,8 @@ EXPERT = "model.layers.0.mlp.experts.0.gate_proj"
 def described(settings: dict[str, Any], **parts: tuple[str, tuple[int, ...]]) -> Packed:
     separator, shown_as = ("_", EXPERT) if "blocks" in parts else (".", f"{EXPERT}.weight")  # MXFP4 of all experts
     tensors = {f"{EXPERT}{separator}{part}": TensorInfo(*info, Path("f")) for part, info in parts.items()}
-    shown, packed = unpacked(tensors, {"quantization_config": settings}, name="m")
+    small = {"I64": np.array([64, 96]), "U8": np.frombuffer(NF4_STATE, np.uint8)}
+    shown, packed = unpacked(tensors, {"quantization_config": settings}, name="m", small=lambda info: small[info.dtype])
     assert list(shown) == list(packed) == [shown_as]
     return packed[shown_as]
 
@@ -142,10 +152,122 @@ def test_shapes_and_dtypes_of_what_is_stored_packed() -> None:
     settings["config_groups"] = {"0": {"weights": {"num_bits": 4}}}  # type: ignore[assignment]
     parts = {"weight_packed": ("I32", (64, 12)), "weight_scale": ("BF16", (64, 3)), "weight_shape": ("I64", (2,))}
     assert described(settings, **parts).shape == (64, 96)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="nvfp4-pack-quantized with 4 bits; we read pack-quantized of 4 or 8 bits"):
-        described(settings | {"format": "nvfp4-pack-quantized"}, **parts)  # type: ignore[arg-type]
+    groups = {str(bits): {"weights": {"num_bits": bits}} for bits in (4, 8)}
+    mixed = settings | {"config_groups": groups, "format": "mixed-precision"}  # type: ignore[dict-item]
+    assert described(mixed, **parts).bits == 4  # type: ignore[arg-type]
+    assert described(mixed, **parts | {"weight_packed": ("I32", (64, 24))}).bits == 8  # type: ignore[arg-type]
 
 
+def test_a_layer_of_its_own_width_is_read_by_its_tensors() -> None:
+    """auto-round and gptqmodel give single layers other widths: the zero points show theirs."""
+    eight = {"qweight": ("I32", (24, 64)), "qzeros": ("I32", (3, 16)), "scales": ("F16", (3, 64))}
+    for settings in (GPTQ, {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}):
+        assert (described(settings, **eight).bits, described(settings, **eight).shape) == (8, (64, 96))
+    for packing, less_one in (("auto_round:auto_gptq", True), ("auto_round:gptqmodel", False), ("auto_round", False)):
+        one = described({"quant_method": "auto-round", "bits": 8, "packing_format": packing}, **eight)
+        assert one.zero_is_less_one == less_one
+    awq = described({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, **AWQ_PARTS)
+    assert awq.decode is decoders.awq
+
+
+def test_blocks_of_fp8_follow_from_the_makers_settings_or_the_shapes_of_the_scales() -> None:
+    """A tensor, a row, blocks that config.json names in either way, modelopt's 128 x 128, 32 columns of MXFP8."""
+    cases: list[tuple[dict[str, Any], str, tuple[int, ...], tuple[int, int]]] = [
+        ({}, "F32", (), (64, 96)),
+        ({}, "F32", (64, 1), (1, 96)),
+        ({}, "F32", (64,), (1, 96)),
+        ({"weight_block_size": [32, 32]}, "F8_E8M0", (2, 3), (32, 32)),
+        ({"config_groups": {"0": {"weights": {"block_structure": [32, 48]}}}}, "BF16", (2, 2), (32, 48)),
+        ({"quant_method": "modelopt"}, "F32", (1, 1, 1, 1), (64, 96)),
+        ({"quant_method": "modelopt"}, "U8", (64, 3), (1, 32)),
+    ]
+    for settings, dtype, shape, block in cases:
+        assert described(settings, weight=("F8_E4M3", (64, 96)), weight_scale=(dtype, shape)).block == block
+    large = {"weight": ("F8_E4M3", (256, 384)), "weight_scale": ("F32", (2, 1, 3, 1))}
+    assert described({"quant_method": "modelopt"}, **large).block == (128, 128)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("args", [{"strategy": "group", "group_size": 32}, {"strategy": "channel"}], ids=["g", "c"])
+@pytest.mark.parametrize("form", ["symmetric", "asymmetric", "reordered"])
+def test_compressed_tensors_packer_is_read_at_every_width_it_has(bits: int, args: dict[str, Any], form: str) -> None:
+    """3, 5, 6 and 7 bits leave the end of each word empty; a row may end within one."""
+    if form == "reordered" and args["strategy"] == "channel":
+        return
+    args = {"num_bits": bits, "symmetric": form == "symmetric"} | args
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(bits))
+    write = writers.compressed_tensors("pack-quantized", actorder=form == "reordered", **args)
+    assert_read_as(write, weight, {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": args}}})
+
+
+@needs("auto_round_extension")
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:exllamav2"])
+def test_auto_rounds_packers_are_read_at_every_width_they_have(bits: int, packing: str) -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(bits))
+    write = writers.auto_round(bits, less_one=packing.endswith("gptq"))
+    assert_read_as(write, weight, {"quant_method": "auto-round", "bits": bits, "packing_format": packing})
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_bitsandbytes_tables_and_nested_scales_are_read_in_each_dtype(dtype: Any, kind: str, nested: bool) -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    write = writers.bitsandbytes_4bit(kind, dtype, nested=nested)
+    assert_read_as(write, weight, {"quant_method": "bitsandbytes"})
+
+
+def assert_read_as(write: writers.Quantize, weight: Any, settings: dict[str, Any]) -> None:
+    """One matrix, written by its package, has the package's values to the last bit."""
+    stored, values = write(f"{EXPERT}.weight", weight)
+    raw = {name: value.contiguous().numpy() for name, value in stored.items() if value.dtype != torch.bfloat16}
+    tensors = {name: TensorInfo(SPELLED[value.dtype], tuple(value.shape), Path(name)) for name, value in stored.items()}
+    _, packed = unpacked(
+        tensors, {"quantization_config": settings}, name="m", small=lambda info: raw[str(info.file)].reshape(-1)
+    )
+    one = packed[f"{EXPERT}.weight"]
+    read = to_float32(one.values(raw.__getitem__, None), DTYPES[one.dtype])
+    np.testing.assert_array_equal(read, values.float().numpy())
+
+
+def test_nf4_by_its_definition() -> None:
+    """Without the package: 16 levels, the high nibble first, one scale for 64 values (QLoRA, appendix E)."""
+    levels = np.array(NF4_LEVELS, np.float32)
+    codes = np.random.default_rng(0).integers(0, 16, 64 * 96)
+    scales = np.random.default_rng(1).random(96).astype(np.float32)
+    stored: dict[str, Any] = {
+        "weight": (codes[0::2] << 4 | codes[1::2]).astype(np.uint8)[:, None],
+        "weight.absmax": scales,
+        "weight.quant_map": levels,
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(NF4_STATE, np.uint8),
+    }
+    one = described({"quant_method": "bitsandbytes"}, **NF4_PARTS)
+    values = one.values(lambda name: stored[name.removeprefix(f"{EXPERT}.")], None)
+    wanted = (levels[codes] * np.repeat(scales, 64)).reshape(64, 96)
+    np.testing.assert_array_equal(values, wanted)
+
+
+SPELLED = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.int64: "I64",
+    torch.uint8: "U8", torch.int8: "I8",
+}  # fmt: skip
+NF4_STATE = b'{"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [64, 96]}'
+NF4_PARTS = {
+    "weight": ("U8", (64 * 48, 1)), "weight.absmax": ("F32", (96,)), "weight.quant_map": ("F32", (16,)),
+    "weight.quant_state.bitsandbytes__nf4": ("U8", (len(NF4_STATE),)),
+}  # fmt: skip
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+NVFP4_PARTS = {
+    "weight_packed": ("U8", (64, 48)), "weight_scale": ("F8_E4M3", (64, 6)), "weight_global_scale": ("F32", (1,)),
+}  # fmt: skip
+MODELOPT_PARTS = {"weight": ("U8", (64, 48)), "weight_scale": ("F8_E4M3", (64, 6)), "weight_scale_2": ("F32", ())}
+INT8_PARTS = {"weight": ("I8", (64, 96)), "weight_scale": ("BF16", (64, 1)), "weight_zero_point": ("I8", (64, 1))}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4}
 GPTQ_PARTS = {"qweight": ("I32", (12, 64)), "qzeros": ("I32", (3, 8)), "scales": ("F16", (3, 64))}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
@@ -187,17 +309,34 @@ def _but(whole: dict[str, Any], **changed: Any) -> dict[str, Any]:
         (_but(FP8, weight_block_size=None), FP8_PARTS, "weight_block_size is missing"),
         (_but(FP8, weight_block_size=[0, 32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
         (_but(FP8, weight_block_size=[32]), FP8_PARTS, "quantization_config cannot be read: .*weight_block_size"),
-        (FP8, _but(FP8_PARTS, weight_scale_inv=("F8_E8M0", (2, 3))), "its weight_scale_inv is F8_E8M0"),
+        (FP8, _but(FP8_PARTS, weight_scale_inv=("I32", (2, 3))), "its weight_scale_inv is I32"),
+        (FP8, _but(FP8_PARTS, weight=("F8_E5M2", (64, 96))), "its weight is F8_E5M2 .*we read F8_E4M3 or I8 or U8"),
+        ({}, _but(NVFP4_PARTS, weight_scale=None), "its weight_scale is missing beside weight_global_scale and"),
+        ({}, _but(NVFP4_PARTS, weight_scale=("F8_E4M3", (64, 3))), "do not belong together"),
+        ({}, _but(NVFP4_PARTS, weight_scale=("F64", (64, 6))), "its weight_scale is F64"),
+        ({}, _but(NVFP4_PARTS, weight_global_scale=None), "its weight_global_scale is missing beside"),
+        ({}, _but(NVFP4_PARTS, weight_global_scale=("F32", (7,))), "do not belong together"),
+        ({}, _but(MODELOPT_PARTS, weight_scale_2=None), "its weight_scale_2 is missing beside"),
+        ({}, _but(MODELOPT_PARTS, weight=("U8", (64, 40))), "do not belong together"),
+        ({}, _but(INT8_PARTS, weight_zero_point=("I8", (32, 1))), "do not belong together"),
+        ({}, _but(INT8_PARTS, weight_zero_point=("F32", (64, 1))), "its weight_zero_point is F32"),
+        ({}, _but(INT8_PARTS, weight_scale=("BF16", (63, 1))), "weight_block_size is missing"),
+        ({}, _but(NF4_PARTS, **{"weight.quant_map": None}), "its weight.quant_map is missing"),
+        ({}, _but(NF4_PARTS, **{"weight.quant_map": ("F32", (15,))}), "do not belong together"),
+        ({}, _but(NF4_PARTS, **{"weight.absmax": ("F32", (95,))}), "do not belong together"),
+        ({}, _but(NF4_PARTS, **{"weight.absmax": ("U8", (96,))}), "its weight.absmax is U8"),
+        ({}, _but(NF4_PARTS, weight=("U8", (64 * 47, 1))), "do not belong together"),
         ({}, _but(MXFP4_PARTS, scales=None), "its scales is missing beside blocks"),
         ({}, _but(MXFP4_PARTS, scales=("U8", (4, 64, 2))), "do not belong together"),
         ({}, _but(MXFP4_PARTS, blocks=("I8", (4, 64, 3, 16))), "its blocks is I8"),
-        (_but(COMPRESSED, format=None), COMPRESSED_PARTS, r"format \(not given\) with 4 bits"),
-        (_but(COMPRESSED, config_groups=None), COMPRESSED_PARTS, "with no number of bits"),
+        (_but(COMPRESSED, config_groups=None), COMPRESSED_PARTS, "gives its weight_packed no number of bits"),
+        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 9}}}), COMPRESSED_PARTS, "weight_packed 9 bits"),
+        (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 2}}}), COMPRESSED_PARTS, "do not belong"),
         (_but(COMPRESSED, config_groups=[1]), COMPRESSED_PARTS, "cannot be read: Expected `object.*config_groups"),
         (_but(COMPRESSED, config_groups={"0": {"weights": {"num_bits": 4, "symmetric": False}}}), COMPRESSED_PARTS,
          "weight_zero_point is missing"),
         (COMPRESSED, _but(COMPRESSED_PARTS, weight_shape=None), "its weight_shape is missing"),
-        (COMPRESSED, _but(COMPRESSED_PARTS, weight_g_idx=("I32", (96,))), "by its weight_g_idx columns are reordered"),
+        (COMPRESSED, _but(COMPRESSED_PARTS, weight_g_idx=("I32", (95,))), "do not belong together"),
         ({"quant_method": "modelopt"}, {"weight_scale": ("F8_E4M3", (64, 6)), "input_scale": ("F32", ())},
          "quantized format .* quant_method modelopt"),
     ],
@@ -212,9 +351,12 @@ def test_what_does_not_fit_together_or_is_not_read_costs_one_sentence(
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
-    [(GPTQ, GPTQ_PARTS), (AWQ, AWQ_PARTS), (FP8, FP8_PARTS), (COMPRESSED, COMPRESSED_PARTS)],
-    ids=["gptq", "awq", "fp8", "compressed"],
-)
+    [
+        (GPTQ, GPTQ_PARTS), (AWQ, AWQ_PARTS), (FP8, FP8_PARTS), (COMPRESSED, COMPRESSED_PARTS), ({}, NVFP4_PARTS),
+        ({}, MODELOPT_PARTS), ({}, INT8_PARTS), ({}, NF4_PARTS),
+    ],
+    ids=["gptq", "awq", "fp8", "compressed", "nvfp4", "modelopt", "int8", "nf4"],
+)  # fmt: skip
 def test_each_format_is_read_before_anything_is_missing(settings: dict[str, Any], parts: dict[str, Any]) -> None:
     """Else the cases above could fail for another reason."""
     assert described(settings, **parts).shape == (64, 96)

@@ -1,0 +1,284 @@
+"""Stored codes and scales as the numbers that they stand for: one decoder per kind of format, in numpy.
+
+A decoder takes how one matrix is stored (`Packed`) and a reader of its parts, and returns float32 [N, C]. The order of
+its operations is that of the format's own library, so each value is the same to the last bit. Memory: a few times the
+matrix. Knows no file and no name of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ndp_device.errors import ConfigError, ReplicaError
+
+Floats = NDArray[np.float32]
+Read = Callable[[str], NDArray[Any]]
+"""Name of a stored tensor -> its values; bfloat16 as uint16, FP8 and E8M0 as their bytes."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the k-th value of a word lies among its nibbles: AWQ packs them in the order 0 2 4 6 1 3 5 7."""
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_ONE_127TH = np.float32(7.874015718698502e-3)
+"""As bitsandbytes writes it."""
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One tensor in the shape that its values have, and the stored tensors that hold them."""
+
+    decode: Callable[[Packed, Read], Floats]
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it
+    parts: Mapping[str, str]
+    """What it is for (codes, scale, zero, ...) -> name of the stored tensor."""
+    elements: str = ""
+    """What a code is: fp4, e4m3, int8, or ggml's name of a type."""
+    scale_dtype: str = "F32"
+    bits: int = 4
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns under one scale."""
+    zero_is_less_one: bool = False
+
+    def values(self, read: Read, index: int | None) -> NDArray[Any]:
+        """Dequantized, in `dtype` (bfloat16 as uint16); of a tensor of all experts only number `index`."""
+
+        def part(role: str) -> NDArray[Any]:
+            values = read(self.parts[role])
+            return values[index] if index is not None and values.shape[:1] == self.shape[:1] else values
+
+        one = self if index is None else replace(self, shape=self.shape[1:])
+        return _as_stored(self.decode(one, part), self.dtype)
+
+
+# -- decoders ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(packed: Packed, part: Read) -> Floats:
+    """(code - zero) * scale of its block. NVFP4 has a second scale, of the whole tensor, in the first one's unit."""
+    values = _ELEMENTS[packed.elements](part("codes")).reshape(packed.shape)
+    scale = _numbers(part("scale"), packed.scale_dtype)
+    if "divisor" in packed.parts:
+        scale = scale / _one_number(part("divisor"))
+    if "factor" in packed.parts:
+        scale = scale * _one_number(part("factor"))
+    if "zero" in packed.parts:
+        _by_block(np.subtract, values, part("zero").view(np.int8).astype(np.float32), packed.block)
+    _by_block(np.multiply, values, scale, packed.block)
+    if packed.elements == "int8 of 127":
+        values *= _ONE_127TH
+    return values
+
+
+def words(packed: Packed, part: Read) -> Floats:
+    """compressed-tensors, pack-quantized: words of codes, (code - zero) * scale of its group."""
+    (rows, columns), bits = packed.shape, packed.bits
+    if (stored := part("shape").tolist()) != [rows, columns]:
+        raise ReplicaError(
+            f"{packed.parts['shape']} is {stored} and its codes are {[rows, columns]}: the checkpoint is damaged"
+        )
+    values = _unpack_words(part("codes"), bits)[:, :columns].astype(np.float32)
+    scale = _float(part("scale"))
+    zero = np.full(scale.shape, 1 << (bits - 1), np.float32)
+    if "zero" in packed.parts:
+        zero = _unpack_words(part("zero").T, bits).T[:rows].astype(np.float32)
+    if "group_of" in packed.parts and (order := part("group_of").astype(np.int64)).min() >= 0:  # -1: not in use
+        _refuse_groups(order, scale.shape[1], packed)
+        return (values - zero[:, order]) * scale[:, order]
+    block = 1, -(-columns // scale.shape[1])
+    _by_block(np.subtract, values, zero, block)
+    _by_block(np.multiply, values, scale, block)
+    return values
+
+
+def gptq(packed: Packed, part: Read) -> Floats:
+    """Codes [C, N] in a stream of bits down the columns; groups in any order."""
+    values = _unpack_stream(part("codes").T, packed.bits).astype(np.float32)  # [N, C]
+    scale = _float(part("scale"))  # [G, N]
+    zero = _unpack_stream(part("zero"), packed.bits).astype(np.float32) + np.float32(packed.zero_is_less_one)
+    if "group_of" in packed.parts:
+        group_of = part("group_of").astype(np.int64)
+        _refuse_groups(group_of, len(scale), packed)
+    else:
+        group_of = np.arange(values.shape[1]) // -(-values.shape[1] // len(scale))
+    values -= zero[group_of].T
+    values *= scale[group_of].T
+    return values
+
+
+def awq(packed: Packed, part: Read) -> Floats:
+    """Codes [C, N / 8] in words, eight neighbours of a row in AWQ's order."""
+
+    def in_order(stored: NDArray[Any]) -> Floats:  # [C, N / 8] -> [C, N]
+        nibbles = _unpack_stream(stored, 4).reshape(len(stored), -1, 8)
+        return nibbles[:, :, list(_AWQ_ORDER)].reshape(len(stored), -1).astype(np.float32)
+
+    values, zero, scale = in_order(part("codes")), in_order(part("zero")), _float(part("scale"))
+    block = -(-len(values) // len(scale)), 1
+    _by_block(np.subtract, values, zero, block)
+    _by_block(np.multiply, values, scale, block)
+    return np.ascontiguousarray(values.T)
+
+
+class FourBitState(msgspec.Struct):
+    """What bitsandbytes writes beside a matrix of 4-bit codes."""
+
+    shape: tuple[int, int]
+    dtype: str
+    blocksize: int
+    nested_blocksize: int | None = None
+    nested_offset: float = 0.0
+
+
+def four_bit_state(stored: NDArray[np.uint8], name: str) -> FourBitState:
+    try:
+        state = msgspec.json.decode(stored.tobytes(), type=FourBitState)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ReplicaError(f"{name} cannot be read as bitsandbytes' state: {error}") from None
+    if state.blocksize < 1 or min(state.shape) < 1 or (state.nested_blocksize or 1) < 1:
+        raise ReplicaError(f"{name} gives sizes below 1: the checkpoint is damaged")
+    return state
+
+
+def four_bit(packed: Packed, part: Read) -> Floats:
+    """bitsandbytes nf4 and fp4: the high nibble first, a table of 16 values; scales may be quantized themselves."""
+    state = four_bit_state(part("state"), packed.parts["state"])
+    codes, table, scale = part("codes").reshape(-1), part("table"), part("scale").reshape(-1)
+    if "nested_scale" in packed.parts:
+        nested = part("nested_scale").astype(np.float32)
+        scale = part("nested_table")[scale]
+        scale = scale * np.repeat(nested, state.nested_blocksize or 256)[: len(scale)]
+        scale = scale + np.float32(state.nested_offset)
+    pairs = np.stack([table[np.arange(256) >> 4], table[np.arange(256) & 15]], axis=1).astype(np.float32)
+    values: Floats = pairs[codes].reshape(-1)
+    _by_block(np.multiply, values.reshape(1, -1), scale.astype(np.float32), (1, state.blocksize))
+    return values.reshape(packed.shape)
+
+
+def ggml(packed: Packed, part: Read) -> Floats:
+    """The types of llama.cpp, by its own package."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise ConfigError(
+            f"{packed.parts['codes']} is of llama.cpp's type {packed.elements}, which its package gguf reads: "
+            "pip install gguf"
+        ) from None
+    try:
+        return np.asarray(dequantize(part("codes"), GGMLQuantizationType[packed.elements]), np.float32)
+    except (KeyError, NotImplementedError):
+        raise ConfigError(
+            f"{packed.parts['codes']} is of llama.cpp's type {packed.elements}, which the installed package gguf does "
+            "not dequantize: give the model in another type, or install a newer gguf"
+        ) from None
+
+
+def _refuse_groups(group_of: NDArray[np.int64], count: int, packed: Packed) -> None:
+    if group_of.min() < 0 or group_of.max() >= count:
+        raise ReplicaError(f"{packed.parts['group_of']} names groups that have no scales: the checkpoint is damaged")
+
+
+# -- codes and scales --------------------------------------------------------------------------------------------------
+
+
+def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[int, int]) -> None:
+    """In place: values [N, C] (operation) the number of their block, which `by` has in the order of blocks."""
+    (rows, columns), (of_rows, of_columns) = values.shape, block
+    grid = by.reshape(-(-rows // of_rows), -(-columns // of_columns))
+    if of_rows > 1:
+        grid = grid if len(grid) == 1 else np.repeat(grid, of_rows, 0)[:rows]
+    if columns % of_columns == 0:
+        blocks = values.reshape(rows, -1, of_columns)
+        operate(blocks, grid[:, :, None], out=blocks)
+    else:
+        operate(values, np.repeat(grid, of_columns, 1)[:, :columns], out=values)
+
+
+def _unpack_stream(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """int32 [N, words] -> codes [N, words * 32 / bits]: a stream of bits, the lowest first."""
+    octets = np.ascontiguousarray(stored).view(np.uint8)
+    if bits == 8:
+        return octets
+    if bits == 4:
+        return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), -1)
+    stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), -1, bits)
+    codes: NDArray[np.uint8] = (stream << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    return codes
+
+
+def _unpack_words(stored: NDArray[Any], bits: int) -> NDArray[np.uint8]:
+    """int32 [N, words] -> codes [N, words * (32 // bits)]: no code crosses a word."""
+    if 32 % bits == 0:
+        return _unpack_stream(stored, bits)
+    each = np.ascontiguousarray(stored).view(np.uint32)[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
+    codes: NDArray[np.uint8] = (each & ((1 << bits) - 1)).astype(np.uint8).reshape(len(stored), -1)
+    return codes
+
+
+def _numbers(stored: NDArray[Any], dtype: str) -> Floats:
+    """Scales in any of their dtypes, as safetensors spells these; bytes in U8 are exponents too."""
+    if dtype in ("U8", "F8_E8M0"):
+        return np.asarray(_e8m0()[stored])
+    values: Floats = _e4m3()[stored] if dtype == "F8_E4M3" else _float(stored)
+    return values
+
+
+def _one_number(stored: NDArray[Any]) -> np.float32:
+    return np.float32(_float(stored).reshape(-1)[0])
+
+
+def _float(values: NDArray[Any]) -> Floats:
+    """As float32; 16-bit unsigned integers are bfloat16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _as_stored(values: Floats, dtype: str) -> NDArray[Any]:
+    """Rounded to nearest even, as torch does."""
+    if dtype != "BF16":
+        return values.astype(_DTYPES[dtype], copy=False)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+@cache
+def _fp4_pairs() -> Floats:
+    """Byte -> its two values, the low nibble first."""
+    both = np.arange(256)
+    return np.stack([_FP4[both & 15], _FP4[both >> 4]], axis=1)
+
+
+@cache
+def _e4m3() -> Floats:
+    """Byte -> E4M3 without infinities: 4 bits of exponent, 3 of mantissa, NaN only at 0x7f."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    size[(byte & 0x7F) == 0x7F] = np.nan
+    return np.where(byte & 0x80, -size, size).astype(np.float32)
+
+
+@cache
+def _e8m0() -> Floats:
+    """Byte -> a power of two; NaN at 0xff (OCP Microscaling Formats 1.0, 5.4.1)."""
+    powers: NDArray[np.float64] = np.ldexp(1.0, np.arange(256) - 127)
+    powers[255] = np.nan
+    return powers.astype(np.float32)
+
+
+_ELEMENTS: Mapping[str, Callable[[NDArray[Any]], Floats]] = {
+    "fp4": lambda stored: np.asarray(_fp4_pairs()[stored.view(np.uint8)]),
+    "e4m3": lambda stored: np.asarray(_e4m3()[stored]),
+    "int8": lambda stored: stored.view(np.int8).astype(np.float32),
+    "int8 of 127": lambda stored: stored.view(np.int8).astype(np.float32),
+}
