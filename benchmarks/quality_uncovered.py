@@ -44,11 +44,10 @@ from rich.table import Table
 from torch import Tensor
 from uncovered_text import FOLDS, text_without
 
-from ndp_device.calibration.build import build_calibrated, build_tuned, run_job, weigh_layers
+from ndp_device.calibration.build import build_calibrated, build_tuned, run_job
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
-from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.replicas.store import ExpertStore
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
@@ -116,8 +115,6 @@ class Study:
         if arm.tuned:
             made = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
             build_tuned(self.model_dir, base, made, text, steps=self.tune_steps)
-        if arm.selector == "layers" and load_layer_weights(made) is None:
-            weigh_layers(self.model_dir, made, text)
         return made
 
     def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[Point, Measured]:

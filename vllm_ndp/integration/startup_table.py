@@ -89,7 +89,7 @@ def _layers(replicas: Path | None, losses: str) -> str:
         return ", all layers alike (their weights are of relative losses)"
     if replicas is not None and load_layer_weights(replicas) is not None:
         return ", layers as weighed"
-    return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
+    return ", all layers alike, which loses more (`vllm-ndp quantize --calibration` weighs them)"
 
 
 def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
