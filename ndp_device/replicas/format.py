@@ -252,6 +252,8 @@ class ReplicaFiles:
                 digest.update(table.tobytes())
         if not isinstance(self.manifest.layer_weights, msgspec.UnsetType):
             digest.update(np.array(self.manifest.layer_weights).tobytes())
+        if not isinstance(self.manifest.nats_per_loss, msgspec.UnsetType):
+            digest.update(np.array(self.manifest.nats_per_loss).tobytes())
         return digest.hexdigest()
 
     def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:
