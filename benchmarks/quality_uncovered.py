@@ -3,16 +3,21 @@
     python benchmarks/quality_uncovered.py [--model DIR] [--sequences 2] [--harness-sequences 16] [--json FILE]
 
 The six held-out domains in two halves (uncovered_text.py). Each half is measured with replicas that were calibrated on
-the bundled text less everything of its three domains, the same text for every arm. Bytes are equal: every arm reads the
-same average bits per weight, with scales of the same groups.
+the bundled text less everything of its three domains, the same text for every arm. Scales are of the same groups. Two
+tables stand beside each other:
+
+    at equal bytes   every arm holds the same average bits per weight
+    at equal time    an arm's average is the one at which the simulated device takes as long for decode's cold pairs of
+                     these sequences as it takes for the yardstick's uniform bits: searched by planning alone, priced
+                     with the experts of mixtral-8x7b, since the tiny ones would be priced by fixed costs
 
     served   through vLLM, the plugin and a device process, as quality_served.py does: one request at a time, the prompt
              in full precision, every later token forced; execution as in the paper, so that hot experts stay in full
              precision
     harness  the same by quality.py's own forward, for more sequences
 
-An average of bits is one over experts, as memory counts them; `bits_read` is the average over decode's cold pairs, as
-device time does, and is higher where bits go to the experts that are used most.
+An average of bits is one over experts, as memory counts them; `bits_read` is the average over decode's cold pairs, and
+is higher where bits go to the experts that are used most; `device_us` is what such a pair takes on the device.
 
 Each number is the mean over sequences of the nll above full precision with the standard error of the paired mean, and
 its part of what uniform auto-gptq loses on the same sequences, with a jackknife error. What is measured is kept in the
@@ -29,6 +34,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +50,28 @@ from rich.table import Table
 from torch import Tensor
 from uncovered_text import FOLDS, text_without
 
-from ndp_device.calibration.build import build_calibrated, build_tuned, run_job, weigh_layers
+from ndp_device.calibration.build import build_calibrated, build_tuned, run_job
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
-from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.replicas.store import ExpertStore
+from ndp_device.timing.spec import load_hardware
+from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.simulation.costs import Costs, model_named
 
 CELLS = ((3.0, 0.0), (3.0, 0.5), (2.0, 0.0), (2.0, 0.5))
 """Average bits, part of the experts that is hot."""
 _AT_ONCE = 16
 Losses = NDArray[np.float64]
 BitsRead = NDArray[np.float64]
-"""[sequences, 2], see _bits_read."""
+"""[sequences, 3], see _bits_read."""
 Point = tuple[float, float]
+EQUAL = ("bytes", "time")
+MODEL_PRICED, HARDWARE = "mixtral-8x7b", "h100-ndp512"
+_HALVINGS = 12
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ class Measured:
 
     losses: Losses
     bits_read: BitsRead
+    held: NDArray[np.float64]
+    """Average bits over experts, []."""
 
 
 @dataclass(frozen=True)
@@ -116,35 +129,39 @@ class Study:
         if arm.tuned:
             made = base.with_name(f"{base.name}-tuned-{self.tune_steps}")
             build_tuned(self.model_dir, base, made, text, steps=self.tune_steps)
-        if arm.selector == "layers" and load_layer_weights(made) is None:
-            weigh_layers(self.model_dir, made, text)
         return made
 
-    def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[Point, Measured]:
-        """(average bits, part hot) -> what the sequences lost there; each point is kept as soon as it is known."""
+    def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[tuple[Point, str], Measured]:
+        """(average bits, part hot), equal in what -> what the sequences lost there, kept as soon as it is known."""
         digest = ReplicaFiles(replicas, check_contents=False).manifest.digest
         of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
-        path = self.cache / f"{how}-{arm.selector}-{digest}-{of_sequences}.json"
+        path = self.cache / f"{how}-timed-{arm.selector}-{digest}-{of_sequences}.json"
         known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-        if {_name(point) for point in CELLS} - known.keys():
+        wanted = [(point, equal) for point in CELLS for equal in EQUAL]
+        if {_name(*one) for one in wanted} - known.keys():
             store = ExpertStore(self.model_dir, replicas, kernel=ReferenceKernel())
             forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
             num_experts = store.shape.num_experts
-            cells = {point: Cell(point[0], round(point[1] * num_experts), arm.selector, "prefill") for point in CELLS}
-            full, by_cell = forward.run(sequences, list(cells.values()))
-            for point, cell in cells.items():
+            cells = {
+                (point, "bytes"): Cell(point[0], round(point[1] * num_experts), arm.selector, "prefill")
+                for point in CELLS
+            }
+            cells |= {(point, "time"): forward.at_equal_time(sequences, cells[point, "bytes"]) for point in CELLS}
+            full, by_cell = forward.run(sequences, list(dict.fromkeys(cells.values())))
+            for one, cell in cells.items():
                 nll, bits_read = by_cell[cell]
-                if _name(point) in known:
+                if _name(*one) in known:
                     continue
                 if how == "served":
                     nll = served(self.model_dir, replicas, sequences, cell)
-                known[_name(point)] = {"losses": (nll - full).tolist(), "bits_read": bits_read.tolist()}
+                found = {"losses": (nll - full).tolist(), "bits_read": bits_read.tolist(), "held": cell.avg_bits}
+                known[_name(*one)] = found
                 path.write_text(json.dumps(known))
-        return {point: Measured(**{of: np.array(one) for of, one in known[_name(point)].items()}) for point in CELLS}
+        return {one: Measured(**{of: np.array(was) for of, was in known[_name(*one)].items()}) for one in wanted}
 
 
-def _name(point: Point) -> str:
-    return f"{point[0]:g} {point[1]:g}"
+def _name(point: Point, equal: str) -> str:
+    return f"{point[0]:g} {point[1]:g} {equal}"
 
 
 class Forward:
@@ -154,6 +171,32 @@ class Forward:
         self._model, self._losses = model, losses
         experts = model.experts
         self._nobody = ImportanceScore.from_weights(np.ones((len(experts), experts[0].num_experts)))
+        self._routing: list[tuple[RoutingStats, RoutingStats]] = []
+
+    def at_equal_time(self, sequences: Tensor, cell: Cell) -> Cell:
+        """The cell with the average of bits at which its cold pairs take what they take with uniform bits."""
+        if cell.selector == "uniform":
+            return cell
+        if not self._routing:
+            for batch in sequences.split(_AT_ONCE):
+                prompts = self._model.prefill(batch)
+                self._model.decode(None)
+                self._routing += zip(prompts, self._model.routing_stats(), strict=True)
+
+        def pair_ps(one: Cell) -> float:
+            plans = [(self._plan(one, prompt), decode) for prompt, decode in self._routing]
+            _, pairs, device_ps = np.sum([_bits_read(*each) for each in plans], axis=0)
+            return float(device_ps / pairs)
+
+        wanted, low, high = pair_ps(dataclasses.replace(cell, selector="uniform")), 1.0, cell.avg_bits
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            longer = pair_ps(dataclasses.replace(cell, avg_bits=middle)) > wanted
+            low, high = (low, middle) if longer else (middle, high)
+        return dataclasses.replace(cell, avg_bits=round(low, 4))
+
+    def _plan(self, cell: Cell, prompt: RoutingStats) -> NDArray[np.uint8]:
+        return plan_bits(cell, prompt, prompt, self._nobody, self._losses)
 
     def run(self, sequences: Tensor, cells: Sequence[Cell]) -> tuple[Losses, dict[Cell, tuple[Losses, BitsRead]]]:
         """nll of each sequence in full precision, and at each cell with the bits that its cold pairs read."""
@@ -163,16 +206,25 @@ class Forward:
             full.append(self._model.decode(None))
             decodes = self._model.routing_stats()
             for cell in cells:
-                plans = [plan_bits(cell, prompt, prompt, self._nobody, self._losses) for prompt in prompts]
+                plans = [self._plan(cell, prompt) for prompt in prompts]
                 nll[cell].append(self._model.decode(np.stack(plans)))
                 read[cell] += [_bits_read(plan, decode) for plan, decode in zip(plans, decodes, strict=True)]
         return np.concatenate(full), {cell: (np.concatenate(nll[cell]), np.array(read[cell])) for cell in cells}
 
 
-def _bits_read(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, float]:
-    """Of the cold pairs of one sequence: the bits of the experts that they read, added up, and how many they are."""
+def _bits_read(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, float, float]:
+    """Of the cold pairs of one sequence: the bits of the experts that they read, added up; how many they are; and the
+    simulated picoseconds of the device, one row at a time."""
     cold = plan > 0
-    return float((decode.counts * plan)[cold].sum()), float(decode.counts[cold].sum())
+    device_ps = float((decode.counts * _expert_ps()[plan])[cold].sum())
+    return float((decode.counts * plan)[cold].sum()), float(decode.counts[cold].sum()), device_ps
+
+
+@lru_cache
+def _expert_ps() -> NDArray[np.float64]:
+    """[bits 0 to 4]"""
+    costs = Costs(load_hardware(HARDWARE), model_named(MODEL_PRICED))
+    return np.array([0.0, *(costs.device_expert_ps(bits, 1) for bits in WIDTHS)])
 
 
 def with_one_bit(replicas: Path) -> Path:
@@ -227,16 +279,18 @@ def part_of(losses: Losses, yardstick: Losses) -> tuple[float, float]:
     )
 
 
-def rows_of(found: dict[tuple[str, Point, str], list[Measured]]) -> list[dict[str, Any]]:
+def rows_of(found: dict[tuple[str, str, Point, str], list[Measured]]) -> list[dict[str, Any]]:
     """The table: of one arm at one point in one way a row, over the halves that are measured."""
     rows = []
-    for (how, point, arm), halves in found.items():
+    for (how, equal, point, arm), halves in found.items():
         losses = np.concatenate([half.losses for half in halves])
-        bits, pairs = np.concatenate([half.bits_read for half in halves]).sum(axis=0)
+        bits, pairs, device_ps = np.concatenate([half.bits_read for half in halves]).sum(axis=0)
         loss, error = mean_and_error(losses)
-        row = {"how": how, "avg_bits": point[0], "part_hot": point[1], "arm": arm, "sequences": len(losses)}
+        row = {"how": how, "equal": equal, "avg_bits": point[0], "part_hot": point[1], "arm": arm}
+        row |= {"sequences": len(losses), "held": round(float(np.mean([half.held for half in halves])), 3)}
         row |= {"delta_nll": round(loss, 5), "standard_error": round(error, 5), "bits_read": round(bits / pairs, 3)}
-        if yardstick := found.get((how, point, ARMS[0].name)):
+        row |= {"device_us": round(device_ps / pairs / 1e6, 3)}
+        if yardstick := found.get((how, equal, point, ARMS[0].name)):
             part, part_error = part_of(losses, np.concatenate([half.losses for half in yardstick])[: len(losses)])
             row |= {"part_of_auto_gptq": round(part, 3), "part_error": round(part_error, 3)}
         rows.append(row)
@@ -260,7 +314,7 @@ def main() -> None:
     model_dir = arguments.model.resolve()
     cache = arguments.cache or measured.ROOT / ".cache" / "quality" / model_dir.name
     study = Study(model_dir, cache.resolve(), arguments.tune_steps)
-    found: dict[tuple[str, Point, str], list[Measured]] = {}
+    found: dict[tuple[str, str, Point, str], list[Measured]] = {}
 
     def figures() -> dict[str, Any]:
         told = {"model": model_dir.name, "tune_steps": arguments.tune_steps, "folds": FOLDS}
@@ -272,8 +326,8 @@ def main() -> None:
             for how, count in (("served", arguments.sequences), ("harness", arguments.harness_sequences)):
                 if count:
                     sequences = torch.cat([held_out_sequences(model_dir, count)[domain] for domain in domains])
-                    for point, half in study.measured(how, arm, replicas, sequences).items():
-                        found.setdefault((how, point, arm.name), []).append(half)
+                    for (point, equal), half in study.measured(how, arm, replicas, sequences).items():
+                        found.setdefault((how, equal, point, arm.name), []).append(half)
                     measurement.save(figures(), arguments.json)
     print_table(rows_of(found))
     measurement.end(figures(), arguments.json)
@@ -281,11 +335,11 @@ def main() -> None:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     table = Table(title="nll above full precision on uncovered domains (standard error), part of auto-gptq (error)")
-    for name in ("", "average bits", "hot", *dict.fromkeys(row["arm"] for row in rows)):
+    for name in ("", "equal", "average bits", "hot", *dict.fromkeys(row["arm"] for row in rows)):
         table.add_column(name, justify="right")
     by_place: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        place = row["how"], f"{row['avg_bits']:g}", f"{row['part_hot']:g}"
+        place = row["how"], row["equal"], f"{row['avg_bits']:g}", f"{row['part_hot']:g}"
         text = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
         if "part_of_auto_gptq" in row:
             text += f" {row['part_of_auto_gptq']:.2f} ({row['part_error']:.2f})"

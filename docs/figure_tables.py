@@ -135,16 +135,21 @@ def quality_uncovered(root: Path = ROOT) -> str:
             continue
         rows = found.figures["rows"]
         arms = list(dict.fromkeys(row["arm"] for row in rows))
-        places = list(dict.fromkeys((row["how"], row["avg_bits"], row["part_hot"]) for row in rows))
+        places = list(dict.fromkeys(_place(row) for row in rows))
         lines = [f"**{found.figures['model']}**", "", f"| path | average bits | hot | {' | '.join(arms)} |"]
         lines.append("|---" * (3 + len(arms)) + "|")
-        for how, bits, hot in places:
-            of = {row["arm"]: row for row in rows if (row["how"], row["avg_bits"], row["part_hot"]) == (how, bits, hot)}
+        for how, equal, bits, hot in places:
+            of = {row["arm"]: row for row in rows if _place(row) == (how, equal, bits, hot)}
             cells = [loss_cell(of[arm]) if arm in of else "-" for arm in arms]
-            path = f"{how}, {next(iter(of.values()))['sequences']} sequences"
+            path = f"{how}, {next(iter(of.values()))['sequences']} sequences, equal {equal}"
             lines.append(f"| {path} | {bits:g} | {f'{hot:.0%}' if hot else 'none'} | {' | '.join(cells)} |")
         parts.append("\n".join([*lines, "", about(found)]))
     return "\n\n".join(parts)
+
+
+def _place(row: dict[str, Any]) -> tuple[str, str, float, float]:
+    """Older figures are all at equal bytes."""
+    return row["how"], row.get("equal", "bytes"), row["avg_bits"], row["part_hot"]
 
 
 def loss_cell(row: dict[str, Any]) -> str:

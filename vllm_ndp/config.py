@@ -16,7 +16,7 @@ from typing import Any
 from ndp_device import transport
 from ndp_device.errors import ConfigError
 from ndp_device.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.bitwidths import OVER_LAYERS, LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
@@ -81,7 +81,9 @@ class NdpSettings:
     ones, by the same scores."""
     avg_bits: float = DEFAULT_AVG_BITS
     """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
-    start-up."""
+    start-up. Or {"max_loss": NATS}: as few bits as are predicted to lose that many nats a token."""
+    max_loss: float | None = None
+    """Of `avg_bits`, the nats."""
     bits_for: str = "auto"
     """Cold experts get bits by each `request`'s own prompt, or the same for the whole running `batch`; `auto` is the
     batch from 4 running requests on, with half a bit more on average: faster, and less loss."""
@@ -188,6 +190,11 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
+        if self.max_loss is not None and (self.bit_rule_in_force != OVER_LAYERS or self.losses != "relative"):
+            raise ConfigError(
+                "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' and relative losses, got "
+                f"{self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy_options'"
+            )
         if self.cold_precision == "full" and self.replicas is not None:
             raise ConfigError(
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
@@ -374,8 +381,8 @@ class NdpSettings:
         return {name: value for name, value in values.items() if value != getattr(default, name)}
 
     def recorded(self) -> dict[str, Any]:
-        """All settings for a trace, with the losses in force, which a policy's default may have named."""
-        return {**asdict(self), "losses": self.losses}
+        """All settings for a trace, with the losses and the bit rule in force, whose defaults may change."""
+        return {**asdict(self), "losses": self.losses, "bit_rule": self.bit_rule_in_force}
 
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.
@@ -434,7 +441,7 @@ class NdpSettings:
             told.prior.require_shape(losses.mse.shape[:2])
         return PlannerRules(
             policy=policy,
-            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts),
+            budget=Budget(self.resolve_hot_experts(num_experts), self.avg_bits, self.warm_experts, self.max_loss),
             loss=losses,
             bits_for=self.bits_for,
             keeps_streamed=self.keeps_streamed,

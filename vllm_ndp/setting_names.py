@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ndp_device.errors import ConfigError
+from ndp_device.widths import WIDTHS
 
 TOP = (
     *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
@@ -40,9 +41,9 @@ def by_field(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
     """Values by the names of NdpSettings' fields. Raises ConfigError for an unknown name, with the nearest one."""
     values = with_new_names(raw, RENAMED, notice)
     for name in values:
-        if name not in (*TOP, *MOVED, "device", "device_keys"):
+        if name not in (*TOP, *MOVED, "device", "device_keys", "max_loss"):
             raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
-    values = _devices(_grouped(values, notice), notice)
+    values = _budget(_devices(_grouped(values, notice), notice))
     debug = _debug(values.pop("debug", {}))
     return values | debug
 
@@ -95,6 +96,16 @@ def _devices(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
         return values | {"device": address} | ({} if keys is None else {"device_keys": keys})
     known = [_address(one) for one in asked]
     return values | {"device": tuple(address for address, _ in known)} | _keys([keys for _, keys in known])
+
+
+def _budget(values: dict[str, Any]) -> dict[str, Any]:
+    """`avg_bits` is a number, or {"max_loss": NATS} within the widest replicas."""
+    asked = values.get("avg_bits")
+    if not isinstance(asked, Mapping):
+        return values
+    if set(asked) != {"max_loss"} or values.get("max_loss") is not None:
+        raise ConfigError(f"ndp setting 'avg_bits' must be a number or {{\"max_loss\": NATS}}, got {dict(asked)!r}")
+    return values | {"avg_bits": float(WIDTHS[-1]), "max_loss": asked["max_loss"]}
 
 
 def _keys(given: Sequence[str | None]) -> dict[str, str | tuple[str, ...]]:

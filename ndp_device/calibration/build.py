@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 
     from ndp_device.calibration.calibrated import RoutedInputs
     from ndp_device.calibration.streamed import RoutedBatch
+    from ndp_device.calibration.text import CalibrationText
     from ndp_device.calibration.tuned import Tuning
-
-WEIGHED_AT = 2
-"""Bits of a layer whose weight is measured, or the nearest that there are."""
 
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
 """What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
@@ -217,7 +215,8 @@ def build_calibrated(
         checkpoint.check(layer)
         return calibrated.layer_of(done)
 
-    return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+    made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+    return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
 
 
 def build_tuned(
@@ -256,7 +255,7 @@ def build_tuned(
         calibration_file, tokenizer, num_sequences=num_sequences, sequence_length=sequence_length, seed=seed
     )
     manifest = msgspec.structs.replace(
-        source.manifest,
+        source.manifest.unweighed(),
         layers={},
         source="calibrated",
         solver=source.manifest.solver | {"tuned_from": source.manifest.digest, "tune_steps": steps},
@@ -299,53 +298,28 @@ def build_tuned(
                 _say(line)
         return tuning, tuning.inputs(held_out)
 
-    return run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+    made = run_job(out_dir, manifest, make_layer, show_progress=show_progress)
+    return made if made.is_weighed else weigh(model_dir, out_dir, text, device)
 
 
-def weigh_layers(
-    model_dir: Path,
-    replicas_dir: Path,
-    calibration_file: Path,
-    *,
-    num_sequences: int = 16,
-    sequence_length: int = 512,
-    seed: int = 0,
-    device_name: DeviceName = "auto",
-) -> Manifest:
-    """Measure what a loss in each layer does to the model's answer, and write it into the replicas' manifest.
+def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: torch.device) -> Manifest:
+    """Measure what a loss in each layer does to the model's answer (weighing.py); write it into the manifest.
 
-    Each layer in turn runs at one width, all others in full precision. The weight of a layer is the divergence of the
-    answers over the layer's mean relative loss at that width. Needs the whole model in memory.
+    One more pass through the model, of some of the sequences held out.
     """
-    import numpy as np
-    import transformers
+    from ndp_device.calibration import streamed, weighing
 
-    from ndp_device.calibration.text import CalibrationText
-    from ndp_device.replicas.loss_table import load_loss_table
-
-    device = _torch_device(device_name)
     checkpoint = CheckpointExperts(model_dir)
-    source = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
-    _refuse_what_does_not_fit(source, "weighing layers")
     _refuse_quantized_beside(checkpoint)
-    text = CalibrationText.draw(
-        calibration_file,
-        transformers.AutoTokenizer.from_pretrained(model_dir),
-        num_sequences=num_sequences,
-        sequence_length=sequence_length,
-        seed=seed,
-    )
-    bits = min(source.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
-    tuning = _in_memory(model_dir, checkpoint, source, device, seed=seed)
-    divergences = tuning.divergence_by_layer(bits, text.token_ids)
-    losses = load_loss_table(replicas_dir)[1][:, :, bits - 1]
-    weights = []
-    for layer, inputs in enumerate(tuning.inputs(text.token_ids)):
-        counts = np.bincount(inputs.expert_ids.numpy().ravel(), minlength=checkpoint.shape.num_experts)
-        weights.append(divergences[layer] / max(float(np.average(losses[layer], weights=counts)), 1e-12))
-    mean = max(sum(weights) / len(weights), 1e-30)
+    files = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
+    used = weighing.num_weighing(len(text.token_ids), checkpoint.shape.num_layers, text.num_held_out)
+    model = streamed.load_without_experts(model_dir, device)
+    nats = weighing.nats_per_loss(model, text.held_out_last[-used:], checkpoint, files)
+    mean = max(float(nats.mean()), 1e-30)
     manifest = msgspec.structs.replace(
-        source.manifest, layer_weights=tuple(float(f"{weight / mean:.4g}") for weight in weights)
+        files.manifest,
+        layer_weights=tuple(float(f"{one / mean:.4g}") for one in nats),
+        nats_per_loss=float(f"{mean:.4g}"),
     )
     write_manifest(replicas_dir, manifest)
     return manifest
@@ -486,7 +460,7 @@ def _resume(out_dir: Path, manifest: Manifest) -> Manifest:
         return manifest
     present = read_manifest(out_dir)
     # weights of layers are measured when all layers are there
-    if msgspec.structs.replace(present, layers={}, layer_weights=manifest.layer_weights) != manifest:
+    if msgspec.structs.replace(present.unweighed(), layers={}) != manifest:
         raise ConfigError(
             f"{out_dir} already holds replicas of another model or made with other settings: "
             "choose another output directory, or delete that one"

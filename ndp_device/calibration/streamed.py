@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,7 +48,8 @@ class RoutedBatch:
     hidden: Tensor  # [S, T, H]
     expert_ids: Tensor  # [S, T, k]
     weights: Tensor  # [S, T, k]
-    answers: Tensor | None  # [S, T, H], zeros at first; None behind the last layer, whose answers no layer reads
+    answers: Tensor | None = None  # [S, T, H], zeros at first; None behind the last layer if nobody reads its answers
+    branch: Tensor | None = None  # [B, T, H], zeros at first: other answers to the first B sequences
 
     def inputs(self, sequences: slice) -> RoutedInputs:
         """Inputs of some sequences, as rows."""
@@ -56,9 +57,17 @@ class RoutedBatch:
 
     def answer(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Add one expert's part: compute maps rows [n, H] to rows [n, H], and is called once per sequence."""
-        if self.answers is None:
+        self._add(self.answers, expert, compute, device)
+
+    def answer_branch(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """The same for the branch that leaves here."""
+        self._add(self.branch, expert, compute, device)
+
+    def _add(self, into: Tensor | None, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Into answers to the first sequences."""
+        if into is None:
             return
-        for hidden, ids, weights, answers in zip(self.hidden, self.expert_ids, self.weights, self.answers, strict=True):
+        for hidden, ids, weights, answers in zip(self.hidden, self.expert_ids, self.weights, into, strict=False):
             choice, rows = torch.eq(ids.T, expert).nonzero(
                 as_tuple=True
             )  # in the order in which transformers takes them
@@ -71,8 +80,9 @@ class StreamedForward:
     """One pass of all sequences through a model without experts, layer by layer."""
 
     def __init__(self, model: Any, token_ids: Tensor, num_moe_layers: int) -> None:
-        self._base, self._device = model.base_model, model.device
+        self._model, self._base, self._device = model, model.base_model, model.device
         self._token_ids = token_ids
+        self._passed = torch.empty(0)
         self._experts: dict[int, Any] = {}
         names = {module: name for name, module in self._base.named_modules()}
         modules = expert_modules(self._base)
@@ -91,30 +101,50 @@ class StreamedForward:
             module.forward = _stop
         self._run = [layer.forward for layer in self._layers]
 
-    def layers(self) -> Iterator[RoutedBatch]:
-        """The MoE layers in order. Give the answers of a layer's experts before asking for the next one."""
-        last = max(self._experts)
+    def layers(self, num_branching: int = 0) -> Iterator[RoutedBatch]:
+        """The MoE layers in order. Give the answers of a layer's experts before asking for the next one.
+
+        From every layer, so many first sequences go on a second time, with the answers of a branch: as sequences
+        behind those that there are.
+        """
+        last, token_ids = max(self._experts), self._token_ids
         with torch.no_grad(), self._stopping_at(0):
-            hidden = torch.stack([self._entering(ids)[0].cpu() for ids in self._token_ids]).squeeze(1)
+            hidden = torch.stack([self._entering(ids)[0].cpu() for ids in token_ids]).squeeze(1)
         for index in range(last + 1):
             with torch.no_grad(), self._stopping_at(index):
                 if index not in self._experts:
-                    for row, ids in zip(hidden, self._token_ids, strict=True):
+                    for row, ids in zip(hidden, token_ids, strict=True):
                         row.copy_(self._through(index, ids, row))
                     continue
-                batch = self._to_the_experts(index, hidden, is_last=index == last)
+                batch = self._to_the_experts(index, hidden, token_ids)
+            answers = torch.zeros_like(batch.hidden) if num_branching or index < last else None
+            branch = torch.zeros_like(batch.hidden[:num_branching]) if num_branching else None
+            batch = replace(batch, answers=answers, branch=branch)
             yield batch
-            if batch.answers is None:
+            if answers is None:
                 return
+            if branch is not None:
+                hidden, token_ids = (torch.cat([all_, all_[:num_branching]]) for all_ in (hidden, token_ids))
+                answers = torch.cat([answers, branch])
             with torch.no_grad(), self._stopping_at(index):
-                for row, ids, answer in zip(hidden, self._token_ids, batch.answers, strict=True):
+                for row, ids, answer in zip(hidden, token_ids, answers, strict=True):
                     row.copy_(self._through(index, ids, row, answer))
-            del batch
+            del batch, answers, branch
+        self._passed = hidden
 
-    def _to_the_experts(self, index: int, hidden: Tensor, *, is_last: bool) -> RoutedBatch:
+    def log_probabilities(self, sequence: int) -> Tensor:
+        """The answer to a sequence that has passed all layers, [T, vocabulary]; branches lie behind the others."""
+        last = max(self._experts)
+        hidden, token_ids = self._passed[sequence], self._token_ids[sequence % len(self._token_ids)]
+        with torch.no_grad(), self._stopping_at(last):
+            self._layers[last].forward = lambda *_, **__: hidden[None].to(self._device)
+            logits = self._model(input_ids=token_ids[None].to(self._device), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), -1)
+
+    def _to_the_experts(self, index: int, hidden: Tensor, token_ids: Tensor) -> RoutedBatch:
         taken: Tensor | None = None
         ids_and_weights = []
-        for n, (row, ids) in enumerate(zip(hidden, self._token_ids, strict=True)):
+        for n, (row, ids) in enumerate(zip(hidden, token_ids, strict=True)):
             try:
                 self._through(index, ids, row)
             except _Reached as reached:
@@ -128,7 +158,7 @@ class StreamedForward:
             ids_and_weights.append((expert_ids.flatten(0, -2).cpu(), weights.flatten(0, -2).cpu()))
         assert taken is not None
         all_ids, all_weights = (torch.stack(parts) for parts in zip(*ids_and_weights, strict=True))
-        return RoutedBatch(taken, all_ids, all_weights, None if is_last else torch.zeros_like(taken))
+        return RoutedBatch(taken, all_ids, all_weights)
 
     def _through(self, index: int, token_ids: Tensor, hidden: Tensor, answer: Tensor | None = None) -> Tensor:
         """One sequence [T, H] through one decoder layer, whose experts answer what is given."""

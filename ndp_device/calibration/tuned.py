@@ -179,18 +179,7 @@ class Tuning:
 
     def divergence_at(self, bits: int, token_ids: Tensor) -> float:
         """Mean over sequences [S, T] with every expert at one width, nats per token."""
-        return self._mean_divergence(token_ids, [[bits] * len(layer.full) for layer in self._layers])
-
-    def divergence_by_layer(self, bits: int, token_ids: Tensor) -> list[float]:
-        """As divergence_at, with every expert of one layer alone at that width, for each layer."""
-        found = []
-        for weighed in range(len(self._layers)):
-            widths = [
-                [bits if number == weighed else FULL_PRECISION_BITS] * len(layer.full)
-                for number, layer in enumerate(self._layers)
-            ]
-            found.append(self._mean_divergence(token_ids, widths))
-        return found
+        return self.divergence(token_ids, [[bits] * len(layer.full) for layer in self._layers])
 
     def take_back(self, bits: int) -> None:
         """The levels of one width are what they were before training."""
@@ -219,7 +208,8 @@ class Tuning:
         """The experts of one layer with the levels that they have now."""
         return [{bits: one.stored() for bits, one in each.items()} for each in self._layers[layer].experts]
 
-    def _mean_divergence(self, token_ids: Tensor, widths: Sequence[Sequence[int]]) -> float:
+    def divergence(self, token_ids: Tensor, widths: Sequence[Sequence[int]]) -> float:
+        """Mean over sequences [S, T] with experts at these widths, by layer and expert, nats per token."""
         parts = token_ids.split(SEQUENCES_PER_STEP)
         with torch.no_grad():
             return sum(float(self._divergence(part, widths)) * len(part) for part in parts) / len(token_ids)

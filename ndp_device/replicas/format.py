@@ -75,6 +75,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
     """What the same relative loss in each layer does to the model's answer, mean 1; left out until it is measured. Says
     nothing of how the files are read, so the version is the same."""
+    nats_per_loss: float | msgspec.UnsetType = msgspec.UNSET
+    """Nats a token that a weight of 1 stands for; manifests that `weigh` wrote before it was known lack it."""
 
     @classmethod
     def with_form(cls, activations: tuple[Activation, ...], biases: bool, **fields: Any) -> Manifest:
@@ -101,6 +103,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         weights = () if isinstance(self.layer_weights, msgspec.UnsetType) else self.layer_weights
         if weights and (len(weights) != self.model.num_layers or not all(0 <= one < math.inf for one in weights)):
             raise ValueError(f"layer_weights must be {self.model.num_layers} finite numbers >= 0, got {list(weights)}")
+        if not isinstance(self.nats_per_loss, msgspec.UnsetType) and not 0 < self.nats_per_loss < math.inf:
+            raise ValueError(f"nats_per_loss must be a finite number > 0, got {self.nats_per_loss}")
+
+    @property
+    def is_weighed(self) -> bool:
+        return not isinstance(self.nats_per_loss, msgspec.UnsetType)
+
+    def unweighed(self) -> Manifest:
+        """Without what is measured when all layers are there."""
+        return msgspec.structs.replace(self, layer_weights=msgspec.UNSET, nats_per_loss=msgspec.UNSET)
 
     @property
     def digest(self) -> str:
@@ -240,6 +252,8 @@ class ReplicaFiles:
                 digest.update(table.tobytes())
         if not isinstance(self.manifest.layer_weights, msgspec.UnsetType):
             digest.update(np.array(self.manifest.layer_weights).tobytes())
+        if not isinstance(self.manifest.nats_per_loss, msgspec.UnsetType):
+            digest.update(np.array(self.manifest.nats_per_loss).tobytes())
         return digest.hexdigest()
 
     def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:

@@ -11,19 +11,24 @@ from numpy.typing import NDArray
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 
 
-def load_layer_weights(replicas_dir: Path) -> NDArray[np.float64] | None:
-    """Effect of the same relative loss in each layer on the answer [L], mean 1; None where it was not measured."""
-    weights = read_manifest(replicas_dir).layer_weights
-    return None if isinstance(weights, msgspec.UnsetType) else np.array(weights)
+def load_layer_weights(replicas_dir: Path) -> tuple[NDArray[np.float64] | None, float | None]:
+    """Effect of the same relative loss in each layer on the answer [L], mean 1, and the nats a token that 1 stands for;
+    None where it was not measured."""
+    manifest = read_manifest(replicas_dir)
+    weights, nats = manifest.layer_weights, manifest.nats_per_loss
+    return (
+        None if isinstance(weights, msgspec.UnsetType) else np.array(weights),
+        None if isinstance(nats, msgspec.UnsetType) else nats,
+    )
 
 
-def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """(losses [L, E, 4], weights of layers [L]) of one kind, relative or absolute.
+def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, float | None]:
+    """(losses [L, E, 4], weights of layers [L], nats of a weight of 1) of one kind, relative or absolute.
 
     Weights are measured over relative losses: absolute ones have none.
     """
     absolute, relative = load_loss_table(replicas_dir)
-    return (relative, load_layer_weights(replicas_dir)) if kind == "relative" else (absolute, None)
+    return (relative, *load_layer_weights(replicas_dir)) if kind == "relative" else (absolute, None, None)
 
 
 def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -116,7 +116,7 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
         loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     else:
         replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
-        loss = LossTable.from_measured(load_loss_table(replicas)[1], load_layer_weights(replicas))
+        loss = LossTable.from_measured(load_loss_table(replicas)[1], *load_layer_weights(replicas))
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0

@@ -61,7 +61,7 @@ def test_a_setting_like_no_other_lists_all_known_ones():
 def test_a_person_need_not_know_more_than_20_settings_and_every_value_has_one_way_in():
     assert len(TOP) <= 20
     assert not set(TOP) & set(DEBUG)
-    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {"device", "device_keys"}
+    assert {*TOP, *DEBUG} - {"debug"} == set(NAMES) - {"device", "device_keys", "max_loss"}
 
 
 @given(st.text(max_size=20).filter(lambda name: name not in {*NAMES, *TOP, *RENAMED, *MOVED}))
@@ -144,7 +144,7 @@ def test_whole_numbers_are_taken_where_a_float_is_wanted():
 
 def test_the_bit_rule_in_force_is_the_policys_option_where_there_is_one():
     """What the start-up table shows; `bits` is the option's older name."""
-    assert NdpSettings().bit_rule_in_force == "importance"
+    assert NdpSettings().bit_rule_in_force == "layers"
     assert NdpSettings(policy_options={"bit_rule": "uniform"}).bit_rule_in_force == "uniform"
     assert NdpSettings.from_mapping({"bit_rule": "layers"}).bit_rule_in_force == "layers"
     both = NdpSettings.from_mapping({"bit_rule": "mse", "policy_options": {"bits": "importance"}})
@@ -407,3 +407,22 @@ def test_prices_are_not_measured_where_nothing_is_decided_by_them(others: dict[s
     assert NdpSettings(**others).with_prices(8, one_worker_on_cpu=True).prices == "simulated"
     del others[min(others)]
     NdpSettings(prices="measured", **others).require_use_of_prices(8)
+
+
+def test_a_budget_of_nats_is_a_value_of_avg_bits():
+    settings = NdpSettings.from_mapping({"avg_bits": {"max_loss": 0.05}})
+    assert (settings.avg_bits, settings.max_loss) == (4.0, 0.05)
+    assert NdpSettings.from_mapping(settings.recorded()).max_loss == 0.05
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"avg_bits": {"nats": 0.05}}, "'avg_bits' must be a number or"),
+        ({"avg_bits": {"max_loss": 0.05}, "policy_options": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
+        ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
+    ],
+)
+def test_a_budget_of_nats_that_cannot_be_met_is_refused(raw: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        NdpSettings.from_mapping(raw)

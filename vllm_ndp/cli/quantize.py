@@ -1,4 +1,4 @@
-"""`vllm-ndp quantize`, `tune` and `weigh`: make replicas. Knows options; ndp_device/calibration/ works."""
+"""`vllm-ndp quantize` and `tune`: make replicas. Knows options; ndp_device/calibration/ works."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def quantize(
 ) -> None:
     """Quantize every expert of a model.
 
-    To 1, 2, 3 and 4 bits, and measures what each width loses.
+    To 1, 2, 3 and 4 bits, and measures what each width loses; with text also how much that matters in each layer.
     """
     from ndp_device.calibration.build import build_calibrated, build_data_free
     from ndp_device.widths import WIDTHS
@@ -147,39 +147,6 @@ def tune(
     _print_summary(manifest, out, started)
 
 
-@command(
-    app,
-    "weigh",
-    examples=("vllm-ndp weigh models/tiny-mixtral replicas --calibration models/tiny-mixtral/calibration.txt",),
-)
-def weigh(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Checkpoint directory, or id of the hub.")],
-    replicas: Annotated[Path, typer.Argument(metavar="REPLICAS", help="Directory that `quantize` or `tune` wrote.")],
-    calibration: Annotated[Path, typer.Option(help="UTF-8 text to weigh on.")],
-    way: PassOptions,
-    samples: Annotated[int, typer.Option(metavar="N", min=8, help="Sequences of text.")] = 16,
-) -> None:
-    """Measure how much each layer's losses matter.
-
-    For the bit rule `layers`, which spends bits where they help most; written into the manifest of REPLICAS.
-    """
-    from ndp_device.calibration.build import weigh_layers
-    from vllm_ndp.operating.hub import checkpoint_dir
-
-    started = time.monotonic()
-    manifest = weigh_layers(
-        checkpoint_dir(str(model)),
-        replicas,
-        calibration,
-        num_sequences=samples,
-        sequence_length=way.sequence_length,
-        seed=way.seed,
-        device_name=way.device,
-    )
-    seconds = round(time.monotonic() - started, 3)
-    print_json({"layer_weights": manifest.layer_weights, "seconds": seconds, "replicas": str(replicas)})
-
-
 def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     import numpy as np
 
@@ -191,6 +158,7 @@ def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
             "experts": manifest.model.num_layers * manifest.model.num_experts,
             "seconds": round(time.monotonic() - started, 3),
             "relative_loss": {str(b): float(f"{np.mean(relative[..., b - 1]):.4g}") for b in manifest.bits},
+            "nats_per_loss": manifest.nats_per_loss if manifest.is_weighed else None,
             "bytes": sum(file.num_bytes for file in manifest.layers.values()),
             "source": manifest.source,
             "out": str(out),

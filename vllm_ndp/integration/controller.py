@@ -135,7 +135,8 @@ class NdpController:
             return {}
         self._last_planned = list(planned.values())
         self.log.note_plan(self.log.totals.steps)
-        placement = self.worker.parts.planner.replanner.placement
+        replanner, slot_bits = self.worker.parts.planner.replanner, self.worker.made.settings.slot_bits
+        placement = replanner.placement
         num_hot, num_warm = live.per_layer(placement.hot), live.per_layer(placement.warm)
         return {
             name: {
@@ -144,6 +145,7 @@ class NdpController:
                 "warm_experts": num_warm,
                 "prices": self.worker.made.settings.prices,
                 "avg_bits": request.plan.average_bits if placement.num_cold.any() else 0.0,
+                "predicted_nats": replanner.predicted_nats(slot_bits, request.score, request.plan),
             }
             for name, request in planned.items()
             if request.plan is not None

@@ -144,6 +144,8 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
     for name, plan in plans.items():
         bits = [(report.plans[name]["avg_bits"], report.pairs_per_row) for report in ordered]
         plan["avg_bits"] = sum(value * weight for value, weight in bits) / sum(weight for _, weight in bits)
+        nats = [report.plans[name]["predicted_nats"] for report in ordered]
+        plan["predicted_nats"] = None if None in nats else sum(nats)
     per_row = sum(report.pairs_per_row for report in ordered)
     energy: dict[str, dict[str, float]] = {}
     device: Counter[str] | None = Counter()

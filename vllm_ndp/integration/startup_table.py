@@ -19,7 +19,7 @@ from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on
+from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
@@ -61,6 +61,8 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "policy": settings.policy,
         "bit_rule": settings.bit_rule_in_force,
         "avg_bits": settings.avg_bits,
+        "max_loss": settings.max_loss,
+        "predicted_loss": verdict_on_loss(parts.planner.replanner.predicted_nats(settings.slot_bits)),
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
@@ -89,9 +91,9 @@ def _report(unsimulated: str) -> str:
 def _layers(replicas: Path | None, losses: str) -> str:
     if losses != "relative":
         return ", all layers alike (their weights are of relative losses)"
-    if replicas is not None and load_layer_weights(replicas) is not None:
+    if replicas is not None and load_layer_weights(replicas)[0] is not None:
         return ", layers as weighed"
-    return ", all layers alike (`vllm-ndp weigh` measures how much each matters)"
+    return ", all layers alike, which loses more (`vllm-ndp quantize --calibration` weighs them)"
 
 
 def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_bytes: int) -> dict[str, Any]:
@@ -173,6 +175,8 @@ def _tiers(status: dict[str, Any]) -> str:
 
 def _bits(status: dict[str, Any]) -> str:
     bits = status["avg_bits"]
+    if status["max_loss"] is not None:
+        return f"bits for at most {status['max_loss']:g} nats a token, as predicted,"
     if status["bits_for"] != "auto":
         return f"average {bits:g} bits per {status['bits_for']}"
     more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
@@ -224,6 +228,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
+        ("predicted loss", status["predicted_loss"]),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),

@@ -69,7 +69,7 @@ class CompareSettings:
     num_hot: int | None = None
     """None: half of the experts, as the plugin."""
     avg_bits: float = DEFAULT_AVG_BITS
-    bits: str = "importance"
+    bits: str = PolicySettings.bit_rule
     batch_rule: str = "sum"
     prior_tokens: float = PolicySettings.prior_tokens
     bits_for: str = ReplayOptions.bits_for

@@ -52,6 +52,10 @@ LEAST_USEFUL_BITS = 2.0
 _NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
 """Rise in negative log-likelihood with every expert cold. Source: docs/log/quality.md, tiny-mixtral."""
 
+MOST_TRUSTED_NATS = 0.3
+"""Up to here plans lost half to five fourths of what was predicted, above it up to one and a half times as much.
+Source: benchmarks/predicted_loss.py, in docs/log/quality.md."""
+
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
 
@@ -63,6 +67,8 @@ class LossTable:
     mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
     layer_weights: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L]
     """What the same loss in each layer does to the model's answer, in units of their mean; None: the same in all."""
+    nats: float | None = None
+    """Nats a token that a loss of 1 in every layer does, to first order; None where it was not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mse", frozen_array(self.mse, np.float64))
@@ -89,13 +95,26 @@ class LossTable:
             )
 
     @classmethod
-    def from_measured(cls, mse: NDArray[np.floating], layer_weights: NDArray[np.float64] | None = None) -> LossTable:
+    def from_measured(
+        cls, mse: NDArray[np.floating], layer_weights: NDArray[np.float64] | None = None, nats: float | None = None
+    ) -> LossTable:
         """Measured losses are noisy: a width is never credited with more loss than a narrower one."""
-        return cls(np.minimum.accumulate(np.asarray(mse, np.float64), axis=2), layer_weights)  # type: ignore[arg-type]
+        falling = np.minimum.accumulate(np.asarray(mse, np.float64), axis=2)
+        return cls(falling, layer_weights, nats)  # type: ignore[arg-type]
 
     def of_layers(self, layers: slice | NDArray[np.integer]) -> LossTable:
         """Some layers of it, their weights as they are."""
-        return LossTable(self.mse[layers], self.layer_weights[layers])
+        return LossTable(self.mse[layers], self.layer_weights[layers], self.nats)
+
+    def predicted_nats(self, score: ImportanceScore, widths: NDArray[np.uint8]) -> float | None:
+        """Rise of the negative log-likelihood of a request, by experts of these widths [L, E]; other widths than
+        the table's lose nothing. None where it was not measured what a loss does."""
+        if self.nats is None:
+            return None
+        columns = np.minimum(np.maximum(widths, WIDTHS[0]), WIDTHS[-1]).astype(np.int64) - WIDTHS[0]
+        losses = np.take_along_axis(self.mse, columns[:, :, None], axis=2)[:, :, 0]
+        loses = np.isin(widths, WIDTHS)
+        return self.nats * float(((losses * score.values).sum(axis=1, where=loses) * self.layer_weights).sum())
 
     @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
@@ -151,13 +170,31 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
             f"placement {list(cold.shape)}, scores {list(score.values.shape)} and loss table "
             f"{list(loss.mse.shape[:2])} must be of one model"
         )
-    spend = int(budget.increments(placement.num_cold).sum())
     gains = (loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * (score.values * loss.layer_weights[:, None])[:, :, None]
     falling = _concave(gains[cold])
-    best = np.argsort(-falling, axis=None, kind="stable")[:spend]
+    best = np.argsort(-falling, axis=None, kind="stable")
+    best = best[: _num_spent(gains[cold].ravel()[best], score, placement, loss, budget)]
     bits = np.zeros(cold.shape, np.uint8)
     bits[cold] = 1 + np.bincount(best // falling.shape[1], minlength=len(falling))
     return BitwidthPlan(bits)
+
+
+def _num_spent(
+    gains: NDArray[np.float64], score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget
+) -> int:
+    """How many increments of these gains a budget pays for: those of its average, or until no more is lost than it
+    allows."""
+    most = int(budget.increments(placement.num_cold).sum())
+    if budget.max_loss is None:
+        return most
+    if loss.nats is None:
+        raise ConfigError(
+            "a budget of max_loss needs replicas that say how much losses matter: `vllm-ndp quantize` with "
+            "--calibration measures it"
+        )
+    at_least = loss.predicted_nats(score, placement.cold.astype(np.uint8)) or 0.0
+    lost = at_least - loss.nats * np.cumsum(gains[:most])
+    return int(np.count_nonzero(np.concatenate([[at_least], lost[:-1]]) > budget.max_loss)) if most else 0
 
 
 def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -189,6 +226,18 @@ def verdict_on(avg_bits: float) -> str:
     return (
         f"{avg_bits:g} bits on average are too few for useful answers: with every expert cold the bundled model loses "
         f"{_NATS_AT}; use {LEAST_USEFUL_BITS:g} or more, or more hot experts"
+    )
+
+
+def verdict_on_loss(nats: float | None) -> str:
+    """A prediction for people, and whether it is to be trusted."""
+    if nats is None:
+        return "unknown: the replicas do not say (`vllm-ndp quantize --calibration` measures it)"
+    said = f"{nats:.2g} nats a token where a prompt uses all experts alike"
+    return (
+        said
+        if nats <= MOST_TRUSTED_NATS
+        else f"{said}: above {MOST_TRUSTED_NATS:g}, where plans lose more than predicted"
     )
 
 

@@ -26,17 +26,20 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 @dataclass(frozen=True)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
-    average over the model."""
+    average over the model, or as many fewer as are predicted to lose max_loss nats a token."""
 
     num_hot: int
     avg_bits: float
     num_warm: int = 0
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.num_hot, self.num_warm) < 0:
             raise ConfigError(f"num_hot and num_warm must be at least 0, got {self.num_hot} and {self.num_warm}")
         if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
             raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
+        if self.max_loss is not None and not 0 < self.max_loss < math.inf:
+            raise ConfigError(f"max_loss must be a number of nats above 0, got {self.max_loss}")
 
     def with_more_bits(self, more: float) -> Budget:
         """The same with a higher average, at most that of the widest replica."""

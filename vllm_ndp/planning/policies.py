@@ -72,9 +72,10 @@ class PolicySettings:
 
     alpha: float = PAPER_ALPHA
     """Weight of counts against router scores in the importance."""
-    bit_rule: str = "importance"
-    """What bits maximise: loss reduction weighted by `importance`, or as published (`mse`), each layer with its share
-    of the bits; `layers`: weighted by importance, all bits where they help most; `uniform`, `full`: no choice."""
+    bit_rule: str = OVER_LAYERS
+    """What bits maximise: loss reduction weighted by importance, all bits where they help most (`layers`), or each
+    layer with its share of the bits (`importance`), or so and as published (`mse`); `uniform`, `full`: no choice.
+    Source of the default: docs/log/quality.md."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"

@@ -149,6 +149,21 @@ class Replanner:
             plans[key] = Plan(self.epoch, placement, bits[id(score)])
         return PlanChange(self.epoch, placement, plans, moved, int((became_hot & ~moved).sum()))
 
+    def predicted_nats(
+        self, slot_bits: int, score: ImportanceScore | None = None, plan: Plan | None = None
+    ) -> float | None:
+        """What a request of this score loses under its plan, nats a token; None where the replicas do not say.
+
+        Without them: a request that uses all experts alike, under the first placement. Hot experts lose what their
+        slots do; what runs on the device to save time is not counted.
+        """
+        if score is None or plan is None:
+            score = ImportanceScore.from_weights(np.ones(self.placement.hot.shape))
+            plan = Plan(0, self.placement, self._bits(score, self.placement, self.rules.budget))
+        in_slots = plan.placement.widths if plan.placement.widths.any() else np.uint8(slot_bits)
+        widths = np.where(plan.placement.hot, in_slots, plan.bits.bits)
+        return self.rules.loss.predicted_nats(score, widths)
+
     def _replan_jointly(self, scores: Mapping[K, ImportanceScore], joint: JointPlanner) -> PlanChange[K]:
         known = list(scores.values())
         assigned = self._assign(known, self._place(known), joint)

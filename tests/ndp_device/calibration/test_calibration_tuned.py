@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import transformers
 from paths import MODEL
 
 from ndp_device.calibration import calibrated, memory, tuned
-from ndp_device.calibration.build import build_data_free, build_tuned, weigh_layers
+from ndp_device.calibration.build import build_data_free, build_tuned
 from ndp_device.calibration.loss_table import expert_losses
 from ndp_device.calibration.streamed import load_without_experts
 from ndp_device.calibration.text import CalibrationText
@@ -22,7 +21,6 @@ from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import dequantize
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import ReplicaFiles
-from ndp_device.replicas.loss_table import load_layer_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.calibration]
 CPU = torch.device("cpu")
@@ -153,35 +151,3 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes(
     with pytest.raises(ConfigError, match=r"in memory, 0\.1 GB with their gradients, and this machine has 0\.1 GB"):
         build_tuned(MODEL, base, tmp_path / "out", CALIBRATION, steps=1, **TEXT)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: Path) -> None:
-    """Divergence, that layer alone at 2 bits, over its mean loss there. Nothing else of the replicas changes."""
-    weighed = tmp_path / "weighed"
-    shutil.copytree(base, weighed)
-    before = ReplicaFiles(weighed)
-    manifest = weigh_layers(MODEL, weighed, CALIBRATION, num_sequences=8, sequence_length=64)
-    weights = load_layer_weights(weighed)
-    assert weights is not None
-    assert manifest.layer_weights == tuple(weights)
-    assert weights.mean() == pytest.approx(1, rel=1e-3)
-    after = ReplicaFiles(weighed)
-    assert after.manifest.digest == before.manifest.digest
-    assert after.loss_digest != before.loss_digest
-
-    tuning = tuning_of(base)
-    tokens = CalibrationText.draw(
-        CALIBRATION, transformers.AutoTokenizer.from_pretrained(MODEL), num_sequences=8, sequence_length=64, seed=0
-    ).token_ids
-    divergences = np.array(tuning.divergence_by_layer(2, tokens))
-    shares = [np.bincount(one.expert_ids.numpy().ravel(), minlength=8) for one in tuning.inputs(tokens)]
-    mean_losses = [np.average(before.layer_losses(n)[1][:, 1], weights=shares[n]) for n in range(4)]
-    expected = divergences / mean_losses
-    np.testing.assert_allclose(weights, expected / expected.mean(), rtol=1e-3)
-    assert weights.max() > 2 * weights.min()  # layers differ: else there would be nothing to weigh
-
-    assert build_data_free(MODEL, weighed, bits=(2, 3), show_progress=False).layer_weights == manifest.layer_weights
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "physical_bytes", lambda: 1 << 20)
-        with pytest.raises(ConfigError, match="weighing layers holds every expert"):
-            weigh_layers(MODEL, weighed, CALIBRATION, num_sequences=8, sequence_length=64)

@@ -18,6 +18,7 @@ from vllm_ndp.planning.bitwidths import (
     select_bitwidths,
     uniform_bitwidths,
     verdict_on,
+    verdict_on_loss,
 )
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
@@ -222,3 +223,53 @@ def test_bits_over_layers_spend_the_budget_of_the_model_and_only_on_cold_experts
     assert (bits[placement.cold] >= 1).all()
     assert int(bits.sum()) == int(placement.num_cold.sum() + budget.increments(placement.num_cold).sum())
     assert Plan(1, placement, BitwidthPlan(bits)).fits(budget)
+
+
+def weighed_model(seed: int) -> tuple[ImportanceScore, LossTable]:
+    score, loss = random_model(seed, 3, 8)
+    return score, LossTable(loss.mse, np.array([2.0, 0.5, 0.5]), nats=0.4)
+
+
+def test_a_loss_is_predicted_from_the_experts_that_a_prompt_uses_and_what_their_layers_weigh():
+    """Layer 0: .75 * .2, a hot expert loses nothing; layer 1: .5 * .2 + .5 * .1. Weights 1.5 and .5, 2 nats."""
+    mse = np.array([[[0.4, 0.2, 0.1, 0.0]] * 2] * 2)
+    score = ImportanceScore(np.array([[0.25, 0.75], [0.5, 0.5]]))
+    widths = np.array([[0, 2], [2, 3]], np.uint8)
+    table = LossTable(mse, np.array([1.5, 0.5]), nats=2.0)
+    assert table.predicted_nats(score, widths) == pytest.approx(2 * (1.5 * 0.15 + 0.5 * 0.15))
+    assert table.predicted_nats(score, np.full((2, 2), 16, np.uint8)) == 0
+    assert LossTable(mse).predicted_nats(score, widths) is None
+
+
+@pytest.mark.parametrize("num_hot", [0, 4])
+def test_a_budget_of_nats_is_met_with_the_fewest_bits_that_meet_it(num_hot: int):
+    for seed in range(10):
+        score, loss = weighed_model(seed)
+        placement = top_experts(score.values, num_hot)
+        losses = [loss.predicted_nats(score, placement.cold * np.uint8(bits)) for bits in (1, 4)]
+        wanted = 0.1 * losses[0] + 0.9 * losses[1]
+        bits = bits_over_layers(score, placement, loss, Budget(num_hot, 4.0, max_loss=wanted)).bits
+        assert loss.predicted_nats(score, bits) <= wanted + 1e-9
+        fewer = Budget(num_hot, float(bits[placement.cold].mean() - 1 / placement.num_cold.sum()))
+        assert loss.predicted_nats(score, bits_over_layers(score, placement, loss, fewer).bits) > wanted
+
+
+def test_a_budget_of_nats_that_no_width_meets_takes_the_widest_and_a_generous_one_the_narrowest():
+    score, loss = weighed_model(0)
+    placement = top_experts(score.values, 0)
+    assert (bits_over_layers(score, placement, loss, Budget(0, 4.0, max_loss=1e-12)).bits == 4).all()
+    assert (bits_over_layers(score, placement, loss, Budget(0, 4.0, max_loss=1e3)).bits == 1).all()
+
+
+def test_a_budget_of_nats_needs_replicas_that_know_nats():
+    score, loss = random_model(0, 2, 8)
+    with pytest.raises(ConfigError, match="a budget of max_loss needs replicas that say"):
+        bits_over_layers(score, top_experts(score.values, 0), loss, Budget(0, 4.0, max_loss=0.1))
+    with pytest.raises(ConfigError, match="max_loss must be a number of nats above 0"):
+        Budget(0, 4.0, max_loss=0.0)
+
+
+def test_a_prediction_says_where_it_is_not_to_be_trusted():
+    assert verdict_on_loss(0.05) == "0.05 nats a token where a prompt uses all experts alike"
+    assert "lose more than predicted" in verdict_on_loss(0.5)
+    assert verdict_on_loss(None).startswith("unknown")

@@ -60,10 +60,11 @@ def recorded_rules(trace: Trace, loss: LossTable) -> PlannerRules:
     setup = trace.provenance.live
     if setup is None:
         raise TraceError("the trace does not hold a live run: record one with the plugin's 'record' setting")
-    settings = NdpSettings.from_mapping(trace.provenance.settings)
+    older = {} if "bit_rule" in trace.provenance.settings else {"bit_rule": "importance"}  # was what was not said
+    settings = NdpSettings.from_mapping({**older, **trace.provenance.settings})
     return dataclasses.replace(
         settings.planner_rules(trace.provenance.num_experts, loss),
-        budget=Budget(setup.hot_experts, settings.avg_bits, setup.warm_experts),
+        budget=Budget(setup.hot_experts, settings.avg_bits, setup.warm_experts, settings.max_loss),
         bits_for=setup.bits_for,
         keeps_streamed=setup.migration == "kept",
     )
