@@ -13,8 +13,6 @@ from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
 
-_MAX_REPLIES = 64
-
 
 class Clock(Protocol):
     """The standard library's `time` is one."""

@@ -92,11 +92,6 @@ class Joining:
         self._crc = checksum.crc32(self.header[: -checksum.NUM_BYTES], 0)
         self._copy(frames[1])
 
-    @property
-    def num_joined(self) -> int:
-        """Bytes that are here."""
-        return self._joined
-
     def add(self, frames: Frames) -> tuple[bytes, memoryview] | None:
         """The message, checked, if this was its last fragment."""
         fragment = _fragment(frames)

@@ -329,7 +329,7 @@ class Assembly:
         self, members: DeviceMembers, facts: DeviceFacts, devices: Devices | None, replicas: Path | None
     ) -> DeviceLink:
         same = self.settings.fallback == "same"
-        local = LocalReplicas(self.model_dir, replicas, self.settings.kernel) if same else None
+        local = LocalReplicas(self.model_dir, replicas, self._kernel) if same else None
         return DeviceLink(members, facts, devices, self.pool.model, self.layers, self._held.w13.dtype, local)
 
     def _splits_prefill(self) -> bool:

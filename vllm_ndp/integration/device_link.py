@@ -267,7 +267,7 @@ class DeviceLink:
         if self._local is None:
             return None
         activations = x.detach().float().cpu().numpy()
-        asked = pairs.rows.astype(np.int32), pairs.experts.astype(np.int64), pairs.bits, pairs.topk_weights
+        asked = pairs.rows.astype(np.int32), pairs.experts, pairs.bits, pairs.topk_weights
         try:
             partial = self._local.execute(self._layers[layer], activations, *asked)
         except ReplicaError as error:

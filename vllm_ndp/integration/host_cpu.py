@@ -8,7 +8,6 @@ checkpoint. Does not know plans or prices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ndp_device.kernels.kernel import Kernel
-from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import FULL_PRECISION_BITS
+from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.rows import add_sums, chosen
 from vllm_ndp.layer.split import Pairs
 
@@ -49,12 +47,8 @@ class HostCpuExperts:
 
     def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
         """layers: of the model, which this worker counts from 0."""
-        self._layers, self._kernel = layers, kernel
-        self._store = ExpertStore(model_dir, None, kernel=kernel)
-
-    @cached_property
-    def description(self) -> str:
-        return f"the host's CPU, full precision, kernel {self._kernel.name}"
+        self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
+        self.description = f"the host's CPU, full precision, kernel {kernel.name}"
 
     def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
         """Bring the rows of x [T, H] that the pairs need to the host: before hot experts keep a GPU busy."""
@@ -63,9 +57,5 @@ class HostCpuExperts:
     def execute(self, layer: int, x: NDArray[np.float32], pairs: Pairs) -> NDArray[np.float32]:
         """The weighted sum over the pairs of each row of x [S, H]. Raises ReplicaError where the checkpoint has been
         cut short."""
-        layer = self._layers[layer]
-        experts, places = np.unique(pairs.experts, return_inverse=True)
-        prepared = [self._store.get(layer, expert, FULL_PRECISION_BITS) for expert in experts.tolist()]
-        sums = self._kernel.execute(x, prepared, pairs.local, places.astype(np.int32), pairs.topk_weights)
-        self._store.check_used(layer, (FULL_PRECISION_BITS,))
-        return sums
+        _, local, experts, bits, topk_weights = pairs
+        return self._local.execute(self._layers[layer], x, local, experts, bits, topk_weights)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, ReplicaError
-from ndp_device.kernels import load_kernel
+from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas import loss_table
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
@@ -60,22 +60,22 @@ def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
 class LocalReplicas:
     """The device's arithmetic in this process: the same replicas, the same kernel (`fallback="same"`)."""
 
-    def __init__(self, model_dir: Path, replicas: Path | None, kernel: str) -> None:
-        self._kernel = load_kernel(kernel)
-        self._store = ExpertStore(model_dir, replicas, kernel=self._kernel)
+    def __init__(self, model_dir: Path, replicas: Path | None, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._store = ExpertStore(model_dir, replicas, kernel=kernel)
 
     def execute(
         self,
         layer: int,
         x: NDArray[np.float32],
         rows: NDArray[np.int32],
-        experts: NDArray[np.int64],
+        experts: NDArray[np.int32],
         bits: NDArray[np.uint8],
         topk_weights: NDArray[np.float32],
     ) -> NDArray[np.float32]:
         """Pairs of one layer, each with its bits -> weighted partial sum f32 [T, H]."""
-        keys, index = np.unique(np.stack([experts, bits.astype(np.int64)]), axis=1, return_inverse=True)
-        prepared = [self._store.get(layer, int(expert), int(width)) for expert, width in keys.T]
-        y = self._kernel.execute(x, prepared, rows, index.reshape(-1).astype(np.int32), topk_weights)
-        self._store.check_used(layer, keys[1].tolist())
+        keys, places = np.unique(experts.astype(np.int64) << 8 | bits, return_inverse=True)
+        prepared = [self._store.get(layer, key >> 8, key & 255) for key in keys.tolist()]
+        y = self._kernel.execute(x, prepared, rows, places.astype(np.int32), topk_weights)
+        self._store.check_used(layer, np.unique(bits).tolist())
         return y

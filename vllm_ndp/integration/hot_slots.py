@@ -27,8 +27,6 @@ from vllm_ndp.integration.cuda.lanes import Mark
 from vllm_ndp.integration.experts_pool import ExpertWeights
 from vllm_ndp.layer.tiers import DEVICE
 
-ALIAS_PAIRS = 32
-"""Up to this many pairs, aliasing beats gathering (docs/log/kernels.md); it is also bit-equal to the stock kernel."""
 _INT32_ELEMENTS = 2**31
 """The CPU kernel computes slot offsets in 32 bits: slots * 2I * H must stay below."""
 
@@ -122,32 +120,6 @@ class CpuSlotKernel:
             return self.fused(x, held, weights.contiguous(), slots.contiguous())
         if not bool(here.any()):
             return torch.zeros_like(x)
-        if slots.numel() <= ALIAS_PAIRS:
-            return self._aliased(x, held, weights, slots, here)
-        return self._gathered(x, held, weights, slots, here)
-
-    def _aliased(
-        self,
-        x: torch.Tensor,
-        held: SlotWeights,
-        weights: torch.Tensor,
-        slots: torch.Tensor,
-        here: torch.Tensor,
-    ) -> torch.Tensor:
-        own = slots.amax(dim=1, keepdim=True)  # a slot this row reads anyway, -1 if it reads none
-        alias = torch.where(own >= 0, own, slots.max()).expand_as(slots)
-        out = self.fused(x, held, weights * here, torch.where(here, slots, alias))
-        # A row with nothing here went through somebody else's expert with weight 0: make 0 * inf a 0.
-        return out.masked_fill_(own < 0, 0)
-
-    def _gathered(
-        self,
-        x: torch.Tensor,
-        held: SlotWeights,
-        weights: torch.Tensor,
-        slots: torch.Tensor,
-        here: torch.Tensor,
-    ) -> torch.Tensor:
         rows, cols = here.nonzero(as_tuple=True)
         return self.listed(x, held, rows, weights[rows, cols].unsqueeze(1), slots[rows, cols].unsqueeze(1))
 

@@ -25,12 +25,11 @@ class RoutingSidecar:
         # Not zeroed: pages become resident as KV entries are used, and only written entries are ever read.
         self._ids = torch.empty(shape, dtype=torch.int16, device=device)
         self._weights = torch.empty(shape, dtype=torch.float32, device=device)
-        self._host = (self._ids.numpy(), self._weights.numpy()) if device.type == "cpu" else None
 
     @property
     def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
         """Its memory, ids and weights [L, entries, k], for those who write natively; None where it lies on a GPU."""
-        return self._host
+        return (self._ids.numpy(), self._weights.numpy()) if self._ids.is_cpu else None
 
     @property
     def num_bytes(self) -> int:
@@ -38,11 +37,6 @@ class RoutingSidecar:
 
     def write(self, layer: int, slot_mapping: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """slot_mapping i64 [T], topk_ids [T, k] global expert ids, topk_weights f32 [T, k]."""
-        if self._host is not None:  # a few rows: numpy's assignment costs a third of torch's
-            index = slot_mapping.numpy()
-            self._host[0][layer][index] = topk_ids.numpy()
-            self._host[1][layer][index] = topk_weights.numpy()
-            return
         self._ids[layer].index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
         self._weights[layer].index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
 

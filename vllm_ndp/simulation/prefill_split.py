@@ -67,20 +67,6 @@ class PrefillSplit:
     prices: Prices | None = None
     """Of this machine; None: of the simulated hardware."""
 
-    def on_device(
-        self,
-        experts: NDArray[np.int64],
-        decode_experts: NDArray[np.int64] | None = None,
-        decode_bits: NDArray[np.uint8] | None = None,
-    ) -> NDArray[np.int64]:
-        """The experts that the device computes for the prompt rows of a layer, lower ids first.
-
-        `experts` [P]: of each cold pair of a prompt row. `decode_experts` and `decode_bits`: of each pair that the same
-        message holds for decode rows, if there are any.
-        """
-        ids, rows = np.unique(experts, return_counts=True)
-        return self.of_counts(ids, rows, decode_experts, decode_bits)
-
     def of_counts(
         self,
         ids: NDArray[np.int64],
@@ -88,7 +74,11 @@ class PrefillSplit:
         decode_experts: NDArray[np.int64] | None = None,
         decode_bits: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.int64]:
-        """The same for distinct experts [N], in order of their ids, with so many rows [N] each."""
+        """The experts that the device computes for the prompt rows of a layer, lower ids first.
+
+        `ids` [N]: cold experts that prompt rows ask for, in order, each with so many `rows` [N]. `decode_experts` and
+        `decode_bits`: of each pair that the same message holds for decode rows, if there are any.
+        """
         if not len(ids):
             return ids
         already = np.zeros_like(rows)  # rows of these experts that are there in full precision anyway

@@ -71,7 +71,7 @@ def split(
         planned[planned == 0] = rule.offload_bits
     if prompts is not None and not decode.all() and (where == STREAM).any():
         sent = (where == DEVICE) & decode
-        there = prompts.on_device(ids[where == STREAM], ids[sent], planned[sent])
+        there = prompts.of_counts(*np.unique(ids[where == STREAM], return_counts=True), ids[sent], planned[sent])
         where[(where == STREAM) & np.isin(ids, there)] = DEVICE
     applied = np.ones_like(layer.weights) if weighs_input else layer.weights
     widths = np.where(decode & (where == DEVICE), planned, 16).astype(np.uint8)

@@ -83,7 +83,9 @@ def decisions() -> dict[str, str]:
         "least time": digest(least_time(problem, problem.lost(np.full((LAYERS, EXPERTS), 1))).chosen),
         "least loss": digest(least_loss(problem, problem.time_ps(np.full((LAYERS, EXPERTS), 1))).chosen),
         "offloaded": digest([sorted(balancer.offloaded(each)) for each in loads]),
-        "split": digest([split.on_device(np.repeat(each.ravel(), 3)).tolist() for each in eight]),
+        "split": digest(
+            [split.of_counts(*np.unique(np.repeat(each.ravel(), 3), return_counts=True)).tolist() for each in eight]
+        ),
     }
 
 

@@ -75,7 +75,7 @@ def test_on_real_prices_no_subset_of_four_experts_is_simulated_much_faster(token
     """Prices are means over the refresh interval and count a row for every pair: within 3 % of the best of 16."""
     rng = np.random.default_rng(tokens)
     experts = rng.choice(np.arange(4, 8), size=tokens, p=[0.4, 0.3, 0.2, 0.1])
-    chosen = simulated_ps(MIXTRAL, experts, PrefillSplit(MIXTRAL).on_device(experts))
+    chosen = simulated_ps(MIXTRAL, experts, PrefillSplit(MIXTRAL).of_counts(*np.unique(experts, return_counts=True)))
     subsets = chain.from_iterable(combinations(range(4, 8), n) for n in range(5))
     assert chosen <= 1.03 * min(simulated_ps(MIXTRAL, experts, np.array(s, np.int64)) for s in subsets)
 
@@ -85,15 +85,17 @@ def test_layers_of_mixtral_take_so_much_less_than_streaming_four_experts(tokens:
     """Four cold experts of equal load, tokens / 4 rows each: 16 tokens are 4 rows, one pass of .75 ms, an expert;
     streaming one takes 13.8 ms."""
     experts = np.repeat(np.arange(4, 8), tokens // 4)
-    split = simulated_ps(MIXTRAL, experts, PrefillSplit(MIXTRAL).on_device(experts))
+    split = simulated_ps(MIXTRAL, experts, PrefillSplit(MIXTRAL).of_counts(*np.unique(experts, return_counts=True)))
     assert MIXTRAL.gpu.prefill_stream_ps(4, tokens) / split == pytest.approx(times, rel=0.01)
 
 
 def test_decode_rows_in_the_message_leave_less_of_the_device_to_prompts() -> None:
     experts = np.repeat(np.arange(64, 128), 16)
-    alone = PrefillSplit(QWEN).on_device(experts)
+    alone = PrefillSplit(QWEN).of_counts(*np.unique(experts, return_counts=True))
     many = np.arange(64, 128).repeat(8)
-    beside = PrefillSplit(QWEN).on_device(experts, many, np.full(len(many), 3, np.uint8))
+    beside = PrefillSplit(QWEN).of_counts(
+        *np.unique(experts, return_counts=True), many, np.full(len(many), 3, np.uint8)
+    )
     assert 0 < len(beside) < len(alone)
 
 
@@ -111,9 +113,9 @@ def test_what_one_message_holds_is_bounded() -> None:
     assert rows <= MAX_TOKENS
     assert rows * (4 * MIXTRAL.shape.hidden_size + PAIR_BYTES) <= MAX_BODY_BYTES
     experts = np.repeat(np.arange(2, 8), 2 * rows // 5)
-    there = split.on_device(experts)
+    there = split.of_counts(*np.unique(experts, return_counts=True))
     assert np.isin(experts, there).sum() <= rows
 
 
 def test_nothing_cold_is_nothing_to_send() -> None:
-    assert not len(PrefillSplit(MIXTRAL).on_device(np.empty(0, np.int64)))
+    assert not len(PrefillSplit(MIXTRAL).of_counts(np.empty(0, np.int64), np.empty(0, np.int64)))

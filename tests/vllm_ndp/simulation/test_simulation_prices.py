@@ -93,15 +93,15 @@ def test_sides_that_share_their_cores_are_balanced_by_what_both_take():
     assert Balancer(COSTS, 2, prices=prices(device=2, message=5, beside=0.0)).offloaded(load) == {1, 5}
     experts = np.repeat(np.arange(4), 2)
     alike = {"device": 10, "streamed": 60, "message": 1}
-    assert 0 < len(PrefillSplit(COSTS, prices(**alike)).on_device(experts)) < 4
-    assert not len(PrefillSplit(COSTS, prices(**alike, beside=0.0)).on_device(experts))
+    assert 0 < len(PrefillSplit(COSTS, prices(**alike)).of_counts(*np.unique(experts, return_counts=True))) < 4
+    assert not len(PrefillSplit(COSTS, prices(**alike, beside=0.0)).of_counts(*np.unique(experts, return_counts=True)))
 
 
 def test_prompts_are_split_by_the_prices_they_are_given():
     experts = np.repeat(np.arange(4), 2)
     slow_device, slow_copies = prices(device=100, streamed=1), prices(device=1, streamed=10_000)
-    assert not len(PrefillSplit(COSTS, slow_device).on_device(experts))
-    assert PrefillSplit(COSTS, slow_copies).on_device(experts).tolist() == [0, 1, 2, 3]
+    assert not len(PrefillSplit(COSTS, slow_device).of_counts(*np.unique(experts, return_counts=True)))
+    assert PrefillSplit(COSTS, slow_copies).of_counts(*np.unique(experts, return_counts=True)).tolist() == [0, 1, 2, 3]
 
 
 def test_joint_plans_put_experts_where_this_machine_is_fast():

@@ -32,7 +32,7 @@ using Out = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
 // As tiers.py: what a table says of an expert without a slot here. kStream is a place of pairs only.
 constexpr int32_t kDevice = -1, kWarm = -2, kElsewhere = -3, kStream = -4;
-constexpr int64_t kAliasPairs = 32;    // as hot_slots.ALIAS_PAIRS: with more, hot pairs are listed, not aliased
+constexpr int64_t kAliasPairs = 32;    // with more, hot pairs are listed, not aliased: docs/log/kernels.md
 constexpr int64_t kWidths = 32;        // bits of a pair lie below
 constexpr uint8_t kFullPrecision = 16;  // of prompts
 // What pairs are counted as, as split.COUNTED: of decode rows, then of prompt rows.
@@ -108,15 +108,10 @@ struct Prices {
 // What the host's CPU takes for warm experts, in whole ps: rows there and back, and each expert by its rows.
 struct HostPrices {
     nb::object ask_rows, ask_expert;
-    std::unordered_map<int64_t, int64_t> rows, experts;
+    Known rows, experts;
 
-    static int64_t of(std::unordered_map<int64_t, int64_t>& known, const nb::object& ask, int64_t count) {
-        const auto found = known.find(count);
-        if (found != known.end()) return found->second;
-        const int64_t ps = nb::cast<int64_t>(ask(count));
-        known.emplace(count, ps);
-        return ps;
-    }
+    int64_t of_rows(int64_t count) { return static_cast<int64_t>(rows.of(count, ask_rows, count)); }
+    int64_t of_expert(int64_t count) { return static_cast<int64_t>(experts.of(count, ask_expert, count)); }
 };
 
 // The pairs of one place, in the order of their rows, as a message has them.
@@ -355,9 +350,8 @@ class Splitter {
             rows += any;
         }
         if (!rows) return 0;
-        int64_t total = HostPrices::of(host_.rows, host_.ask_rows, rows);
-        for (const auto& [expert, count] : warm_counts_)
-            total += HostPrices::of(host_.experts, host_.ask_expert, count);
+        int64_t total = host_.of_rows(rows);
+        for (const auto& [expert, count] : warm_counts_) total += host_.of_expert(count);
         return total;
     }
 
