@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError, NdpError
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
-from ndp_device.kernels.native import LIMBS, NativeExpert, NativeKernel
+from ndp_device.kernels.native import NativeExpert, NativeKernel
 from ndp_device.kernels.reference import dequantize
+from ndp_device.widths import LIMBS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernel_peers import GROUP, HIDDEN, INTERMEDIATE, Peer, load_peers

@@ -1,4 +1,4 @@
-"""The bit widths an expert can have, how a plan writes a set of them, and how many weights share a scale.
+"""The bit widths an expert can have, its activations, how a plan writes a set of widths, and who shares a scale.
 
     bits    1  2  3  4   16 = the checkpoint's own weights, whatever their dtype
     flag    1  2  4  8   16 = the flag of the i-th width is 1 << i
@@ -10,6 +10,12 @@ from __future__ import annotations
 
 WIDTHS = (1, 2, 3, 4)
 """Bits of a quantized replica."""
+
+LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2}
+"""int8 limbs of the activations a replica meets: 1 where text does not show the difference (docs/log/kernels.md)."""
+
+LIMB_BITS = {1: 8, 2: 15}
+"""Bits of an activation held in so many limbs."""
 
 FULL_PRECISION_BITS = 16
 

@@ -4,7 +4,7 @@ An expert is converted once, when prepared: its bit planes become components of 
 Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have
 one component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
 Activations are quantized per row and weight group to one int8 limb (8 bits) or two (15 bits), by the expert's width:
-LIMBS. Full-precision experts are read where they lie, in the mapped checkpoint.
+ndp_device/widths.py says which. Full-precision experts are read where they lie, in the mapped checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ndp_device.activation import SILU
 from ndp_device.errors import ConfigError, ReplicaError
 from ndp_device.experts.expert import Expert, FullExpert, NestedMatrix, QuantizedMatrix
 from ndp_device.kernels import _native
+from ndp_device.widths import LIMBS
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,9 +33,6 @@ time (docs/log/kernels.md)."""
 
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
-
-LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2}
-"""Limbs of the activations that meet experts of each width: one where text does not show it (docs/log/kernels.md)."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
 _IDENTITY = np.empty(0, np.int32)

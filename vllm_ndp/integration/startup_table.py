@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ndp_device.replicas.loss_table import load_layer_weights
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -132,6 +132,14 @@ def _hardware(status: dict[str, Any]) -> str:
     return f"none: the device is hardware and has no simulated time; plans are made as for {planned}"
 
 
+def _activations(status: dict[str, Any]) -> str:
+    if status["kernel"] != "native":
+        return "float32"
+    held = {limbs: [str(bits) for bits in LIMBS if LIMBS[bits] == limbs] for limbs in LIMB_BITS}
+    parts = [f"{LIMB_BITS[limbs]} bits for experts of {', '.join(of)} bits" for limbs, of in held.items() if of]
+    return "; ".join([*parts, "float32 in full precision"])
+
+
 def _device_row(status: dict[str, Any]) -> tuple[str, str]:
     pids = ", ".join(str(pid or "external") for pid in status["device_pids"])
     where = f"{status['device_address']} (pid {pids}) by {status['carrier']}, kernel {status['kernel']}"
@@ -224,6 +232,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("cold precision", status["cold_precision"]),
         ("replicas", status["replicas"]),
         _device_row(status),
+        ("device's activations", _activations(status)),
         ("device runs on", f"cores {status['device_cores']}" if status["device_cores"] else "any core"),
         ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),

@@ -26,9 +26,10 @@ from ndp_device.experts.expert import (
 )
 from ndp_device.experts.packing import pack
 from ndp_device.kernels.reference import ReferenceKernel, dequantize
+from ndp_device.widths import LIMBS
 
 _native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
-from ndp_device.kernels.native import LIMBS, NativeKernel  # noqa: E402
+from ndp_device.kernels.native import NativeKernel  # noqa: E402
 
 ISAS = _native.supported_isas()
 # Relative L2 error against fp64: two limbs carry 15 bits per group, one carries 8.
