@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear import CPUWNA16LinearKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
@@ -128,8 +129,15 @@ class NdpConfig(QuantizationConfig):
     def _name_when_weights_are_made(self, method: Any, prefix: str) -> None:
         create_weights = method.create_weights
 
-        def named(*args: Any, **kwargs: Any) -> None:
+        def named(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             with self._naming(prefix):
-                create_weights(*args, **kwargs)
+                create_weights(layer, *args, **kwargs)
+                _require_operator(getattr(getattr(layer, "scheme", method), "kernel", None))
 
         method.create_weights = named
+
+
+def _require_operator(kernel: object) -> None:
+    """Raise NotImplementedError where vLLM has chosen a kernel whose operator its build for this processor lacks."""
+    if isinstance(kernel, CPUWNA16LinearKernel) and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        raise NotImplementedError("vLLM builds its kernel for 4-bit weights on CPU for AVX-512 only")
