@@ -165,7 +165,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
         "mixtral-fp8": ("mixtral", fp8, _FP8 | {"modules_to_not_convert": _PLAIN}),
         "qwen3_moe-fp8-all": ("qwen3_moe", fp8, _FP8),
         "mixtral-compressed": ("mixtral", compressed, _CT),
-        "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _CT | {"ignore": ["re:.*gate$", "lm_head"]}),
+        "qwen3_moe-compressed-all": ("qwen3_moe", compressed, _CT | {"ignore": ["lm_head", "re:.*mlp.gate$"]}),
         "mixtral-gptq": (
             "mixtral",
             gptq,

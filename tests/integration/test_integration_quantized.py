@@ -56,3 +56,14 @@ def test_linear_layers_without_a_kernel_on_this_machine_are_refused_by_name(mode
     assert "vLLM has no kernel on this machine for" in error
     assert "stores as fp8" in error
     assert "\n" not in error
+
+
+@pytest.mark.families
+def test_four_bit_linear_layers_without_avx512_are_refused_by_name(models: Path) -> None:
+    """vLLM chooses its kernel on every CPU, and finds no operator when the first request runs."""
+    name = "qwen3_moe-compressed-all"
+    error = Runs(made(models, name), "ndp", "bfloat16", "avx2")[name]["ndp"]["error"]
+    assert "vLLM has no kernel on this machine for" in error
+    assert "stores as compressed-tensors" in error
+    assert "for AVX-512 only" in error
+    assert "\n" not in error

@@ -8,6 +8,7 @@ kernel. Does not know settings, experts or requests.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ _SAMPLED = 16
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
 """By the name that the operator is called by."""
+_numbers = itertools.count()  # the same in every process of a model: torch.compile keeps graphs with these names
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
 
@@ -92,7 +94,7 @@ class LinearLayers:
         kernel = self._load_kernel()
         prepared = kernel.prepare_matrices(matrices)
         self.layers.append(QuantizedLayer(prefix, prepared.nbytes, weight.nbytes, error))
-        name, rows = f"{id(self)}:{prefix}", weight.shape[0]
+        name, rows = f"{next(_numbers)}:{prefix}", weight.shape[0]
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             y = kernel.multiply(x.reshape(-1, x.shape[-1]).float().numpy(), prepared)
