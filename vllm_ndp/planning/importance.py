@@ -102,8 +102,8 @@ def calibrated(score: ImportanceScore, stats: RoutingStats, prior: ImportanceSco
     """A score mixed with the prior by `weight` (see repeats), as shares that decode will have on average.
 
     A straight line to the prior is right for experts that are used much. Those that a prompt hardly used come 1.2 to
-    3.5 times as often as it says, and they get the fewest bits: plans lost up to 1.5 times what they promised. So the
-    halves of the prompt guess each other's shares. What came of guesses of each size, made to rise, corrects the score.
+    3.5 times as often as it says, and they get the fewest bits. Plans lost up to 1.5 times their promise. So the
+    halves of the prompt guess each other's shares. The mean share behind guesses of each size corrects the score.
     """
     if stats.late_counts is None or stats.num_tokens < 2:
         return score

@@ -155,8 +155,8 @@ def prefill_prior(settings: PolicySettings) -> Policy:
 
 def prefill_shrunk(settings: PolicySettings, *, calibrate: bool = False) -> Policy:
     """Prefill shrunk to a popularity prior as far as the prompt's halves disagree. A subject that changes within the
-    prompt, or routing without a subject, says little about what comes. calibrate: rare experts, too, are expected as
-    often as they come, so that a plan loses what it promises."""
+    prompt, or routing without a subject, says little about what comes. With `calibrate` rare experts, too, are expected
+    as often as they come. A plan then loses what it promises."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
         prior = _prior_of("prefill_shrunk", told, stats)
