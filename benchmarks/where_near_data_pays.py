@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ndp_device.timing.spec import load_hardware
+from ndp_device.timing.units import PS_PER_US
 from vllm_ndp.lab.compare import CompareSettings
 from vllm_ndp.lab.frontier import CARDS, DEVICE, LIMITS, SHAPES, Cell, frontier_of_shapes
 from vllm_ndp.lab.vectorised.outcome import Summary
+from vllm_ndp.simulation.costs import Costs, model_named
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measured import Measurement, add_json_option
@@ -46,6 +49,10 @@ BAND = {
 }
 """Locality and prices: the range that a cell's ratio is given with."""
 _FAST: dict[str, str | int] = {"dram.ideal_bytes_per_s": 2048 * 10**9, "array.units": 128}
+PRICES = {
+    f"load-to-use {ns} ns": Assumed(overrides={"link.load_to_use_ps": 1000 * ns}) for ns in (500, 1000, 2000, 5000)
+}
+"""Of a message, beside those that the other assumptions have: 0, 150, 250 (as fitted) and copies by DMA."""
 DEVICES = {
     "load-to-use 150 ns": Assumed(overrides={"link.load_to_use_ps": 150_000}),
     "load-to-use 0": Assumed(overrides={"link.load_to_use_ps": 0}),
@@ -61,6 +68,8 @@ DEVICES = {
 }
 """Devices, and the host beside them: what an architect can change. The paper's has 512 GB/s inside, 64 arrays of
 bit-scalable elements, and a load-to-use of 250 ns."""
+ASSUMED = BAND | DEVICES | PRICES
+_OF_MESSAGES = ("load-to-use 0", "load-to-use 150 ns", AS_FITTED, *PRICES, "hops by DMA")
 _SHORT = {"expert_cache": "cache", "quantized": "all", "llama_cpp": "llama.cpp", "balanced": "device"}
 
 
@@ -68,6 +77,12 @@ def cells_of(model: str, assumed: Assumed) -> list[Cell]:
     settings = CompareSettings(overrides=assumed.overrides)
     cards = CARDS if assumed.on_cards else {}
     return frontier_of_shapes([model], settings, tuple(CARDS), assumed.routing, cards)
+
+
+def message_us(model: str, assumed: Assumed) -> list[float]:
+    """[to the host and back, to the device and back] with one row of the model."""
+    openings = Costs(load_hardware(CARDS[80], **assumed.overrides), model_named(model)).openings
+    return [round(openings[tier] / PS_PER_US, 2) for tier in ("host", "device")]
 
 
 def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
@@ -107,26 +122,30 @@ def _name(row: Summary) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--assumed", default=",".join(BAND | DEVICES), help="some of the assumptions, with commas")
+    parser.add_argument("--assumed", default=",".join(ASSUMED), help="some of the assumptions, with commas")
     parser.add_argument("--jobs", type=int, default=2)
     add_json_option(parser)
     arguments = parser.parse_args()
     measurement = Measurement(__doc__)
     models = arguments.models.split(",")
-    maps = {name: (BAND | DEVICES)[name] for name in arguments.assumed.split(",")}
+    maps = {name: ASSUMED[name] for name in arguments.assumed.split(",")}
     figures: dict[str, Any] = {
         "limits": {name: round(loss, 4) for name, loss in LIMITS.items()},
         "cards": {str(size): card for size, card in CARDS.items()},
         "models": models,
         "band": [],
         "devices": [],
+        "prices": {},
         "cells": [],
     }
     with ProcessPoolExecutor(arguments.jobs) as pool:
         asked = {name: [pool.submit(cells_of, model, maps[name]) for model in models] for name in maps}
         for name, found in asked.items():
             figures["cells"] += [row for model in found for cell in model.result() for row in as_rows(name, cell)]
-            figures["band" if name in BAND else "devices"].append(name)
+            if name in _OF_MESSAGES:
+                figures["prices"][name] = message_us(models[0], maps[name])
+            if name not in PRICES:
+                figures["band" if name in BAND else "devices"].append(name)
             measurement.save(figures, arguments.json)
             print(name, file=sys.stderr, flush=True)
     measurement.end(figures, arguments.json)

@@ -1,7 +1,7 @@
 """Write the parts of the docs that follow from something else (`make docs`), or say which are not current (`--check`).
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
-    docs/map.md             from docs/measured/map.json (map_page.py)
+    docs/map.md, map.svg    from docs/measured/map.json (map_page.py, map_picture.py)
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
@@ -29,6 +29,7 @@ import fault_figures
 import figure_tables
 import jinja2
 import map_page
+import map_picture
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -82,6 +83,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
     drawn = load_measured(root / "docs" / "measured")["map"]
     found[root / "docs" / "map.md"] = map_page.page(drawn)
+    found[root / "docs" / "map.svg"] = map_picture.picture(drawn)
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",

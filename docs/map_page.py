@@ -42,7 +42,7 @@ class Map:
 
     def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
         """Fastest first; none where nothing fits."""
-        if assumed not in (*self.figures["band"], *self.figures["devices"]):
+        if assumed not in (*self.figures["band"], *self.figures["devices"], *self.figures["prices"]):
             raise LookupError(f"docs/measured/map.json has no cells of {assumed!r}: run `make map`")
         return self._rows.get((assumed, model, size, limit), [])
 
@@ -104,9 +104,11 @@ def page(source: Figures) -> str:
         "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on it.",
         "",
     ]
+    lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
     for limit, loss in known.figures["limits"].items():
         lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
     lines += ["## Cells that the device wins", "", *_wins(known), ""]
+    lines += ["## Over the price of a message", "", *_prices(known), ""]
     lines += ["## What would make the device win", "", *_changes(known), ""]
     return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
 
@@ -155,6 +157,25 @@ def _wins(known: Map) -> list[str]:
             listed = ", ".join(f"{model} {size}" for model, size in known.won(assumed, limit)) or "none"
             counts.append(f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}: {listed}")
         lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
+    return lines
+
+
+def _prices(known: Map) -> list[str]:
+    """What the device wins while messages to it and hops to the host grow dearer alike, cheapest first."""
+    limits, prices = known.figures["limits"], known.figures["prices"]
+    lines = [
+        "One row to the host's CPU and back, and to the device and back with its first tile; both change together.",
+        "",
+        "| assumed | host, us | device, us | " + " | ".join(f"cells won at {limit}' loss" for limit in limits) + " | "
+        "device over the fastest other: least, median, most |",
+        "|---|---|---|" + "---|" * (len(limits) + 1),
+    ]
+    for assumed, (host, device) in sorted(prices.items(), key=lambda item: item[1]):
+        counts = [f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}" for limit in limits]
+        found = (known.ratio(assumed, *place, next(iter(limits))) for place in known.places())
+        ratios = sorted(ratio for ratio in found if ratio is not None)
+        spread = ", ".join(map(_marked, (ratios[0], ratios[len(ratios) // 2], ratios[-1]))) if ratios else "-"
+        lines.append(f"| {assumed} | {host:.2f} | {device:.2f} | {' | '.join(counts)} | {spread} |")
     return lines
 
 

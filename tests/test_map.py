@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 from map_page import AS_FITTED, Map, page, renewed
+from map_picture import picture
 from measured_figures import Figures, load_measured
 
 SOURCE = load_measured(ROOT / "docs" / "measured")["map"]
@@ -21,6 +23,7 @@ def small(*cells: dict) -> Figures:
         "models": ["mixtral-8x7b"],
         "band": [AS_FITTED, "host 80 GB/s", "H100 rates at every size"],
         "devices": ["1 TB/s inside"],
+        "prices": {"load-to-use 2000 ns": [3.0, 4.0], AS_FITTED: [1.0, 1.5]},
         "cells": [
             {"model": "mixtral-8x7b", "gb": 8, "limit": limit, **cell}
             for cell in cells
@@ -47,6 +50,36 @@ def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
     assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, 1 of 2 |" in text
     assert "| mixtral-8x7b | 8 | 0.80 | 0.40 | **1.20** |" in text
     assert "| host 80 GB/s | 1 of 1: mixtral-8x7b 8 |" in text
+
+
+def test_prices_of_messages_stand_cheapest_first_with_the_cells_that_the_device_wins():
+    cache = ["cache 4 bits", "expert_cache", 50.0, 0.0]
+    source = small(
+        {"assumed": AS_FITTED, "rows": [["joint", "device", 60.0, 0.0], cache]},
+        {"assumed": "load-to-use 2000 ns", "rows": [cache, ["joint", "device", 45.0, 0.0]]},
+    )
+    told = ("| as fitted | 1.00", "| load-to-use 2000")
+    cheap, dear = (line for line in page(source).splitlines() if line.startswith(told))
+    assert cheap == "| as fitted | 1.00 | 1.50 | 1 of 1 | 1 of 1 | **1.20**, **1.20**, **1.20** |"
+    assert dear == "| load-to-use 2000 ns | 3.00 | 4.00 | 0 of 1 | 0 of 1 | 0.90, 0.90, 0.90 |"
+
+
+def test_the_picture_has_a_coloured_cell_for_every_place_that_both_sides_have():
+    source = small({"assumed": AS_FITTED, "rows": [["joint", "device", 60.0, 0.0], ["all", "quantized", 50.0, 0.0]]})
+    drawn = ElementTree.fromstring(picture(source))
+    cells = [text for text in drawn.iter("{http://www.w3.org/2000/svg}text") if text.get("class") == "cell"]
+    assert [text.text for text in cells] == ["1.20", "1.20"]
+    blue, orange, grey = (picture(small(*rows)) for rows in PLACES)
+    assert ["#4c9be8" in blue, "#e8a04c" in orange, 'class="cell"' in grey] == [True, True, False]
+    assert "prefers-color-scheme: dark" in blue
+
+
+PLACES = (
+    [{"assumed": AS_FITTED, "rows": [["joint", "device", 60.0, 0.0], ["all", "quantized", 30.0, 0.0]]}],
+    [{"assumed": AS_FITTED, "rows": [["all", "quantized", 60.0, 0.0], ["joint", "device", 30.0, 0.0]]}],
+    [],
+)
+"""The device wins, loses, and nothing fits."""
 
 
 def test_every_cell_of_the_kept_map_has_a_winner_within_its_limit():

@@ -88,7 +88,7 @@ class LayerTimes:
     """Of a tier's message, picoseconds."""
 
     def rows(self, which: NDArray[np.bool_]) -> LayerTimes:
-        """Of some of the layers; no layer depends on another."""
+        """Times of some of the layers; no layer depends on another."""
         return self if which.all() else replace(self, ps=self.ps[:, which], used=self.used[which])
 
     @cached_property

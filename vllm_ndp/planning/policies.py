@@ -33,7 +33,7 @@ from vllm_ndp.planning.bitwidths import (
     select_bitwidths,
     uniform_bitwidths,
 )
-from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, importance, repeats
+from vllm_ndp.planning.importance import PAPER_ALPHA, ImportanceScore, calibrated, importance, repeats
 from vllm_ndp.planning.placement import BATCH_RULES
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.stats import RoutingStats
@@ -154,14 +154,18 @@ def prefill_prior(settings: PolicySettings) -> Policy:
     return ScoredPolicy("prefill_prior", score, _with_prior("prefill_prior", settings))
 
 
-def prefill_shrunk(settings: PolicySettings) -> Policy:
+def prefill_shrunk(settings: PolicySettings, *, calibrate: bool = False) -> Policy:
     """Prefill shrunk to a popularity prior as far as the prompt's halves disagree. A subject that changes within the
-    prompt, or routing without a subject, says little about what comes."""
+    prompt, or routing without a subject, says little about what comes. With `calibrate` rare experts, too, are expected
+    as often as they come. A plan then loses what it promises."""
 
     def score(stats: RoutingStats, told: PolicySettings) -> ImportanceScore:
         prior = _prior_of("prefill_shrunk", told, stats)
         own, weight = importance(stats, told.alpha), repeats(stats, prior)
-        return own.shrunk_to(prior, told.prior_tokens) if weight is None else own.mixed_with(prior, weight)
+        if weight is None:
+            return own.shrunk_to(prior, told.prior_tokens)
+        mixed = own.mixed_with(prior, weight)
+        return calibrated(mixed, stats, prior, weight) if calibrate else mixed
 
     return ScoredPolicy("prefill_shrunk", score, _with_prior("prefill_shrunk", settings))
 

@@ -8,8 +8,9 @@ from paths import MODEL
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.lab.compare import Workload
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.importance import ImportanceScore, importance
+from vllm_ndp.planning.importance import ImportanceScore, _rising, calibrated, importance
 from vllm_ndp.planning.plan import Budget, Plan
 from vllm_ndp.planning.policies import (
     BIT_RULES,
@@ -21,6 +22,8 @@ from vllm_ndp.planning.policies import (
     read_prior,
 )
 from vllm_ndp.planning.stats import RoutingStats
+from vllm_ndp.traces.routing import read_routing
+from vllm_ndp.traces.synthetic import synthetic_trace
 
 PRIOR = ImportanceScore.from_weights(np.arange(1, 17, dtype=float).reshape(2, 8))
 
@@ -60,6 +63,38 @@ def test_a_short_prompt_stays_near_the_prior_and_a_long_one_leaves_it():
     pure = [np.abs(importance(prompt(0, tokens)).values - PRIOR.values).sum() for tokens in (1, 200)]
     assert distance[0] == pytest.approx(pure[0] / 17)
     assert distance[1] == pytest.approx(pure[1] * 200 / 216)
+
+
+def test_neighbours_that_fall_are_pooled():
+    assert _rising([1.0, 3.0, 2.0, 4.0, 0.0]).tolist() == [1.0, 2.25, 2.25, 2.25, 2.25]
+    assert _rising([0.5, 0.5, 1.0]).tolist() == [0.5, 0.5, 1.0]
+
+
+def test_experts_that_a_prompt_hardly_used_come_as_often_as_a_calibrated_score_says():
+    """Routing as sticky as Qwen3-30B's: the tenth of the experts with the least scores come 2 to 3 times as often as a
+    straight line to the prior says, and plans give them the fewest bits."""
+    known = read_routing("auto", "qwen3-30b-a3b").settings(
+        "qwen3-30b-a3b", num_layers=8, num_requests=12, prompt_len=256, decode_len=64
+    )
+    workload = Workload(synthetic_trace(known, "qwen3-30b-a3b"))
+    batches = workload.batches(1)
+    settings = PolicySettings(prior=workload.prior)
+    came = np.stack([importance(decoded).values for (decoded,) in batches.decodes])
+    ratios = {}
+    for calibrate in (False, True):
+        policy = load_policy("prefill_shrunk", settings, {"calibrate": calibrate})
+        scores = np.stack([policy.score(prompt).values for (prompt,) in batches.prompts])
+        rare = np.argsort(scores, axis=None, kind="stable")[: scores.size // 10]
+        ratios[calibrate] = came.ravel()[rare].sum() / scores.ravel()[rare].sum()
+    assert ratios[False] > 1.8
+    assert 0.6 < ratios[True] < 1.25
+
+
+def test_a_prompt_whose_order_is_not_known_is_not_calibrated():
+    stats = RoutingStats(np.array([[3, 1]]), np.array([[2.0, 1.0]]), 4, 1)
+    prior = ImportanceScore(np.array([[0.5, 0.5]]))
+    score = importance(stats)
+    assert calibrated(score, stats, prior, 0.5) is score
 
 
 def test_random_depends_on_seed_and_prompt_only():
