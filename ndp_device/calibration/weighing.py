@@ -1,4 +1,4 @@
-"""What a loss in each layer does to the model's answer: nats a token for each unit of relative loss, in one pass.
+"""Weights of layers, in one pass: the nats a token that a unit of relative loss in each does to the model's answer.
 
 Some sequences pass through the model in full precision. From each layer they go on a second time, with that layer's
 replicas at one width, and all later layers in full precision. So a layer's branch passes what the layer alone spoils.

@@ -12,8 +12,10 @@ from ndp_device.replicas.format import ReplicaFiles, read_manifest
 
 
 def load_layer_weights(replicas_dir: Path) -> tuple[NDArray[np.float64] | None, float | None]:
-    """Effect of the same relative loss in each layer on the answer [L], mean 1, and the nats a token that 1 stands for;
-    None where it was not measured."""
+    """Effect of the same relative loss in each layer on the answer [L], mean 1, and the nats a token that 1 stands for.
+
+    None where it was not measured.
+    """
     manifest = read_manifest(replicas_dir)
     weights, nats = manifest.layer_weights, manifest.nats_per_loss
     return (

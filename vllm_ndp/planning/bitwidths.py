@@ -162,7 +162,8 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
 
     The least concave curve above each expert's gains replaces them, so that its next bit never gains more than the one
     before. Then the best bits of all are the best ones one by one. Where the curve is not its own, the budget may end
-    within a stretch of it: for one expert at most. Among equal gains the first layer's and the lowest id's counts.
+    within a stretch of it: for one expert at most. Among equal gains the flattest way counts, then the first
+    layer's and the lowest id's.
     """
     cold = placement.cold
     if loss.mse.shape[:2] != cold.shape or score.values.shape != cold.shape:
@@ -171,11 +172,12 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
             f"{list(loss.mse.shape[:2])} must be of one model"
         )
     gains = (loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * (score.values * loss.layer_weights[:, None])[:, :, None]
-    falling = _concave(gains[cold])
+    falling = _concave(gains[cold]).T  # [3, n]: among equal gains every expert's second bit before any third
     best = np.argsort(-falling, axis=None, kind="stable")
-    best = best[: _num_spent(gains[cold].ravel()[best], score, placement, loss, budget)]
+    best = best[: _num_spent(gains[cold].T.ravel()[best], score, placement, loss, budget)]
     bits = np.zeros(cold.shape, np.uint8)
-    bits[cold] = 1 + np.bincount(best // falling.shape[1], minlength=len(falling))
+    num_cold = falling.shape[1]
+    bits[cold] = 1 + (np.bincount(best % num_cold, minlength=num_cold) if num_cold else 0)
     return BitwidthPlan(bits)
 
 

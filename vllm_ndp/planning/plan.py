@@ -26,7 +26,7 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 @dataclass(frozen=True)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
-    average over the model, or as many fewer as are predicted to lose max_loss nats a token."""
+    average over the model. With max_loss, they keep as many fewer as are predicted to lose that many nats a token."""
 
     num_hot: int
     avg_bits: float

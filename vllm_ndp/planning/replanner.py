@@ -152,7 +152,7 @@ class Replanner:
     def predicted_nats(
         self, slot_bits: int, score: ImportanceScore | None = None, plan: Plan | None = None
     ) -> float | None:
-        """What a request of this score loses under its plan, nats a token; None where the replicas do not say.
+        """Predict what a request of this score loses under its plan, nats a token; None where the replicas do not say.
 
         Without them: a request that uses all experts alike, under the first placement. Hot experts lose what their
         slots do; what runs on the device to save time is not counted.

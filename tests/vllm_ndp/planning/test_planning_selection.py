@@ -225,6 +225,13 @@ def test_bits_over_layers_spend_the_budget_of_the_model_and_only_on_cold_experts
     assert Plan(1, placement, BitwidthPlan(bits)).fits(budget)
 
 
+def test_bits_over_layers_are_even_among_experts_that_a_prompt_did_not_use():
+    """Their gains are all 0: one has no more of what is left than another."""
+    score = ImportanceScore(np.array([[1.0, 0.0, 0.0, 0.0, 0.0]]))
+    bits = bits_over_layers(score, Placement(np.zeros((1, 5), bool)), LossTable.nominal(1, 5), Budget(0, 2.4)).bits
+    assert bits.tolist() == [[4, 2, 2, 2, 2]]
+
+
 def weighed_model(seed: int) -> tuple[ImportanceScore, LossTable]:
     score, loss = random_model(seed, 3, 8)
     return score, LossTable(loss.mse, np.array([2.0, 0.5, 0.5]), nats=0.4)
