@@ -39,6 +39,7 @@ PIECES = {
     "kernels": Piece("Do the host's kernels give what the reference gives, on this processor?", 1.5, right.kernels),
     "versions": Piece("Does everything import, and what is it?", 0.7, right.versions),
     "routing": Piece("Do the routing kernels give what the operators give?", 0.7, right.routing),
+    "streams": Piece("Do the tests of layers, lanes and marks pass on real streams?", 0.8, right.streams),
     "serves": Piece("Does it serve?", 1.2, right.serves),
     "identity": Piece(
         "Is it stock vLLM in fp32 when nothing is quantized?", 2.5, right.identity,

@@ -46,15 +46,28 @@ def kernels(run: Run) -> dict[str, Any]:
     """The tests of the device's kernels on every path of this processor. AMX is chosen by itself where there is one;
     it has run nowhere yet."""
     tests = ROOT / "tests/ndp_device/kernels" / ("test_kernels_reference.py" if run.dry else "")
-    words = [sys.executable, "-m", "pytest", "-q", "-x", str(tests)]
+    return {"tests": passed([str(tests)], "go on with NDP_ISA=avx512vnni in front of every command")}
+
+
+def streams(run: Run) -> dict[str, Any]:
+    """The property tests of layers, lanes and marks, on real streams, events and kernels."""
+    if not engines.on_gpu():
+        raise LeftOutError("streams and events are a GPU's; without one the same tests run on a pretended GPU")
+    files = [str(TESTS / f"test_cuda_{name}.py") for name in ("layer", "copies", "rows")]
+    return {"tests": passed([*files, "-m", "gpu"], 'go on with "layers": "eager"')}
+
+
+def passed(arguments: list[str], way_out: str) -> str:
+    """What pytest says last. Raises where a test fails."""
+    words = [sys.executable, "-m", "pytest", "-q", *arguments]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     print(done.stdout[-4000:], done.stderr[-1000:])  # to the log
     if "No module named" in done.stderr:
         raise LeftOutError(done.stderr.strip().splitlines()[-1])
     said = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
     if done.returncode:
-        raise RuntimeError(f"{said}: go on with NDP_ISA=avx512vnni in front of every command")
-    return {"tests": said}
+        raise RuntimeError(f"{said}: {way_out}")
+    return said
 
 
 def routing(run: Run) -> dict[str, Any]:

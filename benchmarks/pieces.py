@@ -2,9 +2,8 @@
 
 A machine that is lent for half an hour is lost at its end, or when a kernel hangs: so a piece that takes three times as
 long as expected is ended and the next one begins, a piece may be cut into ways (rows of one table) whose results are
-kept one by one, and what is kept is not run again. A way that hung, crashed or failed says so in every call, and runs
-once more when that is asked for; the ways behind it run in a new process. Knows processes, files and the clock; not
-what is measured.
+kept one by one, and what is kept is not run again. A way that hung, crashed or failed says so in every call; --again
+runs it once more. The ways behind it run in a new process. Knows processes, files and the clock; not what is measured.
 """
 
 from __future__ import annotations

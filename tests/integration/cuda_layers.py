@@ -1,4 +1,4 @@
-"""MoE layers on the pretended GPU, eager or asynchronous: the plugin's own code around arithmetic that is easy to read.
+"""MoE layers on a pretended or a real GPU, eager or asynchronous: our own code around arithmetic that is easy to read.
 
 Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger with its thread, the sidecar,
 the step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from fp8_rows import encode_fp8_rows
 from numpy.typing import NDArray
-from pretend_gpu import GPU, LazyLane, PretendGpu, peek
+from pretend_gpu import address, peek
+from real_gpu import Gpu, gpu_of
 
 from ndp_device.errors import DeviceUnavailable
 from ndp_device.timing.shapes import public_shape
@@ -75,7 +76,7 @@ def fused(
     assert int(ids.min()) >= 0
     assert int(ids.max()) < global_num_experts
     assert topk_ids.is_contiguous()
-    assert all(peek(part).data_ptr() % 16 == 0 for part in (x, topk_weights, topk_ids))  # else Triton compiles anew
+    assert all(address(part) % 16 == 0 for part in (x, topk_weights, topk_ids))  # else Triton compiles anew
     slots = topk_ids if expert_map is None else expert_map[topk_ids]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in range(len(w13)):
@@ -179,14 +180,14 @@ class Outcome:
     sidecar: tuple[torch.Tensor, torch.Tensor]
 
 
-def run(setup: Setup, *, asynchronous: bool) -> Outcome:
+def run(setup: Setup, *, asynchronous: bool, on: str = "pretended") -> Outcome:
     """All layers of one decode step, each with the output of the one before."""
-    gpu = PretendGpu()
+    gpu = gpu_of(on)
     with torch.no_grad(), gpu:
         return _run(gpu, setup, asynchronous)
 
 
-def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
+def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     num_layers, num_rows, top_k = setup.ids.shape
     num_experts = setup.maps.shape[1]
     generator = torch.Generator().manual_seed(setup.seed)
@@ -199,13 +200,16 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
-        lane = LazyLane(gpu.waits.append)
         messenger = Messenger(
-            lane, gpu.pinned, GPU, RowForm(top_k, HIDDEN, setup.dtype), start_thread=lambda: gpu.__enter__()
+            gpu.lane(),
+            gpu.pinned,
+            gpu.device,
+            RowForm(top_k, HIDDEN, setup.dtype),
+            start_thread=lambda: gpu.__enter__(),
         )
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
-    sidecar = RoutingSidecar(num_layers, top_k, GPU, ENTRIES, 1)
+    sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)
     spans = spans_of(setup)
     entries = gpu.tensor(torch.randperm(ENTRIES, generator=generator)[:num_rows])
     kernel = CudaSlotKernel("silu", num_experts, fused, lambda *key: nullcontext())
@@ -235,7 +239,7 @@ def _run(gpu: PretendGpu, setup: Setup, asynchronous: bool) -> Outcome:
         DeviceView(DeviceFacts(0, 64, {}, computes_prompts=False), None, link),
         None,  # type: ignore[arg-type]  # the planner: decode rows stream nothing
         running,
-        HotViews(splitter, GPU),
+        HotViews(splitter, gpu.device),
         None,  # type: ignore[arg-type]
         Cpu(every),  # type: ignore[arg-type]
         messenger,
@@ -288,7 +292,7 @@ def spans_of(setup: Setup) -> list[Span]:
     return spans
 
 
-def slots_of(gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> HotSlots:
+def slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> HotSlots:
     shapes = [(setup.num_slots, *part.shape[1:]) for part in (every.w13, every.w2)]
     held = SlotWeights(*(gpu.tensor(torch.full(shape, float("nan"), dtype=setup.dtype)) for shape in shapes))
     slots = HotSlots(kernel, held, setup.maps.shape[1])
@@ -304,19 +308,17 @@ def slots_of(gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, 
             slots.migrate(slot, number, fill)
     for part in held:  # a slot that holds nothing is read by our arithmetic, not by vLLM's kernel
         if part is not None:
-            peek(part).nan_to_num_(0.0)
+            part.nan_to_num_(0.0)
     return slots
 
 
-def low_bit_slots_of(
-    gpu: PretendGpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights
-) -> LowBitSlots:
+def low_bit_slots_of(gpu: Gpu, kernel: CudaSlotKernel, setup: Setup, layer: int, every: SlotWeights) -> LowBitSlots:
     form = Fp8Rows(encode_fp8_rows, dict) if setup.slot_bits == 8 else Int4Groups(16, setup.dtype, dict)
     held = SlotWeights(*(gpu.tensor(part[:0]) for part in every[:2]))
     slots = LowBitSlots(kernel, held, setup.maps.shape[1], setup.num_slots, form)
     for part in slots.codes:
         if part is not None:
-            peek(part).view(torch.uint8).zero_()
+            part.view(torch.uint8).zero_()
     for number, slot in enumerate(setup.maps[layer].tolist()):
         if slot >= 0:
             w1, w3 = every.w13[number].chunk(2)
@@ -325,7 +327,7 @@ def low_bit_slots_of(
     return slots
 
 
-def whole(gpu: PretendGpu, every: SlotWeights, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+def whole(gpu: Gpu, every: SlotWeights, x: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     """Pairs whose message got no answer, computed here."""
     rows = peek(x)
     out = torch.zeros(rows.shape)

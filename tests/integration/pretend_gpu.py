@@ -57,8 +57,13 @@ class OnGpu(torch.Tensor):
 
 
 def peek(tensor: torch.Tensor) -> torch.Tensor:
-    """The data of a tensor of either memory, for a test to look at: nobody waits."""
-    return tensor.data_on_host if isinstance(tensor, OnGpu) else tensor
+    """The data of a tensor of any memory, for a test to look at: nobody waits but for a real GPU."""
+    return tensor.data_on_host if isinstance(tensor, OnGpu) else tensor.cpu()
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where it lies in its own memory."""
+    return (tensor.data_on_host if isinstance(tensor, OnGpu) else tensor).data_ptr()
 
 
 class PretendGpu(TorchDispatchMode):
@@ -72,6 +77,7 @@ class PretendGpu(TorchDispatchMode):
         self.watches: dict[int, list[tuple[int, int, int]]] = {}
         """Storage -> (from, to, when) in bytes and operators: what the main stream touched of it."""
         self.operators = 0  # given to the main stream
+        self.device = GPU
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note from now on which operators touch a tensor's memory."""
@@ -84,6 +90,9 @@ class PretendGpu(TorchDispatchMode):
         self._pinned.add(made.untyped_storage().data_ptr())
         self._kept = [*getattr(self, "_kept", []), made]  # so that no other tensor gets its address
         return made
+
+    def lane(self) -> LazyLane:
+        return LazyLane(self.waits.append)
 
     def tensor(self, data: torch.Tensor) -> torch.Tensor:
         """On the GPU, as part of the set-up: nobody waits."""

@@ -1,4 +1,4 @@
-"""The asynchronous layer on the pretended GPU: what the eager one gives, and one wait where that has about ten."""
+"""The asynchronous layer on a pretended or a real GPU: what the eager one gives, with one wait instead of ten."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from cuda_layers import Outcome, Setup, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_gpu import GPUS
 
 LAYERS = 3
 
@@ -52,19 +53,21 @@ def compare(asynchronous: Outcome, eager: Outcome) -> None:
             assert np.array_equal(value, theirs[name]), name
 
 
+@pytest.mark.parametrize("on", GPUS)
 @settings(max_examples=60)
 @given(setups())
-def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer(setup: Setup) -> None:
-    compare(run(setup, asynchronous=True), run(setup, asynchronous=False))
+def test_results_messages_counts_and_simulated_time_are_those_of_the_eager_layer(on: str, setup: Setup) -> None:
+    compare(run(setup, asynchronous=True, on=on), run(setup, asynchronous=False, on=on))
 
 
+@pytest.mark.parametrize("on", GPUS)
 @settings(max_examples=40)
 @given(setups(), st.integers(0, 2**16))
-def test_what_the_hosts_cpu_computes_beside_is_added_too_and_counted_alike(setup: Setup, seed: int) -> None:
+def test_what_the_hosts_cpu_computes_beside_is_added_too_and_counted_alike(on: str, setup: Setup, seed: int) -> None:
     """Sums of a row that both computed are rounded once, where the eager layer rounds twice."""
     is_warm = np.random.default_rng(seed).random(setup.maps.shape) < 0.5
     tiers = dataclasses.replace(setup, maps=np.where((setup.maps == -1) & is_warm, -2, setup.maps))
-    mine, eager = run(tiers, asynchronous=True), run(tiers, asynchronous=False)
+    mine, eager = run(tiers, asynchronous=True, on=on), run(tiers, asynchronous=False, on=on)
     near = {"rtol": 1e-4, "atol": 1e-4} if setup.dtype is torch.float32 else {"rtol": 0.1, "atol": 0.05}
     torch.testing.assert_close(mine.out, eager.out, **near)
     assert mine.pairs == eager.pairs

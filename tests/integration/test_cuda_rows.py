@@ -1,4 +1,4 @@
-"""The check of rows on the pretended GPU: nobody waits before the step has run, and no mistake gets past its end."""
+"""The check of rows on a pretended or a real GPU: nobody waits before the step ran, no mistake gets past its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretend_gpu import GPU, LazyLane, PretendGpu
+from real_gpu import KINDS, Gpu, gpu_of
 
 from vllm_ndp.integration import batch
 from vllm_ndp.integration.batch import KvGroup, RowLocator, Span, TrackedRequest
@@ -15,7 +15,7 @@ from vllm_ndp.integration.cuda.late_check import LateCheck
 BLOCK = 4
 
 
-def located(moved: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[RowLocator, PretendGpu]:
+def located(moved: int | None, monkeypatch: pytest.MonkeyPatch, on: str = "pretended") -> tuple[RowLocator, Gpu]:
     """Two requests of a decode row each, as vLLM pads them; the KV entry of one row may be another than expected."""
     spans = {
         name: Span(TrackedRequest(name, 3, [10 + number, 20 + number], prefilled=True), 5, 1)
@@ -24,11 +24,11 @@ def located(moved: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[RowLoca
     entries = torch.tensor([20 * BLOCK + 1, 21 * BLOCK + 1, -1])
     if moved is not None:
         entries[moved] += 1
-    gpu = PretendGpu()
+    gpu = gpu_of(on)
     with gpu:
         context = SimpleNamespace(slot_mapping={"layer": gpu.tensor(entries)})
         monkeypatch.setattr(batch, "get_forward_context", lambda: context)
-        late = LateCheck(LazyLane(gpu.waits.append), gpu.pinned, GPU, 8)
+        late = LateCheck(gpu.lane(), gpu.pinned, gpu.device, 8)
         runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
         locator = RowLocator(runner, KvGroup(0, BLOCK, "layer"), late)
         rows, found = locator.locate(spans)
@@ -45,15 +45,17 @@ def test_rows_that_are_whose_we_take_them_for_cost_no_wait_before_the_end(monkey
     assert (locator.row_checks, locator.mismatches) == (1, 0)
 
 
+@pytest.mark.parametrize("on", KINDS)
 @pytest.mark.parametrize("row", [0, 1])
-def test_a_row_of_another_request_ends_the_step(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    locator, _ = located(row, monkeypatch)
+def test_a_row_of_another_request_ends_the_step(row: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    locator, _ = located(row, monkeypatch, on)
     with pytest.raises(RuntimeError, match="KV slots differ"):
         locator.settle()
     assert locator.mismatches == 1
 
 
-def test_padding_of_a_graph_is_nobodys_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    locator, _ = located(2, monkeypatch)
+@pytest.mark.parametrize("on", KINDS)
+def test_padding_of_a_graph_is_nobodys_row(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    locator, _ = located(2, monkeypatch, on)
     locator.settle()
     assert locator.mismatches == 0

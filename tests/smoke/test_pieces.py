@@ -236,7 +236,9 @@ def three_calls(
     return calls
 
 
-MOST_VALUABLE = ["kernels", "versions", "routing", "serves", "identity", "wide", "speed", "waits", "timeline"]
+MOST_VALUABLE = [
+    "kernels", "versions", "routing", "streams", "serves", "identity", "wide", "speed", "waits", "timeline",
+]  # fmt: skip
 
 
 def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
@@ -247,6 +249,7 @@ def test_three_calls_of_ten_minutes_run_what_is_most_valuable_and_nothing_twice(
     assert len(ran) == len(set(ran))
     assert set(ran) >= {*MOST_VALUABLE, "closeness", "prefill", "link"}
     assert calls[0][:6] == MOST_VALUABLE[:6]
+    assert "wide" in calls[0]
     assert "speed" in calls[1]
 
 
@@ -316,6 +319,7 @@ def outputs(llm: MadeUpEngine, prompts: list[Any], tokens: int, **params: Any) -
 
 NEEDS_MORE = {
     "kernels",
+    "streams",
     "versions",
     "routing",
     "wide",

@@ -166,4 +166,4 @@ def _refuse_missing_operator(method: Any, layer: Any) -> None:
     for base in type(kernel).__mro__:
         operator = _OPERATORS.get(base.__name__)
         if operator is not None and not hasattr(torch.ops._C, operator):
-            raise NotImplementedError(f"its library for this processor lacks the operator {operator}")
+            raise NotImplementedError(f"vLLM builds its operator {operator} for AVX-512 only")

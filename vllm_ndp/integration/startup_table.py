@@ -120,7 +120,7 @@ def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_by
 
 
 def _carrier(members: DeviceMembers) -> str:
-    """What messages travel in, which the greeting decided: the kernel may refuse what shared memory needs."""
+    """The way of the messages, as the greeting has decided: the kernel may refuse a shared segment."""
     shares = [client.uses_shared_memory for client in members.clients]
     return "shared memory" if all(shares) else "sockets" if not any(shares) else "shared memory or sockets"
 
