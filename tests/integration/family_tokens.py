@@ -1,6 +1,8 @@
 """A program: the tokens tiny family models make on stock vLLM and with the plugin, and what the plugin counted.
 
-python family_tokens.py MODEL... [stock] [ndp] [hot] [quantized] [bfloat16]
+python family_tokens.py MODEL... [stock] [ndp] [hot] [quantized] [bfloat16] [avx2]
+
+avx2: on vLLM's library for processors without AVX-512.
 
 Prints of each: side -> passes, totals, reports of the first pass, what the plugin warned of, or its refusal.
 
@@ -18,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+if "avx2" in sys.argv:
+    import torch
+
+    torch.cpu._is_avx512_supported = lambda: False  # by which vLLM chooses among its libraries
 
 from engines import PROMPTS, engine, greedy, token_ids
 
@@ -80,7 +87,7 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    models = [Path(word) for word in sys.argv[1:] if word not in SETTINGS and word != "bfloat16"]
+    models = [Path(word) for word in sys.argv[1:] if word not in (*SETTINGS, "bfloat16", "avx2")]
     for model in models:
         config = json.loads((model / "config.json").read_text())
         dtype = "bfloat16" if "bfloat16" in sys.argv else dtype_of(config)
