@@ -149,8 +149,12 @@ _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": Tru
 _PLAIN = ["self_attn", "mlp.gate", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "block_sparse_moe.gate", "lm_head"]
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+_INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False} | weights}
+    group |= {"input_activations": inputs} if inputs else {}
     return _CT | {"format": form, "config_groups": {"group_0": group}}
 
 
@@ -197,7 +201,7 @@ FORMATS: Mapping[str, tuple[str, Quantize, dict[str, Any]]] = MappingProxyType(
         "mixtral-int8": (
             "mixtral",
             writers.compressed_tensors("int-quantized", num_bits=8, symmetric=True, strategy="channel"),
-            _compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+            _compressed("int-quantized", num_bits=8, type="int", strategy="channel", inputs=_INT8_INPUTS),
         ),
         "mixtral-deepseek-mxfp4": ("mixtral", writers.deepseek_mxfp4, _DEEPSEEK),
         "mixtral-deepseek-fp8": ("mixtral", writers.deepseek_fp8, _DEEPSEEK),

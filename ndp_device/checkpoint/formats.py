@@ -39,7 +39,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Weights(msgspec.Struct):
-    """Of compressed-tensors' config_groups."""
+    """One group of weights in compressed-tensors' config_groups."""
 
     num_bits: int | None = None
     symmetric: bool | None = True

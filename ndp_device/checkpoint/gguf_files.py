@@ -1,8 +1,8 @@
 """The header of a GGUF file (llama.cpp), in the form of a safetensors header: name -> dtype, shape, data_offsets.
 
 A tensor of floats has its safetensors dtype. A quantized one has `GGUF_` and ggml's name of its type, and its shape
-ends in bytes: what they stand for is known to `gguf`, llama.cpp's own package. Metadata is skipped: config.json beside
-the file says what the model is. Format: ggml's docs/gguf.md, versions 2 and 3. Written for hostile files: every count
+ends in bytes. The package of llama.cpp knows what these stand for. Metadata is skipped: config.json beside the
+file says what the model is. Format: ggml's own specification, versions 2 and 3. Written for hostile files: every count
 is held against the bytes that are there.
 """
 

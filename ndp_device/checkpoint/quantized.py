@@ -1,7 +1,7 @@
 """Experts that are stored quantized, as the full-precision tensors they stand for: which tensors belong together.
 
-`unpacked` shows each group of tensors that stores one (formats.py) as one tensor X or X.weight, with its shape and
-dtype when dequantized, and each quantized tensor of a GGUF file likewise. So names.py finds experts in it as in any
+`unpacked` shows each group of tensors that stores one (formats.py) as one tensor X or X.weight. It has the shape and
+dtype of the dequantized values. So has each quantized tensor of a GGUF file. Then names.py finds experts as in any
 other checkpoint. The dtype is bfloat16 for FP4 and FP8, that of the scales for whole numbers as codes, and float32 for
 llama.cpp's types. Knows nothing of experts but the names of their tensors.
 """

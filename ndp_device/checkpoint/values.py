@@ -128,7 +128,7 @@ def awq(packed: Packed, part: Read) -> Floats:
 
 
 class FourBitState(msgspec.Struct):
-    """What bitsandbytes writes beside a matrix of 4-bit codes."""
+    """The state that bitsandbytes writes beside a matrix of 4-bit codes."""
 
     shape: tuple[int, int]
     dtype: str

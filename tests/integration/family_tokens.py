@@ -2,6 +2,8 @@
 
 python family_tokens.py MODEL... [stock] [ndp] [hot] [quantized] [bfloat16] [avx2]
 
+avx2: on vLLM's library for processors without AVX-512.
+
 Prints of each: side -> passes, totals, reports of the first pass, what the plugin warned of, or its refusal.
 
 One process for all of them: to import vLLM takes longer than to start an engine of such a model.
@@ -19,7 +21,11 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import torch
+if "avx2" in sys.argv:
+    import torch
+
+    torch.cpu._is_avx512_supported = lambda: False  # by which vLLM chooses among its libraries
+
 from engines import PROMPTS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.opening import open_checkpoint
@@ -82,8 +88,6 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
 
 def main() -> None:
     models = [Path(word) for word in sys.argv[1:] if word not in (*SETTINGS, "bfloat16", "avx2")]
-    if "avx2" in sys.argv:  # vLLM then loads the operators that it built for such a processor
-        torch.cpu._is_avx512_supported = lambda: False
     for model in models:
         config = json.loads((model / "config.json").read_text())
         dtype = "bfloat16" if "bfloat16" in sys.argv else dtype_of(config)

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 from engines import BIN, MODEL, PROMPTS, REPLICAS, ROOT, VLLM_PROGRAM, device_processes, engine, greedy, run_program
+from fuzzing.packed import make_gguf
 
 from ndp_device import sealed
 from ndp_device.calibration.build import build_data_free
@@ -262,6 +263,24 @@ def test_a_checkpoint_that_does_not_add_up_is_refused_before_loading(
         configure(directory)
     assert wanted in sentence(error)
     assert fix in sentence(error)
+
+
+def test_a_gguf_file_and_bitsandbytes_are_refused_before_loading(tmp_path: Path):
+    """Their experts are read; vLLM has no way to load the rest of such a model."""
+    config = json.loads((MODEL / "config.json").read_text())
+    make_gguf(tmp_path / "gguf", config)
+    copied = Path(shutil.copytree(MODEL, tmp_path / "nf4", ignore=shutil.ignore_patterns("eval", "traces")))
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (copied / "config.json").write_text(json.dumps(config | settings))
+    for name, wanted in (
+        ("gguf", "is a GGUF file, of which vLLM loads"),
+        ("nf4", "by bitsandbytes, which is not served"),
+    ):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(MODEL / file, tmp_path / name / file)
+        with pytest.raises(ConfigError) as error:
+            configure(tmp_path / name)
+        assert wanted in sentence(error)
 
 
 def test_a_missing_shard_is_refused_before_loading(tmp_path: Path):

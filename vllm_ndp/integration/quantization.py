@@ -68,10 +68,17 @@ class NdpConfig(QuantizationConfig):
         method = str(config.get("quant_method", "unknown method"))
         if method not in STORED_BESIDE:
             raise ConfigError(
-                f"the checkpoint is quantized by {method}, which vllm-ndp does not read: give it in bfloat16, or in "
+                f"the checkpoint is quantized by {method}, which is not served: give it in bfloat16, or in "
                 f"one of {', '.join(name for name in STORED_BESIDE if name != 'gpt_oss_mxfp4')}"
             )
-        return cls(method, _vllms_own(method, config).from_config(config))
+        known = _vllms_own(method, config)
+        try:
+            return cls(method, known.from_config(config))
+        except (ValueError, KeyError, NotImplementedError, AssertionError) as error:
+            reason = (str(error).strip() or "a setting is missing that its format needs").splitlines()[0]
+            raise ConfigError(
+                f"vLLM cannot use config.json's quantization_config of {method} ({reason}): take its maker's"
+            ) from error
 
     @classmethod
     def override_quantization_method(
