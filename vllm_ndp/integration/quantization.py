@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("weight_scale",),
@@ -84,10 +85,12 @@ class NdpConfig(QuantizationConfig):
             stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
             return NdpMoEMethod(layer.moe_config, get_current_vllm_config(), stored_beside)
         if self._inner is None:
-            return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            return WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None
         self._inner.packed_modules_mapping = self.packed_modules_mapping
         with self._naming(prefix):
             method = self._inner.get_quant_method(layer, prefix)
+        if type(method) is UnquantizedLinearMethod:
+            method = WholeLinearMethod(prefix)
         if isinstance(layer, LinearBase) and method is not None:
             self._name_when_weights_are_made(method, prefix)  # some formats look for their kernel only then
         computes_in = self._inner.get_supported_act_dtypes()
