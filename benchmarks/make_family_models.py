@@ -89,6 +89,10 @@ class Family:
     sizes: Mapping[str, Any]
     added: Mapping[str, Any] = field(default_factory=dict)
     """Keys of published config.json files that transformers' class drops and vLLM reads."""
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes of a multimodal model's vision tower; `sizes` are its language model's."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """A multimodal model's tokens that stand for images and videos."""
     norm_mean: float = 1.0
     """What a norm's weight is drawn around: 0 where the model adds the 1 itself."""
     ones: Sequence[str] = ()
@@ -409,14 +413,18 @@ def make(name: str, out: Path, *, seed: int = 0) -> Path:
         return directory
     transformers.utils.logging.disable_progress_bar()
     family = FAMILIES[name]
-    config = getattr(transformers, family.config_class)(**{**COMMON, **family.sizes})
+    sizes: dict[str, Any] = {**COMMON, **family.sizes}
+    if family.vision:
+        sizes = {"text_config": sizes, "vision_config": dict(family.vision), "tie_word_embeddings": False}
+    config = getattr(transformers, family.config_class)(**sizes, **family.tokens)
+    auto = transformers.AutoModelForImageTextToText if family.vision else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = auto.from_config(config, dtype=torch.float32).eval()
         _redraw(model, family, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, family.dtype)).save_pretrained(directory)
     _add_keys(directory / "config.json", family.added)
-    _add_ones(directory / "model.safetensors", family.ones, config.hidden_size)
+    _add_ones(directory / "model.safetensors", family.ones, COMMON["hidden_size"])
     for file in ("tokenizer.json", "tokenizer_config.json"):  # last: what says that the directory is whole
         shutil.copyfile(TOKENIZER / file, directory / file)
     return directory
@@ -450,7 +458,8 @@ def _redraw(model: Any, family: Family, generator: Any) -> None:
 
 
 def _add_keys(path: Path, added: Mapping[str, Any]) -> None:
-    config = json.loads(path.read_text()) | dict(added)
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(added)
     path.write_text(json.dumps(config, indent=1) + "\n")
 
 
