@@ -31,8 +31,8 @@ from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 MAKER = ROOT / "benchmarks" / "make_family_models.py"
 SEEN_ELSEWHERE = ("llama4", "nemotron_h", "jamba", "longcat_flash")
-"""Llama-4's experts take other arguments, LongCat's are in no form of transformers' that we hook, Nemotron-H has no gate,
-Jamba's Mamba layers need a kernel."""
+"""Llama-4's experts take other arguments, LongCat's cannot be hooked, Nemotron-H has no gate, and Jamba's Mamba layers
+need a kernel."""
 
 
 def _maker() -> Any:
