@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny-mixtral"
+MORE = Path(__file__).with_name("families.toml")
 
 COMMON: Mapping[str, Any] = MappingProxyType(
     {
@@ -87,15 +89,22 @@ class Family:
     sizes: Mapping[str, Any]
     added: Mapping[str, Any] = field(default_factory=dict)
     """Keys of published config.json files that transformers' class drops and vLLM reads."""
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes of a multimodal model's vision tower; `sizes` are its language model's."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """A multimodal model's tokens that stand for images and videos."""
     norm_mean: float = 1.0
     """What a norm's weight is drawn around: 0 where the model adds the 1 itself."""
+    ones: Sequence[str] = ()
+    """Norms of published checkpoints that transformers' class leaves out and vLLM reads: [H], all 1."""
     dtype: str = "float32"
     on_cpu: bool = True
-    """Whether vLLM has a module of it for CPUs: others are read, computed and compared with transformers only."""
+    """Whether stock vLLM runs this checkpoint on a CPU: others are compared with transformers only."""
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
+    {name: Family(**fields) for name, fields in tomllib.loads(MORE.read_text()).items()}
+    | {
         "mixtral": Family("MixtralConfig", {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}),
         "qwen2_moe": Family(
             "Qwen2MoeConfig",
@@ -254,7 +263,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "index_head_dim": 32,
                 "index_block_size": 16,
             },
-            on_cpu=False,
         ),
         "deepseek_v4": Family(
             "DeepseekV4Config",
@@ -404,13 +412,18 @@ def make(name: str, out: Path, *, seed: int = 0) -> Path:
         return directory
     transformers.utils.logging.disable_progress_bar()
     family = FAMILIES[name]
-    config = getattr(transformers, family.config_class)(**{**COMMON, **family.sizes})
+    sizes: dict[str, Any] = {**COMMON, **family.sizes}
+    if family.vision:
+        sizes = {"text_config": sizes, "vision_config": dict(family.vision), "tie_word_embeddings": False}
+    config = getattr(transformers, family.config_class)(**sizes, **family.tokens)
+    auto = transformers.AutoModelForImageTextToText if family.vision else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = auto.from_config(config, dtype=torch.float32).eval()
         _redraw(model, family, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, family.dtype)).save_pretrained(directory)
     _add_keys(directory / "config.json", family.added)
+    _add_ones(directory / "model.safetensors", family.ones, COMMON["hidden_size"])
     for file in ("tokenizer.json", "tokenizer_config.json"):  # last: what says that the directory is whole
         shutil.copyfile(TOKENIZER / file, directory / file)
     return directory
@@ -444,8 +457,17 @@ def _redraw(model: Any, family: Family, generator: Any) -> None:
 
 
 def _add_keys(path: Path, added: Mapping[str, Any]) -> None:
-    config = json.loads(path.read_text()) | dict(added)
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(added)
     path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _add_ones(path: Path, names: Sequence[str], size: int) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if names:
+        save_file(load_file(path) | {name: torch.ones(size) for name in names}, path, metadata={"format": "pt"})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -152,8 +152,8 @@ WORKS = (
 REFUSED = (
     Answer(
         "load_format model_loader_extra_config",
-        "`auto`, `hf`, `safetensors`, `fastsafetensors`, `instanttensor` and `runai_streamer` are "
-        "accepted: experts are read from safetensors in the model's directory",
+        "`auto`, `hf`, `safetensors`, `fastsafetensors` and `instanttensor` are "
+        "accepted: experts are read from safetensors in the model's directory, and all of it must be there",
         "test_integration_refusals::test_features_that_cannot_work_together_are_refused_with_the_option_to_drop",
     ),
     Answer(

@@ -5,6 +5,7 @@
     GatedDelta     linear attention: a state of fixed size per request instead of a cache (Qwen3-Next)
     StateSpace     Mamba-2, the same for state-space models (Granite hybrid)
     SelectiveScan  Mamba-1 (Jamba)
+    Convolution    a gated short convolution (LFM2)
 
 Every form gives the same figures: its projections, its cache per token, its state per request, and the FLOPs on top of
 the projections. Norms, biases and rotary embeddings are left out: below a thousandth of a layer. Knows sizes. Does not
@@ -53,9 +54,9 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True, tag_field="form", tag=str
 
 
 class GroupedQuery(_Form, frozen=True, kw_only=True):
-    """Softmax attention with query heads that share key-value heads. `gated`: the query projection is twice as wide."""
+    """Softmax attention with query heads that share key-value heads."""
 
-    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach"})
+    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach", "gate_dim"})
 
     num_heads: int
     num_kv_heads: int
@@ -63,14 +64,15 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
     reach: int = 0
     """The window; 0 = everything before."""
     chunked: bool = False
-    gated: bool = False
+    gate_dim: int = 0
+    """How many numbers gate a head's output: its dimension, 1, or 0 for no gate."""
     one_projection: bool = False
     """Whether keys and values come from one projection; they are cached apart all the same."""
 
     def weights(self, hidden: int) -> int:
-        """Query, key, value and output projections."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return hidden * ((3 if self.gated else 2) * query + (1 if self.one_projection else 2) * key_value)
+        """Query, gate, key, value and output projections."""
+        query, key_value = self.num_heads * (2 * self.head_dim + self.gate_dim), self.num_kv_heads * self.head_dim
+        return hidden * (query + (1 if self.one_projection else 2) * key_value)
 
     @property
     def kv_values(self) -> int:
@@ -221,7 +223,26 @@ class SelectiveScan(_Form, frozen=True, kw_only=True):
         return 5 * rows * self.inner * self.state
 
 
-Attention = GroupedQuery | Latent | GatedDelta | StateSpace | SelectiveScan
+class Convolution(_Form, frozen=True, kw_only=True):
+    """A short convolution over `inner` channels, gated before and after."""
+
+    inner: int
+    kernel: int
+
+    def weights(self, hidden: int) -> int:
+        """Two gates and the input; the convolution; output."""
+        return self.inner * (3 * hidden + self.kernel + hidden)
+
+    @property
+    def state_values(self) -> int:
+        return self.inner * (self.kernel - 1)
+
+    def flops(self, rows: int, kv_tokens: int, pairs: int) -> int:
+        """Both gates; the convolution is among the projections."""
+        return 2 * rows * self.inner
+
+
+Attention = GroupedQuery | Latent | GatedDelta | StateSpace | SelectiveScan | Convolution
 
 
 class DecoderLayer(msgspec.Struct, frozen=True, kw_only=True):

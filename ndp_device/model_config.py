@@ -15,6 +15,7 @@ from typing import Any
 from ndp_device.checkpoint.spellings import first_of, keys_about, spellings
 from ndp_device.decoder_layers import (
     Attention,
+    Convolution,
     DecoderLayer,
     GatedDelta,
     GroupedQuery,
@@ -25,8 +26,17 @@ from ndp_device.decoder_layers import (
 from ndp_device.errors import ConfigError
 from ndp_device.model_shape import MAX_LAYERS, MAX_WIDTH, ModelShape, WholeModel
 
-_OF_GLOBAL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-"""Sizes that Gemma-4's layers with full attention have of their own."""
+_OF_KIND = {
+    "full_attention": {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"},
+    "sliding_attention": {
+        "head_dim": "swa_head_dim",
+        "num_key_value_heads": "swa_num_key_value_heads",
+        "num_attention_heads": "swa_num_attention_heads",
+    },
+}
+"""Sizes that layers of one kind have of their own: Gemma-4's with full attention, MiMo's with a window."""
+_GATES_ATTENTION = ("afmoe",)
+"""Model types whose attention is gated, number by number, without a word about it in config.json."""
 _RECURRENT = {"linear_attention", "mamba", "mamba2"}
 
 
@@ -91,7 +101,8 @@ class _Config:
         raise ConfigError(f"model {self._name!r}: {' or '.join(keys)} must be at least 1, got 0")
 
     def decoder(self, moe_layers: Collection[int]) -> tuple[DecoderLayer, ...]:
-        dense = 3 * self.size("hidden_size") * self._or(1, "intermediate_size_mlp", "intermediate_size")
+        wider = ("prefix_dense_intermediate_size", "intermediate_size_mlp")  # Cohere-2's, Llama-4's
+        dense = 3 * self.size("hidden_size") * self._or(1, *wider, "intermediate_size")
         return tuple(
             DecoderLayer(attention=self._attention(layer), dense_weights=0 if layer in moe_layers else dense)
             for layer in range(self.size(*spellings().num_layers))
@@ -116,7 +127,8 @@ class _Config:
         hidden, get = self.size("hidden_size"), self._config.get
         if "shared_expert_intermediate_size" in self._config:  # Qwen: with a gate of one number per row
             width = self._or(0, "shared_expert_intermediate_size")
-            return 3 * hidden * width + (hidden if width else 0)
+            has_gate = width and get("model_type") != "laguna"
+            return 3 * hidden * width + (hidden if has_gate else 0)
         if get("enable_moe_block"):  # Gemma-4: its dense part beside the experts
             return 3 * hidden * self.size("intermediate_size")
         if first_of(self._config, spellings().shared_width):
@@ -144,6 +156,8 @@ class _Config:
         kind = self._kind(layer)
         if kind in _RECURRENT:
             return self._recurrence()
+        if kind == "conv":
+            return Convolution(inner=self.size("hidden_size"), kernel=self.size("conv_L_cache"))
         heads = self._period(0, "num_attention_heads")
         if self._config.get("kv_lora_rank"):
             return Latent(
@@ -155,23 +169,32 @@ class _Config:
                 value_dim=self.size("v_head_dim"),
             )
         windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-        sizes = self._of_layer(layer, is_global=kind == "full_attention")
+        sizes = self._of_layer(layer, kind)
+        heads = sizes._period(0, "num_attention_heads")
+        head_dim = sizes._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim")
         return GroupedQuery(
             num_heads=heads,
             num_kv_heads=sizes._or(heads, "num_key_value_heads"),
-            head_dim=sizes._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim"),
+            head_dim=head_dim,
             reach=self.size(windows[kind]) if kind in windows else 0,
             chunked=kind == "chunked_attention",
-            gated="linear_num_value_heads" in self._config or bool(self._config.get("attn_output_gate")),
+            gate_dim=self._gate_dim(head_dim),
             one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
         )
 
-    def _of_layer(self, layer: int, *, is_global: bool) -> _Config:
-        """With the sizes that this layer has of its own: Gemma-4's, by layer or as those of its global layers."""
+    def _gate_dim(self, head_dim: int) -> int:
+        get = self._config.get
+        if gating := get("gating"):  # Laguna: a number per head, unless it says otherwise
+            return 1 if gating is True or gating == "per-head" else head_dim
+        gates = "linear_num_value_heads" in self._config or get("model_type") in _GATES_ATTENTION
+        return head_dim if gates or get("attn_output_gate") else 0
+
+    def _of_layer(self, layer: int, kind: str) -> _Config:
+        """With the sizes that this layer has of its own, by its number or its kind."""
         given = self._config.get("per_layer_config")
         own = given.get(str(layer)) if isinstance(given, Mapping) else None
         if not isinstance(own, Mapping):
-            own = {key: self._config.get(key_of_global) for key, key_of_global in _OF_GLOBAL.items() if is_global}
+            own = {key: self._config.get(key_of_kind) for key, key_of_kind in _OF_KIND.get(kind, {}).items()}
         return _Config(self._name, {**self._config, **{key: value for key, value in own.items() if value is not None}})
 
     def _recurrence(self) -> Attention:

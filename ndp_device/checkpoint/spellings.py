@@ -97,6 +97,7 @@ OURS = Spellings(
         "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number
         *("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm", "ffn_norm"),
         *("post_attention_layernorm", "norm"),
+        "input_layernorm",  # Cohere-2, whose attention and experts read the same
     ),
     beside=(
         *("mtp", "nextn", "visual", "vision_model", "vision_tower", "audio_tower"),

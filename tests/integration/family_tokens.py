@@ -56,7 +56,8 @@ OPTIONS: dict[str, Any] = {
 
 def dtype_of(config: dict[str, Any]) -> str:
     """What vLLM's CPU build can run this model in: its kernel for linear attention computes in bfloat16 only."""
-    return "bfloat16" if "linear_num_value_heads" in config else "float32"
+    text = config.get("text_config", config)
+    return "bfloat16" if "linear_num_value_heads" in text else "float32"
 
 
 def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
@@ -68,7 +69,9 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
         settings = SETTINGS[side]
         if settings and settings.get("hot_experts") == "all":
             settings = settings | {"hot_experts": open_checkpoint(model).shape.num_experts}
-        with engine(model, settings=settings, dtype=dtype, **OPTIONS) as llm:
+        is_multimodal = "text_config" in json.loads((model / "config.json").read_text())
+        options = OPTIONS | ({"language_model_only": True} if is_multimodal else {})
+        with engine(model, settings=settings, dtype=dtype, **options) as llm:
             settled = llm.llm_engine.vllm_config
             # the second pass hits the prefix cache
             passes = [greedy(llm, prompts, TOKENS, **PENALTIES) for _ in range(2)]

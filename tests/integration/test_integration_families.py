@@ -34,12 +34,15 @@ TRAINED = ROOT / "models" / "tiny-qwen3-moe"
 REFUSED = {
     "ernie4_5_moe": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "minimax_m2": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "laguna": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "longcat_flash": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "minimax_m3": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "glm4_moe_lite": "vLLM's CPU build rotates its keys wrongly",
     "jamba": "lacks the operator of its Mamba layers",
     "nemotron_h": "no gate projection",
 }
 
-WITH_STAND_INS = {"qwen3_5_moe"}
+WITH_STAND_INS = {"qwen3_5_moe", "qwen3_5_moe_vl", "glm4v_moe"}
 """vLLM's module of this family imports torchvision, which our set-up removes (docs/compatibility.md) and which its text
 model does not use: stock and plugin run with an empty package of that name."""
 

@@ -114,6 +114,7 @@ def test_settings_of_other_plugins_are_left_alone():
         ({"enable_lora": True, "fully_sharded_loras": True}, "or drop --enable-lora"),
         ({"load_format": "dummy"}, "drop --load-format dummy"),
         ({"load_format": "sharded_state"}, "drop --load-format sharded_state"),
+        ({"load_format": "runai_streamer"}, "drop --load-format runai_streamer"),
         ({"load_format": "pt"}, "drop --load-format pt"),
         ({"load_format": "mistral"}, "drop --load-format mistral"),
         ({"load_format": "tensorizer"}, "drop --load-format tensorizer"),

@@ -45,8 +45,9 @@ WORKER_CLASS = "vllm_ndp.integration.worker.NdpWorker"
 CONNECTOR = "NdpConnector"
 CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 
-LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Those that read `*.safetensors` of the model's directory. Others would take all but the experts from other files."""
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
+"""Those that read `*.safetensors` of the model's directory, and say which tensors it lacks. Others would take all but
+the experts from other files, or serve what is not whole."""
 
 MODEL_FREE_PROPOSERS = ("ngram", "suffix")
 """Ways of speculative decoding that take next to no time and route nothing."""
@@ -154,6 +155,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.record is not None and drafts_with_a_model(vllm_config),
          "'record' beside a draft model, whose time is in no simulated clock, so that a replay could not be compared: "
          f"drop 'record', or use a proposer without a model ({', '.join(MODEL_FREE_PROPOSERS)})"),
+        (load_format == "runai_streamer", "a loader that does not say which tensors the checkpoint lacks: drop "
+         "--load-format runai_streamer"),
         (load_format not in LOAD_FORMATS, f"weights that are no safetensors in the model's directory, from where "
          f"experts are read here and on the device: drop --load-format {load_format}"),
         (bool(asked("model_config.model_weights")), "weights from somewhere else than the model's directory, where "

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -58,6 +59,17 @@ class StepReports(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         return StepReports(self.reports + other.reports, self.step) if isinstance(other, StepReports) else self
+
+
+class MovesNoKv(KVTransferConfig):
+    """A connector's configuration whose engine still makes all KV itself, whatever role vLLM wants to be named.
+
+    A consumer's prompts may come as embeddings, so vLLM would turn multimodal inputs on where the user turned them off.
+    """
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return False
 
 
 class NdpConnector(KVConnectorBase_V1, SupportsHMA):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.library import Library
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -28,6 +28,7 @@ from ndp_device.calibration.data_free import quantize_nested
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.kernels.reference import dequantize
+from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 GROUP_SIZE = 128
 _PART_BITS = 4
@@ -129,22 +130,29 @@ class LinearLayers:
         )
 
 
-class _Quantizes:
+class _Linear(WholeLinearMethod):
+    supports_pre_processed_weights = False
+
+    def __init__(self, layers: LinearLayers, prefix: str) -> None:
+        super().__init__(prefix)
+        self._layers = layers
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.require_whole(layer)
+        if not self._layers.take(layer, self._prefix):
+            super().process_weights_after_loading(layer)
+
+
+class _Head(UnquantizedEmbeddingMethod):
+    supports_pre_processed_weights = False
+
     def __init__(self, layers: LinearLayers, prefix: str) -> None:
         super().__init__()
         self._layers, self._prefix = layers, prefix
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if not self._layers.take(layer, self._prefix):
-            super().process_weights_after_loading(layer)  # type: ignore[misc]  # of vLLM's method beside this one
-
-
-class _Linear(_Quantizes, UnquantizedLinearMethod):
-    supports_pre_processed_weights = False
-
-
-class _Head(_Quantizes, UnquantizedEmbeddingMethod):
-    supports_pre_processed_weights = False
+            super().process_weights_after_loading(layer)
 
 
 def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[list[QuantizedMatrix], float]:

@@ -56,7 +56,7 @@ def configure(vllm_config: VllmConfig) -> None:
     waiting.restore()
     if vllm_config.model_config.quantization != METHOD:
         return
-    from vllm_ndp.integration import compat, self_sizing
+    from vllm_ndp.integration import compat, self_sizing, whole_weights
     from vllm_ndp.integration.owner import own_engines
     from vllm_ndp.traces.recorder import require_writable
 
@@ -73,6 +73,7 @@ def configure(vllm_config: VllmConfig) -> None:
     compat.bind_ranks(vllm_config)
     compat.let_ray_run_on_cpu(vllm_config)
     waiting.configure(vllm_config)
+    whole_weights.track(vllm_config.load_config)
     if settings.report:
         vllm_config.kv_transfer_config = _with_report_connector(vllm_config.kv_transfer_config)
 
@@ -83,6 +84,7 @@ def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_ndp.integration import compat
+    from vllm_ndp.integration.connector import MovesNoKv
 
     ours = {
         "kv_connector": compat.CONNECTOR,
@@ -90,7 +92,7 @@ def _with_report_connector(theirs: KVTransferConfig | None) -> KVTransferConfig:
         "kv_role": "kv_consumer",  # a producer would change how preemption treats finished blocks
     }
     if theirs is None:
-        return KVTransferConfig(**ours)
+        return MovesNoKv(**ours)
     if compat.CONNECTOR not in KVConnectorFactory._registry:  # vLLM's log line looks parts of a MultiConnector up there
         KVConnectorFactory.register_connector(compat.CONNECTOR, compat.CONNECTOR_MODULE, compat.CONNECTOR)
     extra = theirs.kv_connector_extra_config

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from ndp_device.errors import ConfigError
+from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 STORED_BESIDE: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("weight_scale",),
@@ -125,7 +126,7 @@ class NdpConfig(QuantizationConfig):
 
         linears = current_assembly().linears
         ours = None if linears is None else linears.method_of(layer, prefix)
-        return ours or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
+        return ours or (WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None)
 
     @contextmanager
     def _naming(self, prefix: str) -> Iterator[None]:

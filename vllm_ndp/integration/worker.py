@@ -18,6 +18,7 @@ from vllm_ndp.integration.fixed_weights import FixedWeights
 from vllm_ndp.integration.owner import follow_owner
 from vllm_ndp.integration.routing_sidecar import bytes_per_entry
 from vllm_ndp.integration.waiting import sleep_while_waiting
+from vllm_ndp.integration.whole_weights import checked_as_unquantized
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -41,7 +42,8 @@ class NdpWorker(FixedWeights, _Base):
             sleep_while_waiting()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            super().load_model(*args, **kwargs)
+            with checked_as_unquantized():
+                super().load_model(*args, **kwargs)
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)
             if beside := _allocated_bytes() - before:  # subtracted as weights, or as all that is no longer free (0.32)

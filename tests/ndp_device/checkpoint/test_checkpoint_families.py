@@ -22,6 +22,7 @@ from ndp_device.calibration.build import build_calibrated  # noqa: E402
 from ndp_device.calibration.streamed import expert_modules  # noqa: E402
 from ndp_device.checkpoint.files import read_config  # noqa: E402
 from ndp_device.checkpoint.opening import open_checkpoint  # noqa: E402
+from ndp_device.checkpoint.spellings import text_config  # noqa: E402
 from ndp_device.errors import ConfigError, ReplicaError  # noqa: E402
 from ndp_device.kernels import load_kernel  # noqa: E402
 from ndp_device.model_config import whole_model  # noqa: E402
@@ -29,8 +30,9 @@ from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 MAKER = ROOT / "benchmarks" / "make_family_models.py"
-SEEN_ELSEWHERE = ("llama4", "nemotron_h", "jamba")
-"""Llama-4's experts take other arguments, Nemotron-H has no gate, Jamba's Mamba layers need a kernel."""
+SEEN_ELSEWHERE = ("llama4", "nemotron_h", "jamba", "longcat_flash")
+"""Llama-4's experts take other arguments, LongCat's cannot be hooked, Nemotron-H has no gate, and Jamba's Mamba layers
+need a kernel."""
 
 
 def _maker() -> Any:
@@ -43,10 +45,13 @@ def _maker() -> Any:
     return module
 
 
-UNCOUNTED = ("deepseek_v4", "hy_v4")
-"""Compressed attention and hyper-connections, which the simulated host does not have; vLLM has neither for CPUs."""
+UNCOUNTED = ("deepseek_v4", "hy_v4", "longcat_flash")
+"""Compressed attention and hyper-connections, or two attentions in a layer: the simulated host has none of them."""
+WITHOUT_NORM = ("flex_olmo", "longcat_flash")
+"""Norms come after attention and experts only, or in lists."""
 
 MAKE = _maker()
+MULTIMODAL = tuple(name for name, family in MAKE.FAMILIES.items() if family.vision)
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "granite_moe_hybrid")
 """Dense layers; groups; biases and a clamp; two kinds of state. All others are in `make test-long`."""
 
@@ -61,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-@pytest.mark.parametrize("family", _marked(*SEEN_ELSEWHERE))
+@pytest.mark.parametrize("family", _marked(*SEEN_ELSEWHERE, *MULTIMODAL))
 def test_experts_out_of_the_checkpoint_compute_what_transformers_does(models: Path, family: str) -> None:
     """Sum over a row's experts, by the reference kernel, against the output of transformers' own module."""
     directory = MAKE.make(family, models)
@@ -92,14 +97,41 @@ def test_the_simulated_host_counts_every_weight_of_the_checkpoint(models: Path, 
     to the last one. Vectors (norms, biases) are left out on both sides."""
     directory = MAKE.make(family, models)
     checkpoint = open_checkpoint(directory)
-    model = whole_model(checkpoint.shape, read_config(directory), checkpoint.layout.moe_index)
+    config = text_config(read_config(directory))
+    model = whole_model(checkpoint.shape, config, checkpoint.layout.moe_index)
     tensors = {
         name: info.shape
         for name, info in checkpoint.tensors.items()
-        if not name.endswith("bias") and len(info.shape) > 1
+        if not name.endswith("bias") and len(info.shape) > 1 and "visual" not in name
     }
     assert model.num_parameters == sum(math.prod(shape) for shape in tensors.values())
-    assert len(model.decoder) == read_config(directory)["num_hidden_layers"]
+    assert len(model.decoder) == config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("family", _marked(*SEEN_ELSEWHERE, *MULTIMODAL, *WITHOUT_NORM))
+def test_the_norm_before_the_experts_gives_what_they_read(models: Path, family: str) -> None:
+    """Data-free calibration takes its weights for how large the experts' inputs are."""
+    directory = MAKE.make(family, models)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    modules, gave, read = expert_modules(model), [], []
+    for layer, module in zip(open_checkpoint(directory).layout.layers, modules, strict=True):
+        assert layer.norm is not None
+        before = _module(model, layer.norm.removesuffix(".weight"))
+        before.register_forward_hook(lambda _, args, out: gave.append(out.flatten()))
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: read.append((*args, *kwargs.values())[0].flatten()), with_kwargs=True
+        )
+    with torch.inference_mode():
+        model(input_ids=torch.arange(5, 17)[None], use_cache=False)
+    assert len(gave) == len(read) == len(modules)
+    assert all(torch.equal(one, other) for one, other in zip(gave, read, strict=True))
+
+
+def _module(model: Any, name: str) -> Any:
+    """By its name in the file, or by what transformers calls it."""
+    renamed = {"ffn_norm": "post_attention_layernorm"} if model.config.model_type == "deepseek_v4" else {}
+    *before, last = name.split(".")
+    return model.get_submodule(".".join([*before, renamed.get(last, last)]))
 
 
 @pytest.mark.calibration

@@ -1,0 +1,86 @@
+"""Refuses to serve a checkpoint that is not whole: every parameter of vLLM's model must come out of it.
+
+vLLM asks that of unquantized models only. Its check leaves linear layers and embeddings out. Here a linear layer's
+weights are no numbers until the checkpoint gives them, so that a fused one may lack no part. Knows vLLM's loader and
+layers. Experts are checked where they are read (ndp_device/checkpoint).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from ndp_device.errors import ConfigError
+
+_SHOWN = 4
+"""Names in a message."""
+
+
+def track(load_config: Any) -> None:
+    """Have vLLM's loader compare names, unless the user set that otherwise."""
+    load_config.model_loader_extra_config = {"enable_weights_track": True} | load_config.model_loader_extra_config
+
+
+@contextmanager
+def checked_as_unquantized() -> Iterator[None]:
+    """Let vLLM's loader compare names as for a model without our method, and say what lacks in one sentence.
+
+    For a quantized model it would also ask for parameters that a module holds under a second name.
+    """
+    compare = DefaultModelLoader.track_weights_loading
+
+    def as_unquantized(self: Any, model: torch.nn.Module, loaded: set[str] | None, quantized: bool = False) -> None:
+        if loaded is not None and (lacking := _embeddings(model) - loaded):
+            raise _lacking(list(lacking))
+        try:
+            compare(self, model, loaded)
+        except ValueError as error:
+            raise _lacking(re.findall(r"'([^']+)'", str(error))) from None
+
+    DefaultModelLoader.track_weights_loading = as_unquantized
+    try:
+        yield
+    finally:
+        DefaultModelLoader.track_weights_loading = compare
+
+
+class WholeLinearMethod(UnquantizedLinearMethod):
+    """A linear layer, maybe fused of several."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        layer.weight.data.fill_(torch.nan)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.require_whole(layer)
+        super().process_weights_after_loading(layer)
+
+    def require_whole(self, layer: torch.nn.Module) -> None:
+        if bool(layer.weight.isnan().any()):
+            raise _lacking([f"{self._prefix}.weight, or a part of it"])
+
+
+def _embeddings(model: torch.nn.Module) -> set[str]:
+    """Names of words' weights, one of each tensor: a head may share the embedding's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    return {names[id(parameter)] for module in holders for parameter in module.parameters()}
+
+
+def _lacking(names: list[str]) -> ConfigError:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ConfigError(
+        f"the checkpoint lacks {', '.join(sorted(names)[:_SHOWN])}{more} (vLLM's names): it is incomplete, take the "
+        "missing tensors from where it comes from"
+    )
