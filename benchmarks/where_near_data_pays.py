@@ -107,13 +107,15 @@ def _said(row: Summary) -> tuple[str, str, float, float]:
 
 
 def _side(row: Summary) -> str:
-    return "device" if row.system in DEVICE else row.system
+    """A joint plan that leaves the device idle is no win of the device."""
+    return "device" if row.system in DEVICE and row.device_busy > 0 else row.system
 
 
 def _name(row: Summary) -> str:
     words = row.policy.split(",")[0]
     if row.system in DEVICE:
-        return _SHORT.get(row.system, row.system)
+        name = _SHORT.get(row.system, row.system)
+        return name if _side(row) == "device" else f"{name}, GPU alone"
     if row.system == "ktransformers":
         words = "4/4" if row.policy.endswith("GPU 4") else row.policy.split("CPU ")[1]
     return f"{_SHORT.get(row.system, row.system)} {words}"
