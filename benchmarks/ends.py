@@ -50,21 +50,22 @@ class Run:
 
     def __init__(self, engine: str, folder: Path, runtime: Path) -> None:
         """engine: `plugin` or `stock`. runtime: a short path, where the device's private directory will lie."""
-        self._mark, self.log, self.runtime = uuid.uuid4().hex, folder / "log", runtime
+        self._mark, self._folder, self.log, self.runtime = uuid.uuid4().hex, folder.resolve(), folder / "log", runtime
         (folder / "script.py").write_text(SCRIPT)
         ours = {"NDP_CACHE_DIR": str(folder / "cache"), "XDG_RUNTIME_DIR": str(runtime), MARK: self._mark}
         words = [sys.executable, str(folder / "script.py"), str(MODEL), engine]
         with self.log.open("wb") as output:
             self.script = subprocess.Popen(
-                words, env=os.environ | ours, stdin=subprocess.PIPE, stdout=output, stderr=output
+                words, cwd=folder, env=os.environ | ours, stdin=subprocess.PIPE, stdout=output, stderr=output
             )
 
     def below(self) -> list[psutil.Process]:
+        """By the mark, or by the folder they work in: vLLM's processes write their title over their environment."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 is_alive = process.pid != self.script.pid and process.status() != psutil.STATUS_ZOMBIE
-                if is_alive and process.environ().get(MARK) == self._mark:
+                if is_alive and (process.environ().get(MARK) == self._mark or process.cwd() == str(self._folder)):
                     found.append(process)
         return found
 

@@ -37,6 +37,7 @@ NDP = (
 OURS = (
     "additional_config",
     "kv_transfer_config",
+    "load_config.model_loader_extra_config",
     "model_config.quantization",
     "parallel_config.worker_cls",
     "quant_config",

@@ -25,7 +25,8 @@ _SHOWN = 4
 
 def track(load_config: Any) -> None:
     """Have vLLM's loader compare names, unless the user set that otherwise."""
-    load_config.model_loader_extra_config = {"enable_weights_track": True} | load_config.model_loader_extra_config
+    if isinstance(given := load_config.model_loader_extra_config, dict):  # else vLLM refuses it
+        load_config.model_loader_extra_config = {"enable_weights_track": True} | given
 
 
 @contextmanager
