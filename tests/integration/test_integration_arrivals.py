@@ -11,7 +11,7 @@ from engines import MODEL, PROMPTS, engine
 
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.lab.exact.clients import alone
 from vllm_ndp.lab.exact.live import recorded_rules
@@ -64,7 +64,7 @@ def live_run(directory: Path, **options) -> tuple[Trace, list[int]]:
 
 
 def losses() -> LossTable:
-    return LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[1])
+    return LossTable.from_measured(*load_losses(default_cache_dir(model_digest(MODEL)), "relative"))
 
 
 def served(trace: Trace, arrivals_ps: np.ndarray) -> ServedRequest:

@@ -21,7 +21,7 @@ from small_checkpoint import write_small_checkpoint
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.checkpoint.opening import open_checkpoint
 from ndp_device.errors import ConfigError, NdpError
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from ndp_device.transport.keys import make_keys
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.device.agreement import Agreement
@@ -186,7 +186,7 @@ def test_three_devices_with_quantized_balanced_experts_whose_copies_move_replay_
     assert counts["spilled_pairs"] > 0
     assert counts["cold_pairs"] > 0
     trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    replay = replay_live(trace, LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+    replay = replay_live(trace, LossTable.from_measured(*load_losses(REPLICAS, "relative")))
     assert len(replay.steps) == counts["steps"]
     assert replay.identical
     assert moved, "a plan moved copies"

@@ -13,7 +13,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.traces.trace import Trace
@@ -95,7 +95,7 @@ def test_the_slowest_rank_counts_and_replay_finds_it_again(identity: dict[str, A
     """Which rank holds which expert follows from the plans, so a trace need not say it."""
     assert identity["trace"].provenance.live.whole_experts
     assert replay_live(identity["trace"], LossTable.nominal(4, 8)).identical
-    assert replay_live(balanced["trace"], LossTable.from_measured(load_loss_table(REPLICAS)[1])).identical
+    assert replay_live(balanced["trace"], LossTable.from_measured(*load_losses(REPLICAS, "relative"))).identical
 
 
 BESIDE = {

@@ -17,7 +17,7 @@ from processors import settings as processors
 from ndp_device.cache import default_cache_dir
 from ndp_device.checkpoint.files import model_digest
 from ndp_device.replicas.format import read_manifest, write_manifest
-from ndp_device.replicas.loss_table import load_layer_weights, load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from ndp_device.timing.energy import CommandEnergy
 from vllm_ndp.lab.exact.live import recorded_rules, replay_live, require_capacity
 from vllm_ndp.lab.exact.recorded import RecordedRun
@@ -116,7 +116,7 @@ def test_replaying_a_live_run_gives_its_simulated_times_to_the_picosecond(tmp_pa
         loss = LossTable.nominal(trace.provenance.num_layers, trace.provenance.num_experts)
     else:
         replicas = Path(settings.get("replicas", default_cache_dir(model_digest(MODEL))))
-        loss = LossTable.from_measured(load_loss_table(replicas)[1], *load_layer_weights(replicas))
+        loss = LossTable.from_measured(*load_losses(replicas, "relative"))
     replayed = replay_live(trace, loss)
     assert len(replayed.steps) > 20
     assert replayed.fallback_steps == 0
@@ -134,7 +134,7 @@ def test_requests_report_the_energy_that_a_replay_of_their_commands_takes_by_par
     with engine(settings=settings, max_num_seqs=batch) as llm:
         reports = [output.kv_transfer_params["ndp"] for output in greedy(llm, PROMPTS[:3], 6)]
     trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    loss = LossTable.from_measured(load_loss_table(default_cache_dir(model_digest(MODEL)))[1])
+    loss = LossTable.from_measured(*load_losses(default_cache_dir(model_digest(MODEL)), "relative"))
     setup, rules = trace.provenance.live, recorded_rules(trace, loss)
     run = RecordedRun(trace, setup, rules)
     timings = [timing for step in run.steps.tolist() for timing in run.run(step).device if timing is not None]
@@ -183,7 +183,7 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
     assert reports[0]["epoch"] > 1
 
     trace = Trace.load(tmp_path / "trace", model_digest=model_digest(MODEL))
-    loss = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    loss = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     replayed = replay_live(trace, loss)
     assert (replayed.fallback_steps, replayed.plan_mismatches) == (0, 0)
     assert replayed.identical
@@ -194,7 +194,7 @@ def test_a_run_that_follows_decode_by_measured_prices_replays_and_its_clock_know
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from test_integration_replay import LossTable, MODEL, PROMPTS, REPLICAS, Trace, engine, greedy, load_loss_table
+from test_integration_replay import LossTable, MODEL, PROMPTS, REPLICAS, Trace, engine, greedy, load_losses
 from test_integration_replay import replay_live
 
 task, directory = sys.argv[1], Path(sys.argv[2])
@@ -203,7 +203,7 @@ if task == "record":
     with engine(settings=settings) as llm:
         greedy(llm, PROMPTS, 16)
 else:
-    replayed = replay_live(Trace.load(directory), LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+    replayed = replay_live(Trace.load(directory), LossTable.from_measured(*load_losses(REPLICAS, "relative")))
     print(json.dumps([len(replayed.steps), replayed.fallback_steps, replayed.plan_mismatches, replayed.identical]))
 """
 

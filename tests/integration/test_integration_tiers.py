@@ -10,7 +10,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp.integration.report import PAIR_KINDS
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
@@ -91,7 +91,7 @@ def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Pat
     for report in ran.reports:
         kinds = [report[f"{kind}_pairs"] for kind in PAIR_KINDS if not kind.startswith("prefill")]
         assert sum(kinds) == (TOKENS - 1) * LAYERS * TOP_K
-    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
 
@@ -104,7 +104,7 @@ def test_hot_slots_at_two_bits_hold_more_experts_in_the_same_bytes_and_their_run
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "warm", "cold", "prefill", "prefill_device")) > 0
     assert ran.totals["migrated_experts"] > 0 == ran.totals["kept_experts"]
     assert ran.totals["fallback_pairs"] == ran.totals["spilled_pairs"] == 0
-    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
 
@@ -113,7 +113,7 @@ def test_slots_narrower_than_what_is_offloaded_are_balanced_and_replay(tmp_path:
     more = {"prefill": "streamed", "hardware_overrides": {"gpu.hbm_bytes_per_s": 50_000_000_000}}
     ran = run(tmp_path / "trace", settings | more, max_num_seqs=3)
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "cold")) > 0
-    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
 
@@ -154,7 +154,7 @@ def test_a_joint_plan_runs_live_and_replays_to_the_picosecond(
     held = {16: 3 * 128 * 256 * 2} | {bits: 3 * 128 * 256 * bits // 8 for bits in (2, 3, 4)}
     taken = [sum(held[cell - 32] for cell in cells.ravel().tolist() if cell > 32) for cells in placed]
     assert 0 < max(taken) <= LAYERS * settings["hot_experts"] * held[16]
-    losses = LossTable.from_measured(load_loss_table(REPLICAS)[1])
+    losses = LossTable.from_measured(*load_losses(REPLICAS, "relative"))
     assert replayed_to_the_picosecond(tmp_path / "trace", losses)
 
 

@@ -9,7 +9,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS, engine, greedy, token_ids
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.lab.exact.live import replay_live
 from vllm_ndp.planning.bitwidths import LossTable
@@ -90,7 +90,7 @@ def test_plans_over_tiers_and_several_devices_replay_to_the_picosecond(
 ) -> None:
     _, totals = run(tmp_path / "trace", settings | TWO, dtype="bfloat16")
     assert min(totals[f"{kind}_pairs"] for kind in kinds) > 0
-    assert_replays(tmp_path / "trace", LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+    assert_replays(tmp_path / "trace", LossTable.from_measured(*load_losses(REPLICAS, "relative")))
 
 
 def test_prices_are_measured_on_devices_that_run_already_and_their_clocks_do_not_notice(tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_prices_are_measured_on_devices_that_run_already_and_their_clocks_do_not
         for device in devices:
             device.terminate()
     assert totals["cold_pairs"] > 0
-    assert_replays(tmp_path / "trace", LossTable.from_measured(load_loss_table(REPLICAS)[1]))
+    assert_replays(tmp_path / "trace", LossTable.from_measured(*load_losses(REPLICAS, "relative")))

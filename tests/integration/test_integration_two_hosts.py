@@ -14,7 +14,7 @@ import pytest
 from engines import MODEL, PROMPTS, REPLICAS
 
 from ndp_device.checkpoint.files import model_digest
-from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.replicas.loss_table import load_losses
 from ndp_device.timing.model import DeviceModel
 from vllm_ndp.device.process import DeviceProcess
 from vllm_ndp.lab.exact.clients import alone, together
@@ -54,7 +54,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, list[Trace]]:
 
 
 def losses() -> LossTable:
-    return LossTable.from_measured(load_loss_table(Path(REPLICAS))[1])
+    return LossTable.from_measured(*load_losses(Path(REPLICAS), "relative"))
 
 
 def host_of(trace: Trace) -> RecordedRun:

@@ -154,10 +154,13 @@ class Replanner:
     ) -> float | None:
         """Predict what a request of this score loses under its plan, nats a token; None where the replicas do not say.
 
-        Without them: a request that uses all experts alike, under the first placement. Hot experts lose what their
-        slots do; what runs on the device to save time is not counted.
+        Without them: a request that uses all experts alike, under the first placement; None under joint plans, which
+        are made from a prompt. Hot experts lose what their slots do; what runs on the device to save time is not
+        counted.
         """
         if score is None or plan is None:
+            if self.rules.joint is not None:
+                return None
             score = ImportanceScore.from_weights(np.ones(self.placement.hot.shape))
             plan = Plan(0, self.placement, self._bits(score, self.placement, self.rules.budget))
         in_slots = plan.placement.widths if plan.placement.widths.any() else np.uint8(slot_bits)
