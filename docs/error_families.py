@@ -90,6 +90,13 @@ FAMILIES = (
         files="ndp_device/checkpoint vllm_ndp/integration/quantization.py",
     ),
     Family(
+        "A checkpoint that vLLM does not load whole",
+        "vLLM reads the dense layers. It must find each of their tensors, in files that it reads.",
+        "Take the missing tensors, or the safetensors, from where the model comes from.",
+        files="vllm_ndp/integration/whole_weights.py vllm_ndp/integration/compat.py",
+        sentence=r"is a GGUF file|the checkpoint lacks",
+    ),
+    Family(
         "Experts that this machine's kernels cannot run",
         "A kernel needs sizes that are multiples of what it computes at a time, and knows certain activations.",
         "Serve this model on a GPU where the sentence says so, or with stock vLLM.",

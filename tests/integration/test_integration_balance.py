@@ -43,7 +43,8 @@ def test_a_model_whose_hot_experts_all_spill_decodes_like_one_without_hot_expert
     totals = {name: run[1] for name, run in runs[batch].items()}
     assert token_ids(outputs["spilled"]) == token_ids(outputs["cold"]) != token_ids(outputs["paper"])
     for mine, other in zip(outputs["spilled"], outputs["cold"], strict=True):
-        assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-3)
+        # activations of one limb: inputs that differ in the last bit may round to another of 255 steps
+        assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-2)
     assert totals["paper"]["spilled_pairs"] == totals["cold"]["spilled_pairs"] == 0
     assert totals["spilled"]["hot_pairs"] == 0
     assert totals["spilled"]["spilled_pairs"] > 100 < totals["paper"]["hot_pairs"]

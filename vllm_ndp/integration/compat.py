@@ -131,8 +131,8 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.plan == "joint" and parallel.pipeline_parallel_size > 1,
          "'plan' 'joint' beside pipeline parallelism, where no stage knows the whole budget: drop one of the two"),
         (settings.max_loss is not None and parallel.pipeline_parallel_size > 1,
-         "'avg_bits' as a 'max_loss' beside pipeline parallelism, where no stage knows what the others lose: give a "
-         "number"),
+         "'avg_bits' as a 'max_loss' beside pipeline parallelism, where no stage knows what the others lose: drop "
+         "it for a number"),
         (settings.replan == "drift" and parallel.pipeline_parallel_size > 1,
          "'replan' 'drift' beside pipeline parallelism, where stages would change plans at other times: "
          "drop one of the two"),
