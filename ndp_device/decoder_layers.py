@@ -98,8 +98,8 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
 class Latent(_Form, frozen=True, kw_only=True):
     """Multi-head latent attention. query_rank 0: queries are not compressed.
 
-    With an indexer (DeepSeek-V3.2) a row attends to the `index_reach` tokens that a small attention of its own finds;
-    without heads of one it takes over what the layer before found. index_reach 0: it attends to all.
+    With an indexer (DeepSeek-V3.2) a row attends to `index_reach` tokens that a small attention finds, and 0 means all.
+    A layer without index_heads attends to what the layer before has found.
     """
 
     _may_be_zero: ClassVar[frozenset[str]] = frozenset({"query_rank", "index_heads", "index_dim", "index_reach"})
@@ -135,7 +135,7 @@ class Latent(_Form, frozen=True, kw_only=True):
         return self.kv_rank + self.rope_dim + self.index_dim
 
     def values_read(self, rows: int, kv_tokens: int) -> int:
-        """The indexer's keys of all tokens, and the vectors of those that it finds."""
+        """All keys of the indexer, and the vectors of the tokens found."""
         found = min(kv_tokens, rows * self.index_reach) if self.index_reach else kv_tokens
         return found * (self.kv_rank + self.rope_dim) + kv_tokens * self.index_dim
 

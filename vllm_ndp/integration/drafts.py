@@ -39,7 +39,7 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings, *, on_cpu: bool) ->
 
 
 def description(vllm_config: VllmConfig) -> str:
-    """Who guesses how many tokens, for the start-up table; empty where nobody does."""
+    """The proposer and its number of tokens, for the start-up table; empty without one."""
     if not (proposer := _proposer(vllm_config)):
         return ""
     beside = "; its layers are vLLM's, in full precision, and in no clock" if _has_layers(vllm_config) else ""

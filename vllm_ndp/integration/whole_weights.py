@@ -33,8 +33,8 @@ def track(load_config: Any) -> None:
 def checked_as_unquantized(of_draft: Callable[[], bool]) -> Iterator[None]:
     """Let vLLM's loader compare names as for a model without our method, and say what lacks in one sentence.
 
-    For a quantized model it would also ask for parameters that a module holds under a second name. of_draft: whether a
-    draft loads now, which may take the model's embeddings.
+    For a quantized model it would also ask for parameters that a module holds under a second name. While a draft loads
+    (`of_draft`), its embeddings may lack: it takes the model's.
     """
     compare = DefaultModelLoader.track_weights_loading
 
