@@ -80,7 +80,15 @@ def run(drafted: Drafted, settings: dict[str, Any] | None) -> Run:
         )
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "medusa", "mtp of deepseek_v3", "mtp of glm4_moe"])
+LATER = pytest.mark.families
+METHODS = [
+    "eagle3",
+    "mtp of deepseek_v3",
+    *(pytest.param(one, marks=LATER) for one in ("eagle", "medusa", "mtp of glm4_moe")),
+]
+
+
+@pytest.fixture(scope="module", params=METHODS)
 def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     return make_drafted(request.param, tmp_path_factory.mktemp("drafts"))
 
