@@ -126,27 +126,28 @@ def _layer(name: str, inputs: int, config: dict[str, Any]) -> Weights:
 
 
 def add_mtp(model: Path, out: Path) -> Path:
-    """Write a copy of a model whose last layer is also its MTP layer's, as DeepSeek and GLM store one."""
+    """Write a copy of a model whose last layer is also its MTP layer's, as DeepSeek and GLM or as Qwen3-Next store one.
+
+    Qwen3-Next counts MTP layers from 0, as it counts its own, and multiplies by 1 + the norm's weight.
+    """
     shutil.copytree(model, out)
     path, tensors = out / "config.json", load_file(out / "model.safetensors")
     config = json.loads(path.read_text())
-    last, hidden = config["num_hidden_layers"], config["hidden_size"]
-    copied = {
-        name.replace(f"layers.{last - 1}.", f"layers.{last}."): value.clone()
-        for name, value in tensors.items()
-        if f"layers.{last - 1}." in name
-    }
-    words = tensors["model.embed_tokens.weight"]
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    words, norm, head = (tensors[f"{name}.weight"] for name in ("model.embed_tokens", "model.norm", "lm_head"))
     words *= EMBEDDINGS
-    own = {
-        "enorm": torch.ones(hidden),
-        "hnorm": torch.ones(hidden),
-        "eh_proj": torch.cat([words.square().mean().sqrt() * torch.eye(hidden), SMALL * torch.eye(hidden)], dim=1),
-        "shared_head.norm": tensors["model.norm.weight"].clone(),
-        "shared_head.head": tensors["lm_head.weight"].clone(),
-        "embed_tokens": words.clone(),
-    }
-    tensors |= copied | {f"model.layers.{last}.{name}.weight": value for name, value in own.items()}
+    both = torch.cat([words.square().mean().sqrt() * torch.eye(hidden), SMALL * torch.eye(hidden)], dim=1)
+    if config["model_type"] == "qwen3_next":
+        block, zeros = "mtp.layers.0.", torch.zeros(hidden)
+        own = {"mtp.fc": both, "mtp.norm": norm}
+        own |= {"mtp.pre_fc_norm_embedding": zeros, "mtp.pre_fc_norm_hidden": zeros}
+    else:
+        block, ones = f"model.layers.{last + 1}.", torch.ones(hidden)
+        own = {"enorm": ones, "hnorm": ones, "eh_proj": both, "shared_head.norm": norm, "shared_head.head": head}
+        own = {f"{block}{name}": value for name, value in (own | {"embed_tokens": words}).items()}
+    before = f"model.layers.{last}."
+    tensors |= {name.replace(before, block): value.clone() for name, value in tensors.items() if before in name}
+    tensors |= {f"{name}.weight": value.to(words.dtype).clone() for name, value in own.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return out

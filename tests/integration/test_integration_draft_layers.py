@@ -14,6 +14,7 @@ from engines import PROMPTS, engine, greedy, token_ids
 from paths import ROOT
 
 from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 
@@ -64,9 +65,9 @@ def draft_slots(worker: Any) -> list[int]:
     return [len(module.w13_weight) for module in modules if hasattr(module, "w13_weight")]
 
 
-def run(drafted: Drafted, settings: dict[str, Any] | None) -> Run:
-    drafts = drafted.speculative_config
-    with engine(drafted.model, settings=settings, speculative_config=drafts, disable_log_stats=False) as llm:
+def run(drafted: Drafted, settings: dict[str, Any] | None, **options: Any) -> Run:
+    options |= {"speculative_config": drafted.speculative_config, "disable_log_stats": False}
+    with engine(drafted.model, settings=settings, **options) as llm:
         outputs = greedy(llm, [prompt * 4 for prompt in PROMPTS], TOKENS)
         metrics = {metric.name: metric for metric in llm.get_metrics()}
         is_ours = settings is not None
@@ -130,3 +131,21 @@ def test_a_drafts_experts_are_vllms_and_the_table_says_so(runs: tuple[Run, Run],
     expected = f"{method}, up to {GUESSED} tokens a step; its layers are vLLM's, in full precision, and in no clock"
     assert ours.status["drafts"] == expected
     assert bool(ours.draft_slots) == (method == "mtp")
+
+
+@pytest.mark.families
+def test_drafts_of_a_model_with_states_are_stocks_without_a_prefix_cache_and_refused_with_one(tmp_path: Path):
+    """Its MTP layer has the number of its first one. Stock copies cached states by a kernel of Triton's, on a CPU too.
+
+    vLLM's CPU build runs such models in bfloat16 only, where tokens are compared with every expert hot.
+    """
+    drafted = make_drafted("mtp of qwen3_next", tmp_path)
+    hot = {"cold_precision": "full", "hot_experts": open_checkpoint(drafted.model).shape.num_experts}
+    stock, ours = (run(drafted, s, dtype="bfloat16", enable_prefix_caching=False) for s in (None, hot))
+    assert (ours.tokens, ours.counted, ours.draft_slots) == (stock.tokens, stock.counted, stock.draft_slots)
+    assert ours.counted[1] > 0
+    assert ours.totals["sidecar_mismatches"] == 0
+    with pytest.raises(TypeError, match="'function' object is not subscriptable"):
+        run(drafted, None, dtype="bfloat16", enable_prefix_caching=True)
+    with pytest.raises(ConfigError, match="by a kernel of Triton's: add --no-enable-prefix-caching"):
+        run(drafted, hot, dtype="bfloat16", enable_prefix_caching=True)

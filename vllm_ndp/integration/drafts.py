@@ -32,6 +32,8 @@ def refusals(vllm_config: VllmConfig, settings: NdpSettings, *, on_cpu: bool) ->
         (_has_layers(vllm_config) and _schedules_ahead(vllm_config, on_cpu=on_cpu), "drafts with layers of their own "
          "under asynchronous scheduling, where the host learns too late which were accepted: add "
          "--no-async-scheduling"),
+        (on_cpu and bool(proposer) and _caches_states(vllm_config), "drafts beside a prefix cache of recurrent states, "
+         "which vLLM copies by a kernel of Triton's: add --no-enable-prefix-caching"),
         (settings.record is not None and _has_layers(vllm_config),
          "'record' beside a draft model, whose time is in no simulated clock, so that a replay could not be compared: "
          f"drop 'record', or use a proposer without a model ({', '.join(MODEL_FREE)})"),
@@ -58,6 +60,10 @@ def _proposer(vllm_config: VllmConfig) -> str:
 
 def _has_layers(vllm_config: VllmConfig) -> bool:
     return _proposer(vllm_config) in WITH_LAYERS
+
+
+def _caches_states(vllm_config: VllmConfig) -> bool:
+    return bool(vllm_config.model_config.is_hybrid and vllm_config.cache_config.enable_prefix_caching)
 
 
 def _schedules_ahead(vllm_config: VllmConfig, *, on_cpu: bool) -> bool:
