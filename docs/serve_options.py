@@ -107,9 +107,9 @@ WORKS = (
     ),
     Answer(
         "speculative_config spec_method spec_model spec_tokens",
-        "`ngram`; `draft_model`, whose reports hold no simulated time of a token; `suffix` is accepted and was not "
-        "run; EAGLE, MTP and Medusa are refused",
-        "test_integration_drafts::test_drafts_change_no_token",
+        "`ngram`; `draft_model`, `eagle`, `eagle3`, `medusa` and `mtp`, whose reports hold no simulated time of a "
+        "token; `suffix` is accepted and was not run; others are refused",
+        "test_integration_draft_layers::test_tokens_and_accepted_drafts_are_stocks",
     ),
     Answer(
         "enable_lora lora_target_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_modules",

@@ -37,6 +37,10 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True, tag_field="form", tag=str
         """Numbers that are cached for one token."""
         return 0
 
+    def values_read(self, rows: int, kv_tokens: int) -> int:
+        """Numbers of the cache that a step of so many rows reads, of `kv_tokens` cached tokens."""
+        return kv_tokens * self.kv_values
+
     @property
     def state_values(self) -> int:
         """Numbers of state of one request, which every step reads and writes."""
@@ -92,9 +96,13 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
 
 
 class Latent(_Form, frozen=True, kw_only=True):
-    """Multi-head latent attention. query_rank 0: queries are not compressed."""
+    """Multi-head latent attention. query_rank 0: queries are not compressed.
 
-    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"query_rank"})
+    With an indexer (DeepSeek-V3.2) a row attends to `index_reach` tokens that a small attention finds, and 0 means all.
+    A layer without index_heads attends to what the layer before has found.
+    """
+
+    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"query_rank", "index_heads", "index_dim", "index_reach"})
 
     num_heads: int
     query_rank: int
@@ -102,15 +110,20 @@ class Latent(_Form, frozen=True, kw_only=True):
     nope_dim: int
     rope_dim: int
     value_dim: int
+    index_heads: int = 0
+    index_dim: int = 0
+    index_reach: int = 0
 
     def weights(self, hidden: int) -> int:
-        """Queries, compression and expansion of keys and values, output."""
+        """Queries, compression and expansion of keys and values, output; an indexer's three projections."""
         query = self.num_heads * (self.nope_dim + self.rope_dim)
         return (
             ((hidden + query) * self.query_rank if self.query_rank else hidden * query)
             + hidden * (self.kv_rank + self.rope_dim)
             + self._expansion
             + self.num_heads * self.value_dim * hidden
+            + self.index_heads * self.index_dim * self.query_rank
+            + hidden * (self.index_dim + self.index_heads)
         )
 
     @property
@@ -119,16 +132,24 @@ class Latent(_Form, frozen=True, kw_only=True):
 
     @property
     def kv_values(self) -> int:
-        return self.kv_rank + self.rope_dim
+        return self.kv_rank + self.rope_dim + self.index_dim
+
+    def values_read(self, rows: int, kv_tokens: int) -> int:
+        """All keys of the indexer, and the vectors of the tokens found."""
+        found = min(kv_tokens, rows * self.index_reach) if self.index_reach else kv_tokens
+        return found * (self.kv_rank + self.rope_dim) + kv_tokens * self.index_dim
 
     def flops(self, rows: int, kv_tokens: int, pairs: int) -> int:
-        """The cheaper of two ways, as engines choose: attend to the compressed vectors, or expand them first.
+        """The cheaper of two ways, as engines choose: attend to the compressed vectors, or expand them first; and the
+        indexer's scores.
 
         The rows' own expansion is among the projections.
         """
-        absorbed = 2 * pairs * self.num_heads * (2 * self.kv_rank + self.rope_dim)
+        found = min(pairs, rows * self.index_reach) if self.index_reach else pairs
+        absorbed = 2 * found * self.num_heads * (2 * self.kv_rank + self.rope_dim)
         expanded = 2 * pairs * self.num_heads * (self.nope_dim + self.rope_dim + self.value_dim)
-        return min(absorbed, expanded + 2 * max(kv_tokens - rows, 0) * self._expansion)
+        expanded += 2 * max(kv_tokens - rows, 0) * self._expansion
+        return min(absorbed, expanded) + 2 * pairs * self.index_heads * self.index_dim
 
 
 class GatedDelta(_Form, frozen=True, kw_only=True):

@@ -167,6 +167,7 @@ class _Config:
                 nope_dim=self.size("qk_nope_head_dim"),
                 rope_dim=self.size("qk_rope_head_dim"),
                 value_dim=self.size("v_head_dim"),
+                **self._indexer(layer),
             )
         windows = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
         sizes = self._of_layer(layer, kind)
@@ -181,6 +182,19 @@ class _Config:
             gate_dim=self._gate_dim(head_dim),
             one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
         )
+
+    def _indexer(self, layer: int) -> dict[str, int]:
+        """Sizes of what chooses the tokens that a row attends to; a layer may take over the choice before it."""
+        if not (reach := self._or(0, "index_topk")):
+            return {}
+        kinds = self._config.get("indexer_types")
+        if isinstance(kinds, list) and kinds[layer : layer + 1] == ["shared"]:
+            return {"index_reach": reach}
+        return {
+            "index_heads": self.size("index_n_heads"),
+            "index_dim": self.size("index_head_dim"),
+            "index_reach": reach,
+        }
 
     def _gate_dim(self, head_dim: int) -> int:
         get = self._config.get

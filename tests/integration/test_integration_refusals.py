@@ -29,6 +29,8 @@ from vllm_ndp.device.process import DeviceProcess
 
 pytestmark = pytest.mark.vllm
 
+DRAFT = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 2}
+
 
 def configure(model: Path = MODEL, *, additional_config: dict[str, Any] | None = None, **options: Any) -> Any:
     """What `LLM(...)` and `vllm serve` do before anything is loaded: the options become a checked configuration."""
@@ -96,6 +98,17 @@ def test_settings_that_would_be_ignored_are_refused(misplaced: dict[str, Any]):
     assert f'additional_config has no "ndp" but {next(iter(misplaced))!r}' in sentence(error)
 
 
+def test_drafts_are_refused_where_steps_are_scheduled_before_it_is_known_which_were_accepted():
+    """As on a GPU, unless it is turned off; on a CPU vLLM turns it off."""
+    from vllm_ndp.integration import compat
+
+    config = configure(speculative_config=DRAFT)
+    object.__setattr__(config.scheduler_config, "async_scheduling", True)
+    with pytest.raises(ConfigError, match="drafts with layers of their own under asynchronous scheduling") as error:
+        compat.check(config)
+    assert "--no-async-scheduling" in sentence(error)
+
+
 def test_settings_of_other_plugins_are_left_alone():
     config = configure(additional_config={"some_platform": {"graph": True}})
     assert config.parallel_config.worker_cls == "vllm_ndp.integration.worker.NdpWorker"
@@ -146,6 +159,8 @@ def test_settings_of_other_plugins_are_left_alone():
         ({"weight_transfer_config": {"backend": "nccl"}}, "drop --weight-transfer-config"),
         ({"prefill_context_parallel_size": 2}, "drop --prefill-context-parallel-size"),
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "drop --worker-cls"),
+        ({"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}}, "draft_model, eagle"),
+        ({"speculative_config": DRAFT | {"quantization": "ndp"}}, "drop 'quantization' from --speculative-config"),
     ],
 )
 def test_features_that_cannot_work_together_are_refused_with_the_option_to_drop(options: dict[str, Any], fix: str):

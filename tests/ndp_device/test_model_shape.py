@@ -135,6 +135,20 @@ def test_latent_attention_takes_the_cheaper_of_its_two_ways() -> None:
     assert form.kv_values == 5
 
 
+def test_an_indexer_reads_its_keys_of_all_tokens_and_the_vectors_of_those_that_it_finds() -> None:
+    """The head of above beside an indexer of 2 heads of 3, which finds 4 tokens: 12 FLOPs a pair for its scores."""
+    sizes = {"num_heads": 1, "query_rank": 5, "kv_rank": 4, "nope_dim": 2, "rope_dim": 1, "value_dim": 3}
+    takes_over = Latent(**sizes, index_reach=4)
+    form = Latent(**sizes, index_reach=4, index_heads=2, index_dim=3)
+    assert form.weights(8) - takes_over.weights(8) == 5 * 2 * 3 + 8 * (3 + 2)
+    assert (form.kv_values, takes_over.kv_values) == (8, 5)
+    assert form.values_read(1, 10) == 4 * 5 + 10 * 3
+    assert form.values_read(10, 10) == 10 * 8  # together, rows may look at every token
+    assert takes_over.values_read(1, 10) == 4 * 5
+    assert form.flops(1, 10, 10) == 4 * 18 + 10 * 12
+    assert takes_over.flops(1, 10, 10) == 4 * 18
+
+
 def test_a_replica_manifest_holds_the_experts_alone() -> None:
     """Its `model` is a ModelShape: replicas of one checkpoint stay the same whatever is computed beside them."""
     manifest = json.loads((MODEL.parent / "tiny-mixtral-replicas" / "manifest.json").read_text())

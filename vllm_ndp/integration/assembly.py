@@ -27,7 +27,7 @@ from ndp_device.protocol.messages import Served
 from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
-from vllm_ndp.integration import compat, host_replicas, known_prices
+from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
 from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
@@ -169,13 +169,18 @@ class Assembly:
         self.attached[index] = AttachedLayer(name, slots, bool(module.apply_router_weight_on_input))
         return name
 
+    @property
+    def has_every_layer(self) -> bool:
+        """Whether the model is loaded: MoE layers that vLLM makes from then on are a draft's."""
+        return len(self.attached) == self.pool.shape.num_layers
+
     # -- once it is loaded ----------------------------------------------------------------------------------------
 
     def finish(self, runner: Any) -> LoadedWorker:
         """Find the device, make the first placement, connect the layers. Raises ConfigError, also where the model has
         not attached all its layers."""
         shape, settings, opened = self.pool.shape, self.settings, self.opened
-        if len(self.attached) != shape.num_layers:
+        if not self.has_every_layer:
             raise ConfigError(
                 f"quantization 'ndp' was asked for but only {len(self.attached)} of {shape.num_layers} "
                 "MoE layers were attached: this model's layers do not go through vLLM's RoutedExperts"
@@ -251,7 +256,7 @@ class Assembly:
     @property
     def unsimulated(self) -> str:
         """Work that runs here and is in no simulated clock."""
-        return compat.unsimulated(self.vllm_config)
+        return drafts.unsimulated(self.vllm_config)
 
     @property
     def _held(self) -> SlotWeights:

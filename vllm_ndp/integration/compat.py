@@ -26,6 +26,7 @@ from ndp_device.replicas.format import ReplicaFiles
 from ndp_device.timing.spec import Hardware, load_hardware
 from vllm_ndp import setting_names
 from vllm_ndp.config import EMBEDDED, NdpSettings
+from vllm_ndp.integration import drafts
 from vllm_ndp.integration.batch import KvGroup
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.cuda import limits
@@ -48,12 +49,6 @@ CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
 """Those that read `*.safetensors` of the model's directory, and say which tensors it lacks. Others would take all but
 the experts from other files, or serve what is not whole."""
-
-MODEL_FREE_PROPOSERS = ("ngram", "suffix")
-"""Ways of speculative decoding that take next to no time and route nothing."""
-
-DRAFT_MODEL = "draft_model"
-"""The way with a model of its own, whose time is in no simulated clock."""
 
 BROKEN_ON_CPU = {
     "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
@@ -149,12 +144,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
          "context parallelism: drop --prefill-context-parallel-size and --decode-context-parallel-size"),
         (_adapts_experts(vllm_config), "LoRA adapters of experts, which are no layers of vLLM's here: name other "
          "layers in --lora-target-modules (q_proj, v_proj, ...), or drop --enable-lora"),
-        (_proposer(vllm_config) not in ("", *MODEL_FREE_PROPOSERS, DRAFT_MODEL),
-         f"drafts by {_proposer(vllm_config)!r}, whose layers share the model's own: use "
-         f"{', '.join(MODEL_FREE_PROPOSERS)} or {DRAFT_MODEL} in --speculative-config"),
-        (settings.record is not None and drafts_with_a_model(vllm_config),
-         "'record' beside a draft model, whose time is in no simulated clock, so that a replay could not be compared: "
-         f"drop 'record', or use a proposer without a model ({', '.join(MODEL_FREE_PROPOSERS)})"),
         (load_format == "runai_streamer", "a loader that does not say which tensors the checkpoint lacks: drop "
          "--load-format runai_streamer"),
         (load_format not in LOAD_FORMATS, f"weights that are no safetensors in the model's directory, from where "
@@ -182,6 +171,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (not _is_ours(parallel.worker_cls), f"another worker class ({parallel.worker_cls}), unless it is made of "
          f"{WORKER_CLASS}: drop --worker-cls"),
     ]  # fmt: skip
+    refusals += drafts.refusals(vllm_config, settings, on_cpu=on_cpu())
     if not on_cpu():
         refusals += limits.refusals(vllm_config, settings)
     for refused, what in refusals:
@@ -381,21 +371,6 @@ def _is_ours(worker_class: str) -> bool:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return issubclass(resolve_obj_by_qualname(worker_class), resolve_obj_by_qualname(WORKER_CLASS))
-
-
-def _proposer(vllm_config: VllmConfig) -> str:
-    speculative = vllm_config.speculative_config
-    return "" if speculative is None else str(speculative.method)
-
-
-def drafts_with_a_model(vllm_config: VllmConfig) -> bool:
-    """Whether another model runs between steps, whose time is in no simulated clock."""
-    return _proposer(vllm_config) == DRAFT_MODEL
-
-
-def unsimulated(vllm_config: VllmConfig) -> str:
-    """Work of an engine that is in no simulated clock, in words for its reports; empty where there is none."""
-    return "the draft model's time" if drafts_with_a_model(vllm_config) else ""
 
 
 def on_cpu() -> bool:

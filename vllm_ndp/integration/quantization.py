@@ -1,7 +1,8 @@
 """`--quantization ndp`: Mixture-of-Experts layers through NdpMoEMethod, everything else as the checkpoint has it.
 
 A checkpoint that is quantized already keeps its own method for linear layers, where vLLM has a kernel for it on this
-machine. Its experts are dequantized when they leave the pool, so that slots hold plain weights.
+machine. Its experts are dequantized when they leave the pool, so that slots hold plain weights. A draft, whose layers
+vLLM makes once all of the model's are loaded, keeps vLLM's methods.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class NdpConfig(QuantizationConfig):
             self._inner.maybe_update_config(*args, **kwargs)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if isinstance(layer, RoutedExperts):
+        from vllm_ndp.integration.assembly import current_assembly
+
+        if isinstance(layer, RoutedExperts) and not current_assembly().has_every_layer:
             from vllm_ndp.integration.moe_method import NdpMoEMethod
 
             stored_beside = STORED_BESIDE[self._method] if self._method is not None else ()
@@ -124,7 +127,8 @@ class NdpConfig(QuantizationConfig):
         """The method of a layer that the checkpoint does not store quantized."""
         from vllm_ndp.integration.assembly import current_assembly
 
-        linears = current_assembly().linears
+        assembly = current_assembly()
+        linears = None if assembly.has_every_layer else assembly.linears
         ours = None if linears is None else linears.method_of(layer, prefix)
         return ours or (WholeLinearMethod(prefix) if isinstance(layer, LinearBase) else None)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from ndp_device.replicas.loss_table import load_layer_weights
 from ndp_device.widths import FULL_PRECISION_BITS, LIMB_BITS, LIMBS
 from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration import drafts
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
@@ -52,6 +53,7 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "cold_experts": settings.num_cold(shape.num_experts),
         "slot_bits": settings.slot_bits,
         "linear_layers": "the checkpoint's, by vLLM" if made.linears is None else made.linears.description,
+        "drafts": drafts.description(made.vllm_config),
         "hot_bytes": hot.num_bytes,
         "staging_bytes": hot.streamer.staging_bytes,
         "pool_bytes": hot.pool.mapped_bytes,
@@ -227,6 +229,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("experts per layer", _tiers(status)),
         ("hot slots on GPU", _slots(status)),
         ("linear layers", status["linear_layers"]),
+        *([("drafts", status["drafts"])] if status["drafts"] else []),
         ("pool (memory map)", f"{human_bytes(status['pool_bytes'])}: {status['pool']}"),
         ("routing sidecar", f"{human_bytes(status['sidecar_bytes'])} beside the KV cache, resident as used"),
         ("cold precision", status["cold_precision"]),

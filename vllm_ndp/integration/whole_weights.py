@@ -8,7 +8,7 @@ layers. Experts are checked where they are read (ndp_device/checkpoint).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,16 @@ def track(load_config: Any) -> None:
 
 
 @contextmanager
-def checked_as_unquantized() -> Iterator[None]:
+def checked_as_unquantized(of_draft: Callable[[], bool]) -> Iterator[None]:
     """Let vLLM's loader compare names as for a model without our method, and say what lacks in one sentence.
 
-    For a quantized model it would also ask for parameters that a module holds under a second name.
+    For a quantized model it would also ask for parameters that a module holds under a second name. While a draft loads
+    (`of_draft`), its embeddings may lack: it takes the model's.
     """
     compare = DefaultModelLoader.track_weights_loading
 
     def as_unquantized(self: Any, model: torch.nn.Module, loaded: set[str] | None, quantized: bool = False) -> None:
-        if loaded is not None and (lacking := _embeddings(model) - loaded):
+        if loaded is not None and not of_draft() and (lacking := _embeddings(model) - loaded):
             raise _lacking(list(lacking))
         try:
             compare(self, model, loaded)

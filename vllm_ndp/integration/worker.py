@@ -42,7 +42,7 @@ class NdpWorker(FixedWeights, _Base):
             sleep_while_waiting()
         try:
             making = Assembly.begin(self.vllm_config, self._opened)  # layers attach themselves while the model loads
-            with checked_as_unquantized():
+            with checked_as_unquantized(of_draft=lambda: making.has_every_layer):
                 super().load_model(*args, **kwargs)
             before = _allocated_bytes()
             self._loaded = making.finish(self.model_runner)

@@ -135,7 +135,8 @@ class GpuModel:
         shape, attention = self.shape, layer.attention
         kv_tokens, pairs = context.within(attention.window, chunked=attention.is_chunked)
         weights = attention.weights(shape.hidden_size) + (shape.router_weights if layer.has_experts else 0)
-        cached = kv_tokens * attention.kv_values + 2 * context.requests * attention.state_values  # states: both ways
+        cached = attention.values_read(context.rows, kv_tokens)
+        cached += 2 * context.requests * attention.state_values  # both ways
         flops = 2 * context.rows * weights + attention.flops(context.rows, kv_tokens, pairs)
         took = self.roofline_ps((weights + cached) * shape.dtype_bytes, flops) + 2 * self.reduce_ps(context.rows)
         if layer.dense_weights:

@@ -1,0 +1,151 @@
+"""Drafts with layers of their own (EAGLE, EAGLE-3, Medusa, MTP): tokens and accepted drafts are those of stock."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draft_layers import add_mtp, make_head
+from engines import PROMPTS, engine, greedy, token_ids
+from paths import ROOT
+
+from ndp_device.checkpoint.opening import open_checkpoint
+from ndp_device.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+TRAINED = ROOT / "models" / "tiny-qwen3-moe"
+GUESSED = 2
+"""Tokens a step."""
+TOKENS = 24
+COUNTED = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A model and how it drafts."""
+
+    model: Path
+    speculative_config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    tokens: list[list[int]]
+    counted: list[int]
+    """Drafted and accepted tokens, as vLLM counts them."""
+    reports: list[Any]
+    status: dict[str, Any]
+    totals: dict[str, Any]
+    draft_slots: list[int]
+    """How many experts vLLM holds in each MoE layer of the draft."""
+
+
+def make_drafted(method: str, directory: Path) -> Drafted:
+    if not method.startswith("mtp"):
+        head = make_head(method, TRAINED, directory / method)
+        return Drafted(TRAINED, {"method": method, "model": str(head), "num_speculative_tokens": GUESSED})
+    spec = importlib.util.spec_from_file_location("make_family_models", ROOT / "benchmarks" / "make_family_models.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = maker
+    spec.loader.exec_module(maker)
+    family = method.removeprefix("mtp of ")
+    model = add_mtp(maker.make(family, directory / "families"), directory / family)
+    return Drafted(model, {"method": "mtp", "num_speculative_tokens": GUESSED})
+
+
+def draft_slots(worker: Any) -> list[int]:
+    modules = worker.model_runner.drafter.model.modules()
+    return [len(module.w13_weight) for module in modules if hasattr(module, "w13_weight")]
+
+
+def run(drafted: Drafted, settings: dict[str, Any] | None, **options: Any) -> Run:
+    options |= {"speculative_config": drafted.speculative_config, "disable_log_stats": False}
+    with engine(drafted.model, settings=settings, **options) as llm:
+        outputs = greedy(llm, [prompt * 4 for prompt in PROMPTS], TOKENS)
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        is_ours = settings is not None
+        return Run(
+            tokens=token_ids(outputs),
+            counted=[metrics[name].value for name in COUNTED],
+            reports=[(output.kv_transfer_params or {}).get("ndp") for output in outputs],
+            status=llm.collective_rpc("ndp_status")[0] if is_ours else {},
+            totals=llm.collective_rpc("ndp_totals")[0] if is_ours else {},
+            draft_slots=llm.collective_rpc(draft_slots)[0],
+        )
+
+
+LATER = pytest.mark.families
+METHODS = [
+    "eagle3",
+    "mtp of deepseek_v3",
+    *(pytest.param(one, marks=LATER) for one in ("eagle", "medusa", "mtp of glm4_moe")),
+]
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
+    return make_drafted(request.param, tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.fixture(scope="module")
+def runs(drafted: Drafted) -> tuple[Run, Run]:
+    """Stock's and ours: half of the experts are cold, and nothing is quantized."""
+    return run(drafted, None), run(drafted, {"cold_precision": "full"})
+
+
+def test_tokens_and_accepted_drafts_are_stocks(runs: tuple[Run, Run]):
+    stock, ours = runs
+    assert ours.tokens == stock.tokens
+    assert ours.counted == stock.counted
+    num_drafted, num_accepted = ours.counted
+    assert 0 < num_accepted < num_drafted
+    assert ours.totals["cold_pairs"] > 0
+    assert ours.totals["sidecar_mismatches"] == ours.totals["fallback_pairs"] == 0
+
+
+def test_reports_count_the_drafts_and_say_that_their_time_is_in_no_clock(runs: tuple[Run, Run]):
+    reports, counted = runs[1].reports, runs[1].counted
+    assert sum(report["drafted_tokens"] for report in reports) == counted[0]
+    beyond_the_end = counted[1] - sum(report["accepted_drafts"] for report in reports)
+    assert 0 <= beyond_the_end <= GUESSED * len(reports)
+    for report in reports:
+        assert report["unsimulated"] == "the draft model's time"
+        assert report["simulated_token_us"] is None
+    assert runs[1].totals["simulated_ps"] is None
+
+
+def test_a_drafts_experts_are_vllms_and_the_table_says_so(runs: tuple[Run, Run], drafted: Drafted):
+    stock, ours = runs
+    shape = open_checkpoint(drafted.model).shape
+    assert ours.status["moe_layers"] == shape.num_layers
+    assert ours.draft_slots == stock.draft_slots
+    assert set(ours.draft_slots) <= {shape.num_experts}
+    method = drafted.speculative_config["method"]
+    expected = f"{method}, up to {GUESSED} tokens a step; its layers are vLLM's, in full precision, and in no clock"
+    assert ours.status["drafts"] == expected
+    assert bool(ours.draft_slots) == (method == "mtp")
+
+
+@pytest.mark.families
+def test_drafts_of_a_model_with_states_are_stocks_without_a_prefix_cache_and_refused_with_one(tmp_path: Path):
+    """Its MTP layer has the number of its first one. Stock copies cached states by a kernel of Triton's, on a CPU too.
+
+    vLLM's CPU build runs such models in bfloat16 only, where tokens are compared with every expert hot.
+    """
+    drafted = make_drafted("mtp of qwen3_next", tmp_path)
+    hot = {"cold_precision": "full", "hot_experts": open_checkpoint(drafted.model).shape.num_experts}
+    stock, ours = (run(drafted, s, dtype="bfloat16", enable_prefix_caching=False) for s in (None, hot))
+    assert (ours.tokens, ours.counted, ours.draft_slots) == (stock.tokens, stock.counted, stock.draft_slots)
+    assert ours.counted[1] > 0
+    assert ours.totals["sidecar_mismatches"] == 0
+    with pytest.raises(TypeError, match="'function' object is not subscriptable"):
+        run(drafted, None, dtype="bfloat16", enable_prefix_caching=True)
+    with pytest.raises(ConfigError, match="by a kernel of Triton's: add --no-enable-prefix-caching"):
+        run(drafted, hot, dtype="bfloat16", enable_prefix_caching=True)
