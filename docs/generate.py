@@ -8,7 +8,6 @@
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
-    docs/systems.md         how many cells of the map the device wins, from docs/measured/map.json
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
@@ -58,7 +57,6 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
-        "cells that the device wins": lambda: map_page.summary(load_measured(root / "docs" / "measured")["map"]),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
@@ -91,7 +89,6 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
-        "docs/systems.md",
         "README.md",
     ):
         path = root / name
