@@ -89,9 +89,9 @@ def page(source: Figures) -> str:
     lines = [f"# {source.question}", "", f"For researchers. Simulated. {about(source)}", ""]
     lines += [
         "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. Then",
-        "comes the device's speed over the fastest other system's: the range over locality and prices, and under how many",
-        "of them the device wins. `joint` and `device` use the device; `cache` is a GPU cache of experts whose misses are",
-        "fetched or computed on the host; `all` has every expert on the GPU.",
+        "comes the device's speed over the fastest other system's: the range over locality and prices, and under",
+        "how many of them the device wins. `joint` and `device` use the device. `cache` is a GPU cache of experts",
+        "whose misses are fetched or computed on the host. `all` has every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]

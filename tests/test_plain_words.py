@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -14,6 +15,19 @@ import plain_words
 def test_no_file_holds_more_sentences_to_mend_than_it_may() -> None:
     """Rewrite what `python docs/plain_words.py FILE` prints; after a rewrite `--keep` lowers the numbers."""
     assert plain_words.too_many() == {}
+
+
+def test_pages_have_no_more_words_than_they_may() -> None:
+    """Drop what the reader at the page's top does not need; `python docs/plain_words.py --words` says where words are."""
+    assert plain_words.too_wordy() == {}
+
+
+def test_a_page_with_too_many_words_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for page in plain_words.PAGES_OF_USERS:
+        (tmp_path / page).write_text("one two\n")
+    (tmp_path / "docs" / "plain_words.toml").write_text('[words]\n"all" = 12\n"of users" = 11\n')
+    assert plain_words.too_wordy(tmp_path) == {"of users": (12, 11)}
 
 
 def test_the_list_of_exceptions_holds_no_file_that_is_gone() -> None:
