@@ -18,7 +18,7 @@ def test_no_file_holds_more_sentences_to_mend_than_it_may() -> None:
 
 
 def test_pages_have_no_more_words_than_they_may() -> None:
-    """Drop what the reader at the page's top does not need; `python docs/plain_words.py --words` says where words are."""
+    """Drop what no reader of a page needs; `python docs/plain_words.py --words` says where the words are."""
     assert plain_words.too_wordy() == {}
 
 
