@@ -92,7 +92,7 @@ class WholeModel(ModelShape):
     decoder: tuple[DecoderLayer, ...]
     """All decoder layers in order; L of them have routed experts."""
     shared_weights: int = 0
-    """Of the shared experts of one MoE layer, which every row goes through beside the routed ones."""
+    """Weights of the shared experts of one MoE layer. Every row goes through them."""
     tied: bool = False
     """Whether the output projection is the embedding table."""
 

@@ -153,7 +153,8 @@ class NdpSettings:
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = "full"
-    """What computes cold experts without a device: the checkpoint (`full`) or the same replica (`same`)."""
+    """Source of cold experts that the host computes without a device: the checkpoint (`full`) or the same replica
+    (`same`)."""
     record: str | None = None
     """Directory for a routing trace of this run; None = no recording."""
     report: bool = True

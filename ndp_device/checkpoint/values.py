@@ -38,9 +38,9 @@ class Packed:
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     parts: Mapping[str, str]
-    """What it is for (codes, scale, zero, ...) -> name of the stored tensor."""
+    """Purpose (codes, scale, zero, ...) -> name of the stored tensor."""
     elements: str = ""
-    """What a code is: fp4, e4m3, int8, or ggml's name of a type."""
+    """Type of a code: fp4, e4m3, int8, or ggml's name of a type."""
     scale_dtype: str = "F32"
     bits: int = 4
     block: tuple[int, int] = (1, 1)

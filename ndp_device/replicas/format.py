@@ -38,7 +38,8 @@ from ndp_device.widths import WIDTHS
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
 VERSION_WITH_FORM = 2
-"""Of manifests that name an activation or biases: a reader that does not know them must not serve such experts."""
+"""Version of manifests that name an activation or biases. A reader that does not know them must not serve such
+experts."""
 MANIFEST = "manifest.json"
 
 _UNFINISHED = ".unfinished"
@@ -73,8 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A name for all layers, as the first manifests had it, or the numbers of each; left out for silu in all."""
     biases: bool | msgspec.UnsetType = msgspec.UNSET
     layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
-    """What the same relative loss in each layer does to the model's answer, mean 1; left out until it is measured. Says
-    nothing of how the files are read, so the version is the same."""
+    """Effect of the same relative loss in each layer on the model's answer, mean 1; left out until it is measured. It
+    does not change how files are read, so the version is the same."""
     nats_per_loss: float | msgspec.UnsetType = msgspec.UNSET
     """Nats a token that a weight of 1 stands for; manifests that `weigh` wrote before it was known lack it."""
 

@@ -53,13 +53,13 @@ MODEL_FREE_PROPOSERS = ("ngram", "suffix")
 """Ways of speculative decoding that take next to no time and route nothing."""
 
 DRAFT_MODEL = "draft_model"
-"""The way with a model of its own, whose time is in no simulated clock."""
+"""Method of speculative decoding with a model of its own, whose time is in no simulated clock."""
 
 BROKEN_ON_CPU = {
     "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
     "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
 }
-"""What vLLM itself cannot do, found by running it without us; a test fails when it can."""
+"""Limits of vLLM itself, found by running it without the plugin. A test fails once vLLM lifts one."""
 
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:
@@ -210,7 +210,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
 
 
 _CPU_UNIT = 32
-"""What vLLM's CPU kernel for experts computes at a time, of either size."""
+"""Unit of either size in vLLM's CPU kernel for experts."""
 
 
 def _refuse_odd_sizes(shape: ModelShape) -> None:
@@ -444,7 +444,7 @@ def bind_ranks(vllm_config: VllmConfig) -> None:
 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _binding = ""
-"""What `bind_ranks` has set for the engine that was configured last."""
+"""Value that `bind_ranks` set for the engine that was configured last."""
 
 
 def device_cores(bound: set[int]) -> list[int]:

@@ -64,7 +64,7 @@ class QuantizedLayer:
     nbytes: int
     full_nbytes: int
     error: float
-    """Of the weights: the root mean square of what is lost over that of what there was."""
+    """Root mean square of the weights' error over that of the weights."""
 
 
 class LinearLayers:

@@ -23,8 +23,8 @@ SLEEPING = "vllm_ndp.integration.waiting_executor.SleepingMultiprocExecutor"
 
 _SPINS = "GOMP_SPINCOUNT"
 _SPIN_COUNT = "2000"
-"""Of libgomp, a guess: long enough for regions of one kernel that follow each other, too short for the device's
-answer. Only the whole change was measured (docs/log/end-to-end.md), not this number."""
+"""libgomp's spin count, a guess: long enough for regions of one kernel that follow each other, too short for the
+device's answer. Only the whole change was measured (docs/log/end-to-end.md), not this number."""
 _before: dict[str, str | None] = {}
 """Variables that `configure` has set in this process for its engine, as they were."""
 

@@ -36,7 +36,7 @@ class Simulated:
     decode_step_ps: int
     decode_tokens_per_s: float
     prefill_ps: int
-    """Of one prompt as long as the context, cold experts streamed."""
+    """Time of one prompt as long as the context, cold experts streamed."""
     hot_share: float
 
 

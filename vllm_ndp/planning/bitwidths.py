@@ -34,8 +34,8 @@ GAINS = ("importance", "mse")
 OVER_LAYERS = "layers"
 """The bit rule that spends one budget over all layers."""
 LOSSES = ("relative", "absolute")
-"""What an expert's loss is: the error of its output on held-out tokens, by the output's own mean square or as it is.
-Absolute ones let the few experts of largest outputs take all bits. Source: docs/log/quality.md."""
+"""Kinds of an expert's loss: the error of its output on held-out tokens, relative to the output's mean square, or
+absolute. With absolute losses, the few experts with the largest outputs take all bits. Source: docs/log/quality.md."""
 
 LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
@@ -66,7 +66,7 @@ class LossTable:
 
     mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
     layer_weights: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L]
-    """What the same loss in each layer does to the model's answer, in units of their mean; None: the same in all."""
+    """Effect of the same loss in each layer on the model's answer, in units of their mean; None: the same in all."""
     nats: float | None = None
     """Nats a token that a loss of 1 in every layer does, to first order; None where it was not measured."""
 

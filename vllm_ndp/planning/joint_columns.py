@@ -21,7 +21,7 @@ _MOST_DESCENTS = 12
 _LEAST_LIMIT = 1e-300
 """A share of a limit of 0 is large."""
 _FIRST_SHARE = 4
-"""Experts of a layer, one in so many, that change in the first step of a descent."""
+"""Denominator of the share of a layer's experts that change in the first step of a descent."""
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ class JointProblem:
     ps: NDArray[np.float64]  # [C, L, E], expected in one step on the side of the choice
     loss: NDArray[np.float64]  # [C, L, E], expected in one step
     budgets: Mapping[str, float]
-    """Of RESOURCES; what is not named is not limited."""
+    """Budgets by name of RESOURCES; a resource without a budget is not limited."""
     moved: NDArray[np.float64] | None = None
     """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
     move_ps: float = 0.0
-    """What a byte that moves adds to each step."""
+    """Time that a moved byte adds to each step."""
     used: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
     """The chance that a step uses an expert; None: every step uses all."""
     openings: Mapping[str, float] = field(default_factory=dict)

@@ -81,7 +81,7 @@ class PolicySettings:
     batch_rule: str = "sum"
     """How scores of a batch become one hot set."""
     seed: int = 0
-    """Of the policy `random`."""
+    """Seed of the policy `random`."""
     prior: ImportanceScore | None = field(default=None, repr=False)
     prior_tokens: float = 16.0
     """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log/planning.md, "prior"."""

@@ -62,7 +62,7 @@ class Costs:
     num_gpus: int = 1
     """That split each layer; they share the device."""
     slot_bits: int = FULL_PRECISION_BITS
-    """Of hot experts in GPU memory."""
+    """Bits of hot experts in GPU memory."""
 
     def __post_init__(self) -> None:
         if self.group_size == 0:

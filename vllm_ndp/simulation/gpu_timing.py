@@ -84,10 +84,10 @@ class GpuModel:
     """That split each layer; small matrices that each of them holds whole (the router) count as split too."""
     stage: int = 0
     num_stages: int = 1
-    """Of a pipeline, whose layers are `shape`'s."""
+    """Stages of a pipeline, whose layers are `shape`'s."""
     slot_bytes: int = 0
-    """What a hot expert takes in GPU memory; 0: all of it, in full precision. What computes narrower ones on the way
-    from memory to the arrays costs nothing, as everywhere in the lab."""
+    """Bytes of a hot expert in GPU memory; 0: full precision. Widening narrow experts on the way to the arrays costs
+    nothing, as everywhere in the lab."""
     whole_experts: bool = False
     """Each GPU holds some of the hot experts whole, and not a part of each."""
 

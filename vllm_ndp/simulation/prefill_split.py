@@ -25,7 +25,7 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.prices import Prices, SimulatedPrices, together_ps
 
 _MOST_ROWS, _MOST_BYTES = 8192, 64 << 20
-"""Of a message, as the protocol allows."""
+"""Largest message that the protocol allows."""
 
 
 def num_streamed(
@@ -65,7 +65,7 @@ class PrefillSplit:
 
     costs: Costs
     prices: Prices | None = None
-    """Of this machine; None: of the simulated hardware."""
+    """Prices of this machine; None: those of the simulated hardware."""
 
     def of_counts(
         self,

@@ -88,7 +88,7 @@ class MeasuredPrices:
     copied: int
     """Ps of one expert into GPU memory, in full precision."""
     expert_bytes: int
-    """Of the expert that was copied."""
+    """Bytes of the expert that was copied."""
     beside: float = 1.0
     """Below 1 where engine and device have to share cores or memory."""
     shared: tuple[int, ...] = ()

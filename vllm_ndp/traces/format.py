@@ -76,7 +76,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     overrides: dict[str, str | int | bool]
     host_dims: dict[str, Any]
-    """What WholeModel.recorded gives."""
+    """Sizes that WholeModel.recorded gives."""
     hot_experts: int
     expert_bytes: dict[int, int]
     """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
@@ -101,7 +101,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
     stage: int = 0
     num_stages: int = 1
-    """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""
+    """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
     """At the start; others may have joined."""
     may_join: bool = False
@@ -109,13 +109,13 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     copies_asked: int | None = None
     """The setting `device_copies`: how many copies there are once there are devices enough."""
     device_copies: int = 1
-    """Of each expert, on several devices."""
+    """Copies of each expert, on several devices."""
     device_moves: int = 0
     """Copies that one plan may have moved between devices."""
     splits_experts: bool = False
     """Whether each device had an equal part of every expert; `expert_bytes` are of that part."""
     slot_bits: int = 16
-    """Of hot experts in GPU memory."""
+    """Bits of hot experts in GPU memory."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chose (simulation/joint_rule.py), with + between them; empty: plans were fixed."""
     warm_experts: int = 0

@@ -26,7 +26,7 @@ from ndp_device.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, chosen, requests_of, softmax
 
 _MOST_BYTES, _MOST_VALUES = 256 << 20, 32 << 20
-"""Of one request's JSON; 4096 tokens of 60 layers, top-8, are 2 M values."""
+"""Largest JSON of one request; 4096 tokens of 60 layers, top-8, are 2 M values."""
 _CHOICES = ("top_indices", "logits")
 _TENSORS = (*_CHOICES, "prompt_idx", "tok", "token", "layer")
 _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1", "U16": "<u2"}

@@ -27,7 +27,7 @@ class RoutingPreset:
 
     name: str
     source: str
-    """Of the figures that it was fitted to; empty: fitted to nothing."""
+    """Source of the figures that the preset was fitted to; empty: fitted to nothing."""
     fitted_to: tuple[str, ...] = ()
     """Models whose figures those are."""
     concentration: float = SyntheticSettings.concentration
@@ -36,7 +36,7 @@ class RoutingPreset:
     memory: float = SyntheticSettings.memory
     reach: float = SyntheticSettings.reach
     strength: tuple[float, ...] = ()
-    """Of the fitted model's layers, first to last; empty: all alike."""
+    """Strength of each layer of the fitted model, first to last; empty: all alike."""
 
     def label(self, model: str) -> str:
         """Label of rows on a trace of that model."""
