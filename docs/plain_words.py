@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 import sys
 import tomllib
@@ -60,7 +61,7 @@ END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*[A-Z0-9`])")
 PASSIVE = re.compile(
     r"\b(?:is|are|was|were|be|been|being)\s+(?:not\s+|never\s+|also\s+)?(?:\w+ed|\w+en|made|kept|held|read|set|put|sent|said|told|found|left|cut|built|taken|run)\b"
 )
-STARTS = re.compile(r"^[\"'(*_]*(Of|What|Who|Whoever)\b")
+STARTS = re.compile(r"^[\"'(*_]*(Of|What|Who|Whoever|Those)\b")
 WORD = re.compile(r"[A-Za-z][\w'./%+-]*")
 
 
@@ -94,12 +95,14 @@ def faults(sentence: str) -> list[str]:
 
 
 def texts(path: Path) -> list[str]:
-    """The page, or the docstrings of a Python file."""
+    """The page, or the docstrings of a Python file, those below constants and fields among them."""
     text = path.read_text()
     if path.suffix != ".py":
         return [text]
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    alone = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    return [
+        inspect.cleandoc(one.value) for one in alone if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    ]
 
 
 def found_in(path: Path) -> list[tuple[str, list[str]]]:

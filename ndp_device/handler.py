@@ -40,7 +40,7 @@ MAX_SESSIONS = 64
 _MAX_REFUSAL_BYTES = 2048
 
 _TRIM_ABOVE = 1.02
-"""Memory over that of the packed replicas above which the store is trimmed while a plan is prepared: low enough to stay
+"""Memory over that of the packed replicas above which the store is trimmed while a plan is prepared. Low enough to stay
 small, high enough to be rare."""
 
 _PREPARED_BESIDE_OTHERS = 4

@@ -41,6 +41,7 @@ def test_the_list_of_exceptions_holds_no_file_that_is_gone() -> None:
         ("One that none is sent is not served.", "the word 'one that none'"),
         ("Of eight requests at once bits are common.", "starts with 'Of'"),
         ("What no session asks for stays.", "starts with 'What'"),
+        ("Those in use.", "starts with 'Those'"),
         ("word " * 26, "26 words"),
         ("It is made, was kept and is found.", "a chain of passive verbs"),
     ],
@@ -54,6 +55,12 @@ def test_sentences_that_must_be_read_twice_are_found(sentence: str, why: str) ->
 )
 def test_plain_sentences_pass(sentence: str) -> None:
     assert plain_words.faults(sentence) == []
+
+
+def test_strings_below_constants_and_fields_are_read(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text('"""One."""\nA = 1\n"""Of one."""\nclass B:\n    b: int\n    """What b is."""\n')
+    found = [sentence for sentence, _ in plain_words.found_in(tmp_path / "one.py")]
+    assert found == ["Of one.", "What b is."]
 
 
 def test_code_tables_and_generated_parts_are_no_prose() -> None:

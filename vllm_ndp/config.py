@@ -67,7 +67,7 @@ class NdpSettings:
     """Bits of hot experts: 16 = the checkpoint's own weights. With fewer bits, the same GPU memory holds more experts.
     On CPU: 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
     linear_bits: int | None = None
-    """Bits of the other linear layers on CPU (attention projections, dense and shared MLPs, the output matrix): 8 or 4,
+    """Bits of the other linear layers on CPU: attention projections, dense and shared MLPs, the output matrix. 8 or 4:
     quantized at start-up; None = as in the checkpoint. Layers that the checkpoint stores quantized keep vLLM's
     kernel."""
     plan: str = "fixed"
@@ -120,13 +120,13 @@ class NdpSettings:
     replicas: str | None = None
     """Directory written by `vllm-ndp quantize`; None = the cache, filled at the first start from the weights alone."""
     devices: int = 1
-    """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://); or a
+    """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://). Or a
     list of addresses: those devices share the experts, and others can join. Instead of an address: {"address": ADDRESS,
     "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
     device: str | tuple[str, ...] = EMBEDDED
     """Addresses of `devices`: `embedded`, one, or several."""
     device_experts: str = "copies"
-    """`copies`: each of several devices has whole experts, with copies on others; `split`: each has an equal part of
+    """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
     every expert, so all devices work on every pair."""
     device_copies: int | None = None
     """Number of devices that hold each expert; None = 2 if they fit, else 1."""
@@ -134,7 +134,7 @@ class NdpSettings:
     """Number of copies of experts that a plan may move between devices."""
     device_keys: str | tuple[str, ...] | None = None
     """Key file of this host (`ndp-device keygen`) for tcp addresses of `devices`, or `insecure-loopback` for a device
-    that was started with --insecure-loopback: one for all, or one for each."""
+    that was started with --insecure-loopback. One for all, or one for each."""
     prices: str = "auto"
     """Times that decide where experts run: those of the `simulated` hardware, or `measured` on this machine at
     start-up. `auto`: measured if one worker on CPU and one embedded device run everything and no `hardware` is named.
@@ -356,7 +356,7 @@ class NdpSettings:
 
     @property
     def joint_tiers(self) -> str:
-        """Those that a joint plan chooses among; empty where plans are fixed."""
+        """Tiers that a joint plan chooses among; empty if plans are fixed."""
         return self.tiers if self.plan == "joint" else ""
 
     @property
@@ -376,7 +376,7 @@ class NdpSettings:
         return Path(self.device_keys if isinstance(self.device_keys, str) else self.device_keys[device])
 
     def changed(self) -> dict[str, Any]:
-        """Those that differ from the defaults."""
+        """Settings that differ from the defaults."""
         default = NdpSettings()
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}

@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "ndp_device.spellings"
 
 @dataclass(frozen=True)
 class Spellings:
-    """Words by what they mean. Those of other packages come after ours."""
+    """Words by what they mean. Words of other packages come after ours."""
 
     # keys of config.json
     nested: tuple[str, ...] = ()

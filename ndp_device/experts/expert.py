@@ -34,7 +34,7 @@ class Biases:
         return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
     def reordered(self, units: NDArray[Any]) -> Biases:
-        """Those of an expert whose intermediate units come in this order, or are these only."""
+        """Reorder to these intermediate units, which may be a part of all."""
         return Biases(self.gate[units], self.up[units], self.down)
 
 

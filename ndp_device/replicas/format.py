@@ -187,7 +187,7 @@ class ReplicaFiles:
             for layer in range(self.manifest.model.num_layers)
         ]
         self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
-        """Those in use: all widths of an expert are views of one."""
+        """Matrices in use: all widths of an expert are views of one."""
 
     @property
     def num_bytes(self) -> int:
@@ -341,7 +341,8 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
 def _bias_tensors(
     layer: int, expert: int, by_bits: dict[int, QuantizedExpert], manifest: Manifest
 ) -> dict[str, NDArray[Any]]:
-    """Beside the planes, as float32; once for a nested container, whose widths share one order of rows."""
+    """Make the bias tensors that lie beside the planes, as float32; once for a nested container, whose widths share one
+    order of rows."""
     tensors: dict[str, NDArray[Any]] = {}
     for bits, replica in by_bits.items():
         wanted = bool(manifest.biases), manifest.activation_of(layer)

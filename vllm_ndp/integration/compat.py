@@ -46,8 +46,8 @@ CONNECTOR = "NdpConnector"
 CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
-"""Those that read `*.safetensors` of the model's directory, and say which tensors it lacks. Others would take all but
-the experts from other files, or serve what is not whole."""
+"""Load formats that read `*.safetensors` of the model's directory and say which tensors it lacks. Others would read all
+but the experts from other files, or serve an incomplete model."""
 
 MODEL_FREE_PROPOSERS = ("ngram", "suffix")
 """Ways of speculative decoding that take next to no time and route nothing."""

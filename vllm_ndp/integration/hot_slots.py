@@ -51,7 +51,7 @@ class SlotWeights(NamedTuple):
 
     @classmethod
     def of_layer(cls, layer: Any) -> SlotWeights:
-        """Those that a module of vLLM has allocated."""
+        """Take the weights that a module of vLLM has allocated."""
         names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
         return cls(*(None if (p := getattr(layer, name, None)) is None else p.data for name in names))
 

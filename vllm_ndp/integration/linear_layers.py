@@ -68,7 +68,7 @@ class QuantizedLayer:
 
 
 class LinearLayers:
-    """Those of one worker."""
+    """Linear layers of one worker."""
 
     def __init__(self, bits: int, load_kernel: Callable[[], EngineKernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""

@@ -20,8 +20,8 @@ from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
 DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
-"""Pairs of decode rows: in hot slots; of hot experts on the device, to save time; of warm experts on the host's CPU,
-where the plan wants them; of cold experts on the device; computed here because the device did not answer."""
+"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
+the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
 PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
 """Pairs of prompt rows: here, on the device, and here because the device did not answer."""
 PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS

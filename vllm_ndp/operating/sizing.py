@@ -99,8 +99,8 @@ class Option:
 
     @property
     def avg_bits(self) -> float:
-        """Beside a GPU the plugin's own default, or the widest there is. Without one the widest: what the memory holds
-        anyway, of least loss, and 4 bits take hardly longer than 3 (docs/performance.md)."""
+        """Beside a GPU: the plugin's default, or the widest width if that is less. On CPU: the widest width, because
+        memory holds it, its loss is least, and 4 bits take hardly longer than 3 (docs/performance.md)."""
         return min(DEFAULT_AVG_BITS, float(self.widest)) if self.gpu else float(self.widest)
 
 

@@ -63,8 +63,8 @@ class PlannerRules:
     keeps_streamed: bool = True
     """Whether experts that a prefill streamed and that will be hot stay in the slots."""
     max_moves: int | None = None
-    """How many experts may be copied into GPU memory for one plan; None = as many as the policy wants. What a prefill
-    streams and leaves in the slots is not copied for it."""
+    """Number of experts that one plan may copy into GPU memory; None = as many as the policy wants. Experts that a
+    prefill streams and leaves in the slots do not count."""
     full_precision: bool = False
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
     joint: JointPlanner | None = None

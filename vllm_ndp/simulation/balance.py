@@ -78,7 +78,7 @@ class Balancer:
     costs: Costs
     offload_bits: int
     hosts: int = 1
-    """That share the device, this one included."""
+    """Hosts that share the device, this one included."""
     prices: Prices | None = None
     """Prices of this machine; None: those of the simulated hardware."""
 

@@ -42,7 +42,7 @@ class Menu:
     prices: MeasuredPrices | None = None
     """Prices of this machine; None: those of the simulated hardware."""
     num_devices: int = 1
-    """That work on a layer at once, each taken to have an equal share of what is asked of all."""
+    """Devices that work on a layer at once, each with an equal share of the work."""
 
     @property
     def tiers(self) -> str:

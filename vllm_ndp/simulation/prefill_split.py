@@ -104,7 +104,7 @@ class PrefillSplit:
 
     @cached_property
     def most_pairs(self) -> int:
-        """That one message can hold, if each is of another row: float32 rows come back."""
+        """Most pairs of one message, if each is of another row: float32 rows come back."""
         return min(_MOST_ROWS, _MOST_BYTES // (4 * self.costs.shape.hidden_size + PAIR_BYTES) - 1)
 
     def _full_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -37,8 +37,8 @@ Traces from before `devices` have none of it, and load."""
 
 PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
-"""cached: the row did not run, its routing was read back from the prefix cache; it counts for statistics only.
-rejected: the row of a drafted token that was not accepted; it ran and took time, but is no token of its request."""
+"""`cached`: the row did not run, and its routing came from the prefix cache; it counts for statistics only. `rejected`:
+the row of a drafted token that was not accepted. It ran and took time, but is no token of its request."""
 
 ALL_REQUESTS = -1
 
@@ -49,13 +49,13 @@ MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
 
 DOWN, CHANGED, JOINED = 0, 1, 2
 DEVICE_CHANGES = ("down", "changed", "joined")
-"""down: the device served nothing in the step. changed: one was lost, or came back, within the step, whose time depends
-on when (device -1). joined: before the step, a device more."""
+"""`down`: the device served nothing in the step. `changed`: a device was lost or came back within the step, so the
+step's time depends on the moment (device -1). `joined`: a device was added before the step."""
 
 _SMALL_BYTES = 128 << 20
 _MAX_UNFOLDING = {"plans": 256}
-"""The chunks of a table may always unfold into _SMALL_BYTES, and into 32 times what they take on disk, or this many:
-routing unfolds 2 to 6 times, and plans that follow each other are nearly equal."""
+"""Factor by which the chunks of a table may unfold, 32 unless named here. Chunks may always unfold into _SMALL_BYTES.
+Routing unfolds 2 to 6 times; plans that follow each other are nearly equal."""
 _MAX_FOOTER_BYTES = 1 << 20
 _MAX_FOOTER_ITEMS = 1 << 20
 
@@ -67,7 +67,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     block_size: int
     kv_blocks: int
-    """That requests may have; one more, which stays empty, is vLLM's own."""
+    """KV blocks that requests may have. vLLM keeps one more for itself, which stays empty."""
 
 
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: Scheduling | None = None
     """None: recorded before it was kept."""
     num_gpus: int = 1
-    """That split each layer (tensor parallelism); host_dims are the whole model's."""
+    """GPUs that split each layer (tensor parallelism); host_dims are the whole model's."""
     whole_experts: bool = False
     """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
     stage: int = 0
@@ -121,7 +121,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     warm_experts: int = 0
     """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
     prices: dict[str, Any] | None = None
-    """That plans were made by where they were measured, as simulation/prices.py records them; None: simulated ones."""
+    """Measured prices that plans were made by, as simulation/prices.py records them; None: simulated prices."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,7 +146,7 @@ def _together(tables: list[_Table], name: str) -> _Column | None:
 
 
 def _tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Those that can matter here; bfloat16 widened to float32."""
+    """Tensors that can matter here; bfloat16 widened to float32."""
     header, first = safetensors_header(path)
     out: dict[str, NDArray[Any]] = {}
     for name in _TENSORS:

@@ -43,7 +43,7 @@ class Rows:
         return len(self.token)
 
     def taken(self, rows: NDArray[Any]) -> Rows:
-        """Those rows, in that order."""
+        """Take these rows, in that order."""
         weights = None if self.weights is None else self.weights[rows]
         return Rows(self.request[rows], self.token[rows], self.layer[rows], self.ids[rows], weights, self.names)
 

@@ -142,7 +142,7 @@ def refuse_capture(layer: int, x: torch.Tensor) -> None:
 
 
 def cores_beside_engine(usable: Iterable[int]) -> list[int]:
-    """Those of an embedded device on a machine with a GPU, whose engine binds no cores."""
+    """Cores of an embedded device on a machine with a GPU, whose engine binds no cores."""
     cores = sorted(usable)
     return cores[min(ENGINE_CORES, len(cores) // 4) :]
 

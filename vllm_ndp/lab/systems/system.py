@@ -27,8 +27,9 @@ class TooFewPlaces(DoesNotFit):
 
 
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
-"""free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
-kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
+"""`free`: costs nothing. `once`: the whole hot set moves, as published. `difference`: only experts move that were not
+hot before. `kept`: experts that prefill streamed to the GPU stay there. `budgeted`: few moves, each worth it, and
+prefill's are kept."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class ReplayOptions:
     hysteresis: float = 0.1
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "auto"
-    """request: each has its own widths, as published · batch: one width per expert, so that all share its read · auto:
-    batch from a few requests on, with half a bit more (planning/importance.py); in `context_aware`, request."""
+    """`request`: each request has its own widths, as published. `batch`: one width per expert, so requests share its
+    read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py); in `context_aware`,
+    request."""
     predictor: NextLayer | None = None
     """Predictor by which systems prefetch; None: as accurate as each system has published."""
     widest: int = WIDTHS[-1]
