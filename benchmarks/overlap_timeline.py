@@ -2,11 +2,12 @@
 
     python benchmarks/overlap_timeline.py [--model DIR] [--hot-experts K] [--batch 1] [--out FILE] [--json FILE]
 
-The engine's spans are taken around sending, the hot experts and collecting, the device's around each request it serves;
-both processes read CLOCK_MONOTONIC. `--out` writes them for ui.perfetto.dev. `--json` keeps the figures, and the spans
-of the decode step of median length, which docs/decode-step.svg shows. `hidden` is the part of the device's time that
-passed while the engine did something else than wait. Where the device is the slower half, `wait` is what remains of the
-device's time after the hot experts. Layers without a cold pair are not counted. Everything here is measured.
+The engine's spans are taken around sending, the hot experts and collecting, the device's around each request it
+serves; both processes read CLOCK_MONOTONIC. `--out` writes them for ui.perfetto.dev. `--json` keeps the figures and
+the spans of one decode step, which docs/decode-step.svg shows: of the steps that ask the device most often the
+shortest. `hidden` is the part of the device's time that passed while the engine did something else than wait. Where
+the device is the slower half, `wait` is what remains of the device's time after the hot experts. Layers without a
+cold pair are not counted. Everything here is measured.
 """
 
 from __future__ import annotations
@@ -128,11 +129,16 @@ def layers_of(engine: Spans, device: Spans) -> list[dict[str, float]]:
     return out
 
 
-def median_step(engine: Spans, device: Spans) -> dict[str, Any]:
-    """Spans of the decode step of median length, in us from its start. The first eighth of the steps warms up."""
+def shortest_step(engine: Spans, device: Spans) -> dict[str, Any]:
+    """Spans of the shortest step among those that ask the device most often, in us from the step's start."""
     steps = [(start, end) for name, start, end in engine if name == "step"]
-    steps = sorted(steps[1 + len(steps) // 8 :], key=lambda step: step[1] - step[0])
-    begin, end = steps[len(steps) // 2]
+    messages = [(start, end) for name, start, end in engine if name == "send"]
+
+    def rank(step: tuple[int, int]) -> tuple[int, int]:
+        asked = sum(step[0] <= start and end <= step[1] for start, end in messages)
+        return -asked, step[1] - step[0]
+
+    begin, end = min(steps[1:], key=rank)  # the first is the prompts'
 
     def inside(spans: Spans) -> list[tuple[str, float, float]]:
         found = sorted((start, -stop, name) for name, start, stop in spans if begin <= start and stop <= end)
@@ -191,6 +197,7 @@ def main() -> None:
             process.send_signal(signal.SIGTERM)
         device: Spans = [tuple(span) for span in json.loads(process.stdout.readlines()[-1])]
         process.wait()
+    os.sched_setaffinity(0, cores)
     rows = layers_of(engine, device)
     rows = rows[len(rows) // 8 :]  # the first calls warm up
     if not rows:
@@ -206,7 +213,7 @@ def main() -> None:
     summary = {f"measured_{name.replace(' ', '_')}_us": round(value, 1) for name, value in median.items()}
     summary["hidden"] = round(median["hidden"], 3)
     summary.pop("measured_hidden_us")
-    figures = {"layers": len(rows), "batch": arguments.batch, **summary, "step": median_step(engine, device)}
+    figures = {"layers": len(rows), "batch": arguments.batch, **summary, "step": shortest_step(engine, device)}
     measurement.end(figures, arguments.json)
 
 
