@@ -2,6 +2,7 @@
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/map.md, map.svg    from docs/measured/map.json (map_page.py, map_picture.py)
+    docs/decode-step.svg    from docs/measured/decode_step.json (step_picture.py)
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
@@ -29,6 +30,7 @@ import figure_tables
 import jinja2
 import map_page
 import map_picture
+import step_picture
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -79,9 +81,11 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    drawn = load_measured(root / "docs" / "measured")["map"]
+    measured = load_measured(root / "docs" / "measured")
+    drawn = measured["map"]
     found[root / "docs" / "map.md"] = map_page.page(drawn)
     found[root / "docs" / "map.svg"] = map_picture.picture(drawn)
+    found[root / "docs" / "decode-step.svg"] = step_picture.picture(measured["decode_step"])
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",
