@@ -1,4 +1,4 @@
-"""docs/decode-step.svg shows every span of docs/measured/decode_step.json at its place, and names its machine and load."""
+"""docs/decode-step.svg shows each span of a measured decode step at its place, and names the machine and its load."""
 
 from __future__ import annotations
 
