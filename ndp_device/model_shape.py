@@ -174,7 +174,7 @@ class WholeModel(ModelShape):
 
     @classmethod
     def of_recorded(cls, sizes: Mapping[str, Any], name: str = "recorded") -> WholeModel:
-        """From what `recorded` gave, in the run that made a trace."""
+        """Make the model from the sizes that `recorded` gave in the run of a trace."""
         beside = _PLAIN if "decoder" not in sizes else _ANY
         if set(sizes) != {*_FIELD_OF_RECORDED, *beside} or sizes["dtype_bytes"] not in _DTYPE_OF_BYTES:
             raise ConfigError(

@@ -18,7 +18,7 @@ MAX_WAITING_BYTES = 512 << 20
 queues fill."""
 
 GOES_ON_NS = 1_000_000_000
-"""So long after its last request a host that computes is taken to go on."""
+"""Time after its last request in which a host that computes is expected to continue."""
 
 _NEWCOMERS = b""
 

@@ -34,7 +34,7 @@ class Spellings:
     """Further words for top_k that also have another meaning; read if no word of `top_k` is there."""
     activation: tuple[str, ...] = ()
     activation_limit: tuple[str, ...] = ()
-    """At which gate and up are clamped: one number, or a list by decoder layer; 0 or null: not at all."""
+    """Limit of gate and up: one number, or a list by decoder layer; 0 or null: no limit."""
     activation_linear: tuple[str, ...] = ()
     """Factor of the gate inside the sigmoid."""
     activation_up_bias: tuple[str, ...] = ()

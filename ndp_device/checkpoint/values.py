@@ -190,7 +190,7 @@ def _refuse_groups(group_of: NDArray[np.int64], count: int, packed: Packed) -> N
 
 
 def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[int, int]) -> None:
-    """In place: values [N, C] (operation) the number of their block, which `by` has in the order of blocks."""
+    """Combine values [N, C] with the number of their block, in place; `by` has the numbers in the order of blocks."""
     (rows, columns), (of_rows, of_columns) = values.shape, block
     grid = by.reshape(-(-rows // of_rows), -(-columns // of_columns))
     if of_rows > 1:

@@ -59,7 +59,7 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Not a message but a part of one (transport/fragments.py)."""
+    """Part of a message (transport/fragments.py)."""
 
     number: Count  # counts up per sender; the same in all fragments of one message
     offset: Count  # where its bytes belong in frame 1

@@ -469,7 +469,7 @@ def _close_channel(peer: _Peer) -> None:
 
 
 def _give_memory_back() -> None:
-    """To the system: glibc keeps what large messages took, once it has seen some, for others to come."""
+    """Give free memory back to the system. glibc keeps the memory of large messages for later ones."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -241,7 +241,7 @@ class DeviceLink:
         return DeviceCall(pairs, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
-        """By how much the deadline, which is meant for decode rows, is longer for these."""
+        """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""
         if step.rows.all_decode:
             return 0.0
         prompts = int((~step.rows.decode[pairs.rows]).sum())

@@ -39,7 +39,7 @@ _SAMPLED = 16
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
-"""By the name that the operator is called by."""
+"""Layers by the name that the operator is called with."""
 _numbers = itertools.count()  # the same in every process of a model: torch.compile keeps graphs with these names
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 

@@ -53,7 +53,7 @@ class QuantizedSlots(HotSlots):
 
     @property
     def num_bytes(self) -> int:
-        """In full precision an expert lies in the mapped checkpoint, which is the pool's."""
+        """Bytes of quantized experts. Experts in full precision lie in the mapped checkpoint, which is the pool's."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
     @property
@@ -61,7 +61,7 @@ class QuantizedSlots(HotSlots):
         return False
 
     def bits_of(self, expert: int) -> int:
-        """At which an expert is to be here, 0 = at the setting's."""
+        """Width at which an expert is to be here; 0 = the setting's."""
         return int(self._bits[expert])
 
     def exchange_at(self, wanted: NDArray[np.bool_], widths: NDArray[np.uint8] | None) -> list[tuple[int, int]]:

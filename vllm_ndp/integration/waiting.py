@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its full name: vLLM's CPU platform replaces the short one, because OpenMP's variables must be set before the
-process starts. `configure` sets them."""
+"""Full name of the executor. vLLM's CPU platform replaces the short name, because OpenMP's variables must be set before
+the process starts; `configure` sets them."""
 SLEEPING = "vllm_ndp.integration.waiting_executor.SleepingMultiprocExecutor"
 
 _SPINS = "GOMP_SPINCOUNT"

@@ -73,7 +73,7 @@ class Split(NamedTuple):
     warm: Pairs  # decode rows, on the host's CPU
     stream: Pairs  # prompt rows
     num_hot: int
-    """In slots of this worker."""
+    """Number of hot pairs in slots of this worker."""
     hot_loads: list[tuple[int, int]]
     """(experts, pairs) in slots of each GPU, where GPUs hold whole experts; else of all together."""
     hot_bytes: int | None
@@ -142,7 +142,7 @@ class Splitter:
         self._make_room(_LEAST_PAIRS)
 
     def note_into(self, ids: NDArray[np.int16], weights: NDArray[np.float32]) -> None:
-        """From now on the router's choices are noted here, [L, N, k], at the entries that a step names."""
+        """Note the router's choices here from now on, [L, N, k], at the entries that a step names."""
         self.native.note_into(ids, weights)
         self.notes = True
 

@@ -42,7 +42,7 @@ LOSS_RATIO_PER_BIT = 4.4
 
 
 def nominal_loss(bits: int) -> float:
-    """In units of what 1 bit loses; bits >= 1."""
+    """Loss at a width in units of the loss of 1 bit; bits >= 1."""
     return 1.0 / power(LOSS_RATIO_PER_BIT, bits - 1)
 
 

@@ -47,7 +47,7 @@ class Question:
         return bool(room >= problem.ps[0].size)
 
     def only(self, which: NDArray[np.int64]) -> Question:
-        """With some of the choices."""
+        """The question with some of the choices."""
         return replace(self, problem=self.problem.only(which))
 
     def apart(self, prices: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:

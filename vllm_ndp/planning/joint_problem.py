@@ -34,7 +34,7 @@ class Choice:
     tier: str
     bits: int
     held_bytes: int
-    """In the memory of its tier."""
+    """Bytes in the memory of its tier."""
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -107,7 +107,7 @@ class JointProblem:
         return {name: takes[name] for name in self.budgets}
 
     def only(self, which: NDArray[np.int64]) -> JointProblem:
-        """With some of the choices."""
+        """The problem with some of the choices."""
         moved = None if self.moved is None else self.moved[which]
         choices = tuple(self.choices[choice] for choice in which)
         return replace(self, choices=choices, ps=self.ps[which], loss=self.loss[which], moved=moved)
@@ -149,7 +149,7 @@ class JointProblem:
         return {name: total(takes, chosen) for name, takes in self.takes.items()}
 
     def moved_bytes(self, chosen: NDArray[np.int64]) -> float:
-        """Over the link before the plan is in force."""
+        """Bytes over the link before the plan is in force."""
         return 0.0 if self.moved is None else total(self.moved, chosen)
 
 

@@ -45,7 +45,7 @@ class Side(NamedTuple):
         return Side(self.ps + more.ps, self.spread + more.spread, self.lean + more.lean, unused)
 
     def opened(self, opening_ps: float) -> Side:
-        """With its message, where it has one."""
+        """The side with its message, if it has one."""
         if not opening_ps:
             return self
         opens = 1 - self.unused

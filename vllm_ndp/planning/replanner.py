@@ -83,7 +83,7 @@ class PlanChange(Generic[K]):
     moved: NDArray[np.bool_]  # [L, E], hot now and not resident before
     num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
     moved_bytes: int | None = None
-    """Over the link for it; None: as much as that many slots hold."""
+    """Bytes that the plan moves over the link; None: as many as the slots of the moved experts hold."""
     score: ImportanceScore | None = None
     """Score of these requests from now on; None: their prompts' own, as before."""
 

@@ -31,5 +31,5 @@ def gather_ps(num_gpus: int, num_bytes: int) -> int:
 
 
 def send_ps(num_bytes: int) -> int:
-    """From one GPU to another; the latency of a collective of two stands for it."""
+    """Time from one GPU to another; the latency of a collective of two stands for it."""
     return 0 if num_bytes == 0 else LATENCY_PS + transfer_ps(num_bytes, BYTES_PER_S)

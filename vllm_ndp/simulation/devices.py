@@ -267,7 +267,7 @@ class HeldExperts:
     """As a device holds them, and takes their rows."""
 
     expert_bytes: Mapping[int, int]
-    """By width, of what the device has of an expert."""
+    """Bytes of the device's part of an expert, by width."""
     group_size: int
     activation_bytes: int
     num_parts: int = 1

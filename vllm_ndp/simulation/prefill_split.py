@@ -136,7 +136,8 @@ class PrefillSplit:
 
     @cached_property
     def _pair_ps(self) -> int:
-        """On the link, both ways. Every pair counts as a row of its own, which a message sends but once."""
+        """Time of a pair on the link, both ways. Every pair counts as a row of its own, although a message sends a row
+        once."""
         return max(round(self._prices.message_ps(2, 2) - self._prices.message_ps(1, 1)), 0)
 
     @cached_property

@@ -41,7 +41,7 @@ class Prices(Protocol):
         ...
 
     def streamed_ps(self, experts: int, pairs: int) -> int:
-        """So many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
+        """Time of so many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
         ...
 
     @property

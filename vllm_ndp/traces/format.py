@@ -32,8 +32,8 @@ FORMAT = "vllm-ndp-trace"
 VERSION = 1
 MANIFEST = "manifest.json"
 TABLES = ("requests", "plans", "devices", "steps", "routing")
-"""In the order they are flushed: a routing row never outlives the request it belongs to, nor a step's time its devices.
-Traces from before `devices` have none of it, and load."""
+"""Tables in the order in which they are flushed: a routing row never outlives its request, nor a step's time its
+devices. Older traces have no `devices`, and load."""
 
 PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
@@ -43,7 +43,7 @@ the row of a drafted token that was not accepted. It ran and took time, but is n
 ALL_REQUESTS = -1
 
 UNTIMED = -1
-"""In memory the simulated time of a step that has none, as of a device that is real hardware; null on disk."""
+"""Simulated time in memory of a step that has none, such as with real hardware; null on disk."""
 MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
 """Columns that may hold it."""
 
@@ -103,7 +103,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int = 1
     """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
-    """At the start; others may have joined."""
+    """Number of devices at the start; others may have joined."""
     may_join: bool = False
     """Whether they could: `device` was a list, perhaps of one."""
     copies_asked: int | None = None

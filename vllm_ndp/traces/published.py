@@ -35,7 +35,7 @@ _POSITION = re.compile(r"(\d+)(?:st|nd|rd|th)")
 
 
 def _files(source: Path, suffix: str) -> list[Path]:
-    """By the numbers in their names, so that request 9 comes before request 10."""
+    """Files by the numbers in their names, so that request 9 comes before request 10."""
     found = sorted(source.rglob(f"*{suffix}"), key=lambda path: _by_number(path.relative_to(source)))
     if source.is_dir() and not found:
         raise TraceError(f"{source} holds no {suffix} file")

@@ -86,7 +86,7 @@ class Messenger:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return int(self._memory.nbytes + self._sums.nbytes)
 
     def buffers(self, num_rows: int) -> Buffers:

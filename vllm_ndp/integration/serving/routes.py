@@ -205,7 +205,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """In vLLM's own error form."""
+    """Answer in vLLM's own form of an error."""
     error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
