@@ -1,12 +1,13 @@
 """Do the two halves of a layer run at the same time? Measured spans of the engine and of the device, on one time axis.
 
-    python benchmarks/overlap_timeline.py [--model DIR] [--replicas DIR] [--hot-experts K] [--batch 1] [--out FILE]
+    python benchmarks/overlap_timeline.py [--model DIR] [--hot-experts K] [--batch 1] [--out FILE] [--json FILE]
 
-The engine's spans are taken around sending, the hot experts and collecting, the device's around each request it serves;
-both processes read CLOCK_MONOTONIC. `--out` writes them for ui.perfetto.dev. `hidden` is the part of the device's time
-that passed while the engine did something else than wait; what keeps it below 1 when the device is the slower half is
-arithmetic, not serialisation: then `wait` is what is left of it after the hot experts. Layers without a cold pair are
-not counted. Everything here is measured; nothing is simulated.
+The engine's spans are taken around sending, the hot experts and collecting, the device's around each request it
+serves; both processes read CLOCK_MONOTONIC. `--out` writes them for ui.perfetto.dev. `--json` keeps the figures and
+the spans of one decode step, which docs/decode-step.svg shows: of the steps that ask the device most often the
+shortest. `hidden` is the part of the device's time that passed while the engine did something else than wait. Where
+the device is the slower half, `wait` is what remains of the device's time after the hot experts. Layers without a
+cold pair are not counted. Everything here is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
 
@@ -71,6 +73,7 @@ def run_engine(arguments: argparse.Namespace, address: str) -> Spans:
     from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
     from vllm_ndp.integration.hot_slots import CpuSlotKernel
     from vllm_ndp.integration.moe_layer import MoELayer
+    from vllm_ndp.integration.worker import NdpWorker
 
     settings: dict[str, Any] = {"device": address, "hot_experts": arguments.hot_experts, "avg_bits": arguments.avg_bits}
     settings |= {"execution": "paper"} | ({"replicas": str(arguments.replicas)} if arguments.replicas else {})
@@ -89,6 +92,7 @@ def run_engine(arguments: argparse.Namespace, address: str) -> Spans:
     prompts = [{"prompt_token_ids": [5 + i, 90 + i, 700 + i, 33]} for i in range(arguments.batch)]
     spans: Spans = []
     for owner, method, name in (
+        (NdpWorker, "execute_model", "step"),
         (MoELayer, "forward", "layer"),
         (DeviceLink, "start", "send"),
         (CpuSlotKernel, "fused", "hot experts"),
@@ -106,15 +110,15 @@ def layers_of(engine: Spans, device: Spans) -> list[dict[str, float]]:
     out = []
     served = sorted((start, end) for _, start, end in device)
     layer = [(start, end) for name, start, end in engine if name == "layer"]
-    parts = sorted((start, end, name) for name, start, end in engine if name != "layer")
+    parts = sorted((start, end, name) for name, start, end in engine if name not in ("layer", "step"))
     at = 0
     for start, end in layer:
-        row = dict.fromkeys(("send", "hot experts", "wait and add"), 0.0)
+        row = dict.fromkeys(("send", "hot experts", "wait"), 0.0)
         waited = None
         while at < len(parts) and parts[at][1] <= end:
             part_start, part_end, name = parts[at]
             row[name] += (part_end - part_start) / 1e3
-            waited = part_start if name == "wait and add" else waited
+            waited = part_start if name == "wait" else waited
             at += 1
         inside = [span for span in served if start <= span[0] and span[1] <= end]
         if waited is None or not inside:
@@ -123,6 +127,24 @@ def layers_of(engine: Spans, device: Spans) -> list[dict[str, float]]:
         hidden = sum(max(min(b, waited) - a, 0) for a, b in inside)
         out.append(row | {"layer": (end - start) / 1e3, "device": busy / 1e3, "hidden": hidden / busy})
     return out
+
+
+def shortest_step(engine: Spans, device: Spans) -> dict[str, Any]:
+    """Spans of the shortest step among those that ask the device most often, in us from the step's start."""
+    steps = [(start, end) for name, start, end in engine if name == "step"]
+    messages = [(start, end) for name, start, end in engine if name == "send"]
+
+    def rank(step: tuple[int, int]) -> tuple[int, int]:
+        asked = sum(step[0] <= start and end <= step[1] for start, end in messages)
+        return -asked, step[1] - step[0]
+
+    begin, end = min(steps[1:], key=rank)  # the first is the prompts'
+
+    def inside(spans: Spans) -> list[tuple[str, float, float]]:
+        found = sorted((start, -stop, name) for name, start, stop in spans if begin <= start and stop <= end)
+        return [(name, round((start - begin) / 1e3, 1), round((-stop - begin) / 1e3, 1)) for start, stop, name in found]
+
+    return {"engine": inside(engine), "device": inside(device)}
 
 
 def chrome_trace(engine: Spans, device: Spans) -> dict[str, Any]:
@@ -149,12 +171,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.replicas is None and (beside := Path(f"{arguments.model}-replicas")).is_dir():
         arguments.replicas = beside
     if arguments.serve:
         serve(arguments)
         return
+    measurement = Measurement(__doc__)
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="ndp-") as directory:
         address = f"ipc://{directory}/device"
@@ -173,6 +197,7 @@ def main() -> None:
             process.send_signal(signal.SIGTERM)
         device: Spans = [tuple(span) for span in json.loads(process.stdout.readlines()[-1])]
         process.wait()
+    os.sched_setaffinity(0, cores)
     rows = layers_of(engine, device)
     rows = rows[len(rows) // 8 :]  # the first calls warm up
     if not rows:
@@ -188,7 +213,8 @@ def main() -> None:
     summary = {f"measured_{name.replace(' ', '_')}_us": round(value, 1) for name, value in median.items()}
     summary["hidden"] = round(median["hidden"], 3)
     summary.pop("measured_hidden_us")
-    print(json.dumps({"layers": len(rows), "batch": arguments.batch, "load": os.getloadavg()[0], **summary}))
+    figures = {"layers": len(rows), "batch": arguments.batch, **summary, "step": shortest_step(engine, device)}
+    measurement.end(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/map.md, map.svg    from docs/measured/map.json (map_page.py, map_picture.py)
+    docs/decode-step.svg    from docs/measured/decode_step.json (step_picture.py)
     docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
     docs/faults.md          a long night, attacks beside an honest host, a layer without its device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
-    docs/systems.md         how many cells of the map the device wins, from docs/measured/map.json
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
@@ -30,6 +30,7 @@ import figure_tables
 import jinja2
 import map_page
 import map_picture
+import step_picture
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -58,7 +59,6 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
-        "cells that the device wins": lambda: map_page.summary(load_measured(root / "docs" / "measured")["map"]),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
@@ -81,9 +81,11 @@ def filled(page: str, root: Path = ROOT) -> str:
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every page with generated parts, as it should read."""
     found = {root / "docs" / f"{name}.md": rendered(f"{name}.md.j2", root) for name in ("performance", "families")}
-    drawn = load_measured(root / "docs" / "measured")["map"]
+    measured = load_measured(root / "docs" / "measured")
+    drawn = measured["map"]
     found[root / "docs" / "map.md"] = map_page.page(drawn)
     found[root / "docs" / "map.svg"] = map_picture.picture(drawn)
+    found[root / "docs" / "decode-step.svg"] = step_picture.picture(measured["decode_step"])
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",
@@ -91,7 +93,6 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
         "docs/faults.md",
         "docs/gpu.md",
         "docs/replica-format.md",
-        "docs/systems.md",
         "README.md",
     ):
         path = root / name

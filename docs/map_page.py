@@ -8,17 +8,7 @@ from typing import NamedTuple
 
 from measured_figures import Figures, about
 
-BEFORE = {
-    "mixtral-8x7b": ("device 90", "device 126", "device 126", "4 bits 373", "4 bits 373", "4 bits 373", "4 bits 373"),
-    "qwen3-30b-a3b": ("device 504", "device 635", "4 bits 955", "4 bits 955", "8 bits 759", "8 bits 759", "8 bits 759"),
-    "gpt-oss-120b": ("-", "device 285", "device 309", "device 333", "device 364", "4 bits 668", "4 bits 668"),
-    "qwen3-235b-a22b": ("-", "-", "device 61", "device 65", "device 72", "device 85", "device 90"),
-    "deepseek-v3": ("-", "-", "-", "-", "device 38", "device 41", "device 43"),
-}
-"""The map of 2026-11-22, loss at most that of 3 bits, at 8, 16, 24, 32, 48, 80 and 96 GB with H100 rates."""
-
-
-AS_FITTED, SAME_GPU = "as fitted", "H100 rates at every size"
+AS_FITTED = "as fitted"
 
 
 class Row(NamedTuple):
@@ -72,7 +62,7 @@ def _ratio(device: Row | None, rows: list[Row]) -> float | None:
 def summary(source: Figures) -> str:
     """How many cells the device wins under every assumption."""
     known, limits = Map(source), list(source.figures["limits"])
-    lines = ["| cells that the device wins | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |"]
+    lines = ["| assumed | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |"]
     lines.append("|---|" + "---|" * len(limits))
     for assumed in [*known.figures["band"], *known.figures["devices"]]:
         counts = [f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}" for limit in limits]
@@ -96,21 +86,20 @@ def renewed(readme: str, source: Figures) -> str:
 
 def page(source: Figures) -> str:
     known = Map(source)
-    lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
+    lines = [f"# {source.question}", "", f"For researchers. Simulated. {about(source)}", ""]
     lines += [
-        "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
-        "is behind. Then the device's speed over the fastest other system's: its range over locality and prices (the",
-        "first lines of the table of wins), and under how many of them the device wins. joint and device use the",
-        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on it.",
+        "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. Then",
+        "comes the device's speed over the fastest other system's: the range over locality and prices, and under",
+        "how many of them the device wins. `joint` and `device` use the device. `cache` is a GPU cache of experts",
+        "whose misses are fetched or computed on the host. `all` has every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
     for limit, loss in known.figures["limits"].items():
         lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
-    lines += ["## Cells that the device wins", "", *_wins(known), ""]
+    lines += ["## Cells that the device wins", "", summary(source), ""]
     lines += ["## Over the price of a message", "", *_prices(known), ""]
-    lines += ["## What would make the device win", "", *_changes(known), ""]
-    return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
+    return "\n".join([*lines, "## What would make the device win", "", *_changes(known)]) + "\n"
 
 
 def _said(rows: list[Row]) -> str:
@@ -141,22 +130,6 @@ def _cells(known: Map, limit: str) -> list[str]:
             band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
             told.append(text + band)
         lines.append(f"| {size} | " + " | ".join(told) + " |")
-    return lines
-
-
-def _wins(known: Map) -> list[str]:
-    """How many cells, and which, under every assumption."""
-    limits = list(known.figures["limits"])
-    lines = [
-        "| assumed | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |",
-        "|---|" + "---|" * len(limits),
-    ]
-    for assumed in [*known.figures["band"], *known.figures["devices"]]:
-        counts = []
-        for limit in limits:
-            listed = ", ".join(f"{model} {size}" for model, size in known.won(assumed, limit)) or "none"
-            counts.append(f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}: {listed}")
-        lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
     return lines
 
 
@@ -206,19 +179,3 @@ def _marked(ratio: float | None) -> str:
     if ratio is None:
         return "-"
     return f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
-
-
-def _history(known: Map) -> list[str]:
-    lines = [
-        "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
-        "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
-        "",
-        "| model | GB | before | H100 rates | now |",
-        "|---|---|---|---|---|",
-    ]
-    limit = list(known.figures["limits"])[-1]
-    for model, size in known.places():
-        before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
-        now = (_said(known.rows(assumed, model, size, limit)) for assumed in (SAME_GPU, AS_FITTED))
-        lines.append(f"| {model} | {size} | {before} | {' | '.join(now)} |")
-    return lines

@@ -9,7 +9,7 @@ from ndp_device.errors import ConfigError
 
 PREPARE = ("idle", "asked")
 NO_HARDWARE = "none"
-"""In the place of a preset: the device is hardware itself, so its answers have no simulated time."""
+"""Word in place of a preset for a device that is real hardware, whose answers have no simulated time."""
 
 
 @dataclass(frozen=True)

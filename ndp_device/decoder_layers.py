@@ -66,7 +66,7 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     reach: int = 0
-    """The window; 0 = everything before."""
+    """Tokens of the window; 0 = all tokens before."""
     chunked: bool = False
     gate_dim: int = 0
     """How many numbers gate a head's output: its dimension, 1, or 0 for no gate."""

@@ -19,8 +19,8 @@ import errno
 
 _MAX_SENTENCE = 1500
 UNAVAILABLE = ("down", "late", "lost", "refused", "broken")
-"""Why a call brought nothing: the device was away when it was made; did not answer in time; was lost meanwhile;
-answered with a typed error; answered against the rules."""
+"""Reasons for a call without a result. The device was away when the call was made, did not answer in time, or was lost
+meanwhile. Or its answer was a typed error, or broke the protocol."""
 
 
 class NdpError(Exception):

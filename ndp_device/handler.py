@@ -40,7 +40,8 @@ MAX_SESSIONS = 64
 _MAX_REFUSAL_BYTES = 2048
 
 _TRIM_ABOVE = 1.02
-"""Of the packed replicas, while a plan is prepared: often enough to stay small, too seldom to take long."""
+"""Memory over that of the packed replicas above which the store is trimmed while a plan is prepared. Low enough to stay
+small, high enough to be rare."""
 
 _PREPARED_BESIDE_OTHERS = 4
 """Experts, by a plan, while another host computes and waits meanwhile. The others are prepared when first asked for."""

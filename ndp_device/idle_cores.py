@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OTHERS_MAY_USE = 0.25
-"""Of the time of our cores. A guess: less than half of two cores, so that one busy neighbour is seen."""
+"""Part of our cores' time that others may use. A guess: below half of two cores, so that one busy neighbour is seen."""
 
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0  # ticks are 10 ms; what was long ago says nothing about now
 

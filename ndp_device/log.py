@@ -7,7 +7,7 @@ import sys
 import time
 
 MAX_LINES = 100
-"""In one minute; what is more is counted and said in one line."""
+"""Most lines in one minute. Further lines are counted, and one line says how many."""
 
 _MINUTE_S = 60.0
 

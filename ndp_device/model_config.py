@@ -109,7 +109,7 @@ class _Config:
         )
 
     def is_moe(self, layer: int) -> bool:
-        """By the rules that model files follow; each is silent where its keys are not there."""
+        """Apply the rules that model files follow. A rule whose keys are missing is not applied."""
         get = self._config.get
         if layer < self._or(0, "first_k_dense_replace", "moe_layer_start_index"):
             return False
@@ -204,7 +204,7 @@ class _Config:
         return head_dim if gates or get("attn_output_gate") else 0
 
     def _of_layer(self, layer: int, kind: str) -> _Config:
-        """With the sizes that this layer has of its own, by its number or its kind."""
+        """Replace the sizes that this layer has of its own, by its number or its kind."""
         given = self._config.get("per_layer_config")
         own = given.get(str(layer)) if isinstance(given, Mapping) else None
         if not isinstance(own, Mapping):

@@ -92,7 +92,7 @@ class WholeModel(ModelShape):
     decoder: tuple[DecoderLayer, ...]
     """All decoder layers in order; L of them have routed experts."""
     shared_weights: int = 0
-    """Of the shared experts of one MoE layer, which every row goes through beside the routed ones."""
+    """Weights of the shared experts of one MoE layer. Every row goes through them."""
     tied: bool = False
     """Whether the output projection is the embedding table."""
 
@@ -174,7 +174,7 @@ class WholeModel(ModelShape):
 
     @classmethod
     def of_recorded(cls, sizes: Mapping[str, Any], name: str = "recorded") -> WholeModel:
-        """From what `recorded` gave, in the run that made a trace."""
+        """Make the model from the sizes that `recorded` gave in the run of a trace."""
         beside = _PLAIN if "decoder" not in sizes else _ANY
         if set(sizes) != {*_FIELD_OF_RECORDED, *beside} or sizes["dtype_bytes"] not in _DTYPE_OF_BYTES:
             raise ConfigError(

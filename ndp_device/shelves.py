@@ -20,7 +20,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import WIDTHS
 
 MAX_PARTS = 8
-"""At a time: each of n parts takes 1/n of the memory that whole experts take."""
+"""Most different parts at a time: each of n parts takes 1/n of the memory of whole experts."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_BYTES = 4 << 20
-"""Of a configuration or manifest; whoever reads something larger by nature (headers, indices, texts) says so."""
+"""Most bytes of a configuration or manifest. Readers of larger files (headers, indices, texts) name their own limit."""
 MAX_LINE_BYTES = 32 << 20
 
 

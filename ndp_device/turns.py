@@ -14,10 +14,11 @@ MAX_WAITING = 64
 """Requests of one client that may wait here. A host has 8 Execute in flight at most: who sends more is wrong."""
 
 MAX_WAITING_BYTES = 512 << 20
-"""Of all clients. Above that no more is read; what comes then waits in queues that the transport bounds."""
+"""Most bytes of waiting requests of all clients. Above it the device reads nothing more, and the transport's bounded
+queues fill."""
 
 GOES_ON_NS = 1_000_000_000
-"""So long after its last request a host that computes is taken to go on."""
+"""Time after its last request in which a host that computes is expected to continue."""
 
 _NEWCOMERS = b""
 

@@ -20,10 +20,10 @@ LIMB_BITS = {1: 8, 2: 15}
 FULL_PRECISION_BITS = 16
 
 PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS)
-"""What a plan may ask for; bit i of a plan's flags stands for the i-th."""
+"""Widths that a plan may name; bit i of a plan's flags stands for the i-th."""
 
 TIMED_BITS = (*WIDTHS, 8, FULL_PRECISION_BITS)
-"""What the timing model can price: plans, and the 8-bit experts of other published systems."""
+"""Widths that the timing model can price: those of plans, and 8 bits of other published systems."""
 
 FLAG_OF_BITS = bytes(1 << PLAN_BITS.index(bits) if bits in PLAN_BITS else 0 for bits in range(256))
 """FLAG_OF_BITS[bits] is the flag that stands for a width in a plan, 0 for what is none."""
@@ -39,4 +39,4 @@ def default_group_size(hidden_size: int, intermediate_size: int) -> int:
 
 
 DEFAULT_AVG_BITS = 3.0
-"""Of cold experts, wherever nobody says: served, replayed, shown. Fewer cost quality (docs/log/quality.md)."""
+"""Average bits of cold experts unless a caller names others. Fewer bits cost quality (docs/log/quality.md)."""

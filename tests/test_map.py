@@ -49,7 +49,7 @@ def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
     )
     assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, 1 of 2 |" in text
     assert "| mixtral-8x7b | 8 | 0.80 | 0.40 | **1.20** |" in text
-    assert "| host 80 GB/s | 1 of 1: mixtral-8x7b 8 |" in text
+    assert "| host 80 GB/s | 1 of 1 | 1 of 1 |" in text
 
 
 def test_prices_of_messages_stand_cheapest_first_with_the_cells_that_the_device_wins():

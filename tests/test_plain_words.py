@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -16,6 +17,19 @@ def test_no_file_holds_more_sentences_to_mend_than_it_may() -> None:
     assert plain_words.too_many() == {}
 
 
+def test_pages_have_no_more_words_than_they_may() -> None:
+    """Drop what no reader of a page needs; `python docs/plain_words.py --words` says where the words are."""
+    assert plain_words.too_wordy() == {}
+
+
+def test_a_page_with_too_many_words_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for page in plain_words.PAGES_OF_USERS:
+        (tmp_path / page).write_text("one two\n")
+    (tmp_path / "docs" / "plain_words.toml").write_text('[words]\n"all" = 12\n"of users" = 11\n')
+    assert plain_words.too_wordy(tmp_path) == {"of users": (12, 11)}
+
+
 def test_the_list_of_exceptions_holds_no_file_that_is_gone() -> None:
     assert [name for name in plain_words.allowed() if not (ROOT / name).exists()] == []
 
@@ -27,6 +41,7 @@ def test_the_list_of_exceptions_holds_no_file_that_is_gone() -> None:
         ("One that none is sent is not served.", "the word 'one that none'"),
         ("Of eight requests at once bits are common.", "starts with 'Of'"),
         ("What no session asks for stays.", "starts with 'What'"),
+        ("Those in use.", "starts with 'Those'"),
         ("word " * 26, "26 words"),
         ("It is made, was kept and is found.", "a chain of passive verbs"),
     ],
@@ -40,6 +55,12 @@ def test_sentences_that_must_be_read_twice_are_found(sentence: str, why: str) ->
 )
 def test_plain_sentences_pass(sentence: str) -> None:
     assert plain_words.faults(sentence) == []
+
+
+def test_strings_below_constants_and_fields_are_read(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text('"""One."""\nA = 1\n"""Of one."""\nclass B:\n    b: int\n    """What b is."""\n')
+    found = [sentence for sentence, _ in plain_words.found_in(tmp_path / "one.py")]
+    assert found == ["Of one.", "What b is."]
 
 
 def test_code_tables_and_generated_parts_are_no_prose() -> None:

@@ -59,101 +59,102 @@ _DECIDED_JOINTLY = {
 
 @dataclass(frozen=True)
 class NdpSettings:
-    """All values that a run is set up by, flat; docs/compatibility.md lists the settings that they come from."""
+    """All values of a run, flat. docs/compatibility.md lists the settings that they come from."""
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
     slot_bits: int = FULL_PRECISION_BITS
-    """Bits of hot experts: 16 = the checkpoint's own weights. With fewer, as much GPU memory holds more of them: on CPU
-    4, 3, 2 or 1 = replicas; on a GPU 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
+    """Bits of hot experts: 16 = the checkpoint's own weights. With fewer bits, the same GPU memory holds more experts.
+    On CPU: 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
     linear_bits: int | None = None
-    """Bits of linear layers on CPU that are no experts (attention projections, dense and shared MLPs, the output
-    matrix): 8 or 4, quantized at start-up for the device's kernel in the engine's process; None = as the checkpoint
-    has them. Layers that the checkpoint itself stores quantized keep vLLM's kernel."""
+    """Bits of the other linear layers on CPU: attention projections, dense and shared MLPs, the output matrix. 8 or 4:
+    quantized at start-up; None = as in the checkpoint. Layers that the checkpoint stores quantized keep vLLM's
+    kernel."""
     plan: str = "fixed"
-    """`fixed`: so many hot and warm experts per layer; `joint`: with the GPU memory of `hot_experts` in full precision,
-    the tier and the width of every expert that make the fastest plan on the simulated hardware, of no more expected
-    loss than `fixed` has with the same memory and `avg_bits`."""
+    """`fixed`: the same number of hot and warm experts in every layer. `joint`: each prompt's plan gives every expert a
+    tier and a width, in the GPU memory of `hot_experts` full-precision experts. The plan is the fastest on the
+    simulated hardware whose expected loss is not above that of `fixed`."""
     tiers: str = "gpu+device"
     """Where a joint plan may put experts; `gpu+host+device`: the host's CPU computes some too."""
     warm_experts: int = 0
-    """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
-    ones, by the same scores."""
+    """Experts per layer that the host's CPU computes in full precision in decode: the most important after the hot
+    ones."""
     avg_bits: float = DEFAULT_AVG_BITS
-    """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
-    start-up. Or {"max_loss": NATS}: as few bits as are predicted to lose that many nats a token."""
+    """Average bits of a request's cold experts, 1 to 4. Below 2, answers are of no use, and a warning says so. Or
+    {"max_loss": NATS}: the smallest average whose predicted loss is at most that many nats per token."""
     max_loss: float | None = None
-    """Of `avg_bits`, the nats."""
+    """Nats of `avg_bits`, if it bounds the loss."""
     bits_for: str = "auto"
-    """Cold experts get bits by each `request`'s own prompt, or the same for the whole running `batch`; `auto` is the
-    batch from 4 running requests on, with half a bit more on average: faster, and less loss."""
+    """`request`: each request has its own bits; `batch`: all running requests share one assignment. `auto`: one
+    assignment from 4 running requests on, with half a bit more on average, which is faster and loses less."""
     cold_precision: str = "quantized"
     """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
     execution: str = "auto"
-    """Decode on hot experts: `paper` always on the GPU; `balanced` on the device at `offload_bits` where that
-    shortens a layer's simulated time; `auto` is balanced, except where nothing is quantized."""
+    """Where hot experts run in decode. `paper`: always on the GPU; `balanced`: on the device at `offload_bits` if that
+    shortens the layer's simulated time; `auto`: balanced, unless nothing is quantized."""
     offload_bits: int | None = None
     """Bits of a hot expert while it runs on the device; None = 3."""
     device_hosts: int = 1
-    """Hosts that share the device, this one included: balanced offloads only what pays beside the others."""
+    """Hosts that share the device, this one included; balanced execution counts the device's time once for each."""
     layers: str = "auto"
-    """Decode layers that wait for what they need (`eager`), or that launch first and wait once (`asynchronous`); `auto`
-    is asynchronous on a GPU where hot experts stay there, else eager."""
+    """Decode layers: `eager` ones wait at each step of the layer; `asynchronous` ones launch first and wait once.
+    `auto`: asynchronous on a GPU if hot experts stay there, else eager."""
     prefill: str = "auto"
-    """Cold experts of a prompt, in full precision on either side: `streamed` all to the GPU; `split`: the device
-    computes as many as make both sides end together on the simulated hardware; `auto` is split where the engine runs on
-    CPU and the device reads experts as they lie in the checkpoint, else streamed."""
+    """Where a prompt's cold experts run, in full precision. `streamed`: all on the GPU. `split`: the device computes so
+    many that both sides end together on the simulated hardware. `auto`: split if the engine runs on CPU and the
+    checkpoint holds plain experts, else streamed."""
     migration: str = "kept"
-    """`kept`: what the end of a prefill streamed and will be hot stays on the GPU, only the rest moves; `difference`:
+    """`kept`: experts that a prefill streamed stay on the GPU if they become hot, and the rest moves; `difference`:
     every expert that becomes hot moves."""
     max_moves: int | None = None
-    """How many experts one plan may copy to the GPU, those that gain the most first; None = all that the policy wants.
-    Matters with many small experts, of which a new prompt wants thousands."""
+    """Number of experts that one plan may copy to the GPU, those with the largest gain first; None = no bound. Matters
+    for models with many small experts."""
     replan: str = "prefill"
-    """`prefill`: plans change where a prompt ends; `drift`: also while requests decode, once their own routing shows
-    another subject: experts are exchanged, as many as can be copied beside decode."""
+    """`prefill`: plans change when a prompt ends. `drift`: plans also change in decode, when the routing shows another
+    subject; experts are copied beside decode."""
     policy: str = "prefill"
     """Placement policy by name; `prefill` is the paper's."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the policy by name: `alpha`, `bit_rule`, `losses` and the like of every one (PolicySettings), and what
-    only this policy has."""
+    """Options of the policy by name: those of every policy (`alpha`, `bit_rule`, `losses`, ..: PolicySettings), and its
+    own."""
     replicas: str | None = None
-    """Directory written by `vllm-ndp quantize`; None = the cache, built data-free when absent."""
+    """Directory written by `vllm-ndp quantize`; None = the cache, filled at the first start from the weights alone."""
     devices: int = 1
-    """How many embedded devices share the experts, each a private process; or the address of a running one (ipc:// or
-    tcp://), or a list of addresses, perhaps of one, whose devices share the experts and which others can join. Instead
-    of an address: {"address": ADDRESS, "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
+    """Number of embedded devices, each a private process; or the address of a running device (ipc:// or tcp://). Or a
+    list of addresses: those devices share the experts, and others can join. Instead of an address: {"address": ADDRESS,
+    "keys": FILE}, with this host's key file (`ndp-device keygen`)."""
     device: str | tuple[str, ...] = EMBEDDED
-    """Of `devices`, the addresses: `embedded`, one, or several."""
+    """Addresses of `devices`: `embedded`, one, or several."""
     device_experts: str = "copies"
-    """What each of several devices has: whole experts, of which `copies` lie on others, or an equal part of every
-    expert (`split`), so that all devices work on every pair."""
+    """`copies`: each of several devices has whole experts, with copies on others. `split`: each has an equal part of
+    every expert, so all devices work on every pair."""
     device_copies: int | None = None
-    """On how many of several devices each expert lies; None = 2 where they fit, else 1."""
+    """Number of devices that hold each expert; None = 2 if they fit, else 1."""
     device_moves: int = 0
-    """How many copies of experts a plan may move between several devices."""
+    """Number of copies of experts that a plan may move between devices."""
     device_keys: str | tuple[str, ...] | None = None
-    """Of `devices`, the key file of this host (`ndp-device keygen`), which every tcp address needs, or
-    `insecure-loopback` for a device that was started with --insecure-loopback: one for all, or one for each."""
+    """Key file of this host (`ndp-device keygen`) for tcp addresses of `devices`, or `insecure-loopback` for a device
+    that was started with --insecure-loopback. One for all, or one for each."""
     prices: str = "auto"
-    """Who runs where is decided by what that takes on the `simulated` hardware, or as `measured` on this machine at
-    start-up; `auto` is measured where one worker on CPU and one embedded device run everything and no `hardware` is
-    named. Simulated times are the simulated hardware's in either case."""
+    """Times that decide where experts run: those of the `simulated` hardware, or `measured` on this machine at
+    start-up. `auto`: measured if one worker on CPU and one embedded device run everything and no `hardware` is named.
+    Reported simulated times are the same in either case."""
     hardware: str | None = None
-    """Timing preset, by which who runs where is decided too; None = h100-ndp512, for simulated times only."""
+    """Preset of simulated times. A named preset also decides where experts run; None = h100-ndp512, for times only."""
     hardware_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the preset that this run replaces, by `section.field` (`ndp-device time` lists them)."""
+    """Values of the preset to replace, by `section.field` (`ndp-device time` lists them)."""
     pe_mode: str = "bit_scalable"
     kernel: str = "auto"
-    """What the embedded device computes with."""
+    """Kernel of the embedded device."""
     prepare: str = "idle"
-    """The embedded device converts replicas while it and the cores are `idle`, or only when a plan has `asked`."""
+    """`idle`: the embedded device converts replicas while it and its cores are idle; `asked`: only for a plan."""
     pool: str = "checkpoint"
-    """Where full-precision experts come from: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
+    """Source of full-precision experts: the mapped `checkpoint`, or on CPU a copy `packed` for the kernel."""
     deadline_ms: float = 1000.0
     """One deadline for a layer's device call; after it the same experts are computed locally."""
     fallback: str = "full"
-    """What computes cold experts without a device: the checkpoint (`full`) or the same replica (`same`)."""
+    """Source of cold experts that the host computes without a device: the checkpoint (`full`) or the same replica
+    (`same`)."""
     record: str | None = None
     """Directory for a routing trace of this run; None = no recording."""
     report: bool = True
@@ -355,7 +356,7 @@ class NdpSettings:
 
     @property
     def joint_tiers(self) -> str:
-        """Those that a joint plan chooses among; empty where plans are fixed."""
+        """Tiers that a joint plan chooses among; empty if plans are fixed."""
         return self.tiers if self.plan == "joint" else ""
 
     @property
@@ -375,7 +376,7 @@ class NdpSettings:
         return Path(self.device_keys if isinstance(self.device_keys, str) else self.device_keys[device])
 
     def changed(self) -> dict[str, Any]:
-        """Those that differ from the defaults."""
+        """Settings that differ from the defaults."""
         default = NdpSettings()
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value != getattr(default, name)}

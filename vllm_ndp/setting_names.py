@@ -23,7 +23,7 @@ DEBUG = (
     *("tiers", "bits_for", "offload_bits", "device_hosts", "layers", "migration", "max_moves", "device_copies"),
     *("device_moves", "prices", "pe_mode", "kernel", "linear_bits", "prepare", "pool", "report"),
 )
-"""What only researchers and tests turn: each has a default that decides by itself."""
+"""Settings for researchers and tests. Each has a default that decides by itself."""
 RENAMED = {"gain": "bit_rule", "spill_bits": "offload_bits"}
 RENAMED_OPTIONS = {"bits": "bit_rule"}
 """Inside `policy_options`."""

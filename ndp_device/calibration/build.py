@@ -52,10 +52,11 @@ if TYPE_CHECKING:
     from ndp_device.calibration.tuned import Tuning
 
 TRACK_WEIGHTS = {1: 0.3, 2: 1.0, 3: 2.0, 4: 4.0}
-"""What an error at each width costs in a nested container: leans to the low widths, which lose most by nesting."""
+"""Weight of an error at each width in a nested container. Low widths weigh more, because they lose most by nesting."""
 
 _TOKENS_PER_EXPERT = 32
-"""Of calibration text, on average: with fewer, most experts would be quantized against their layer alone."""
+"""Mean number of calibration tokens per expert. With fewer, most experts would be quantized against their layer
+alone."""
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 SolverName = Literal["nested", "independent", "auto-gptq"]

@@ -27,7 +27,8 @@ Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 
 DAMP = 0.01
 DAMP_FEW_TOKENS = 0.1
-"""Of the mean diagonal; the second where there were fewer tokens than columns."""
+"""Parts of the Hessian's mean diagonal that are added to it; the second is for experts with fewer tokens than
+columns."""
 LAYER_ROWS = 4096
 ROWS_AT_ONCE = 4096
 _MIN_HELD_OUT = 32
@@ -73,7 +74,7 @@ class FloatExpert:
 
 
 BiasTensors = tuple[Tensor, Tensor, Tensor]
-"""Of gate and up [I] and of down [H]."""
+"""Biases of gate and up [I] and of down [H]."""
 
 
 def bias_tensors(biases: Biases | None, device: torch.device) -> BiasTensors | None:

@@ -36,7 +36,7 @@ with contextlib.suppress(ImportError):
     native = importlib.import_module("ndp_device.calibration._data_free")
 
 NUMPY_WEIGHTS_PER_S = 1_000_000
-"""Of one core, measured: docs/log/calibration.md, "Data-free replicas, faster"."""
+"""Speed of one core, measured: docs/log/calibration.md, "Data-free replicas, faster"."""
 
 _CLIP = 0.9
 """Starting range as a part of the group's min..max. The best of four ranges per group: 3 % less error, 4x the time."""

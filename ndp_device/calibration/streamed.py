@@ -64,7 +64,7 @@ class RoutedBatch:
         self._add(self.branch, expert, compute, device)
 
     def _add(self, into: Tensor | None, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Into answers to the first sequences."""
+        """Add an expert's outputs to the answers of the first sequences."""
         if into is None:
             return
         for hidden, ids, weights, answers in zip(self.hidden, self.expert_ids, self.weights, into, strict=False):

@@ -28,8 +28,8 @@ from ndp_device.widths import FULL_PRECISION_BITS
 
 SEQUENCES_PER_STEP = 4
 RATES = {1: 3e-3, 2: 2e-3, 3: 5e-4, 4: 2e-4}
-"""Adam's at each width, in parts of a group's scale: wide ones have little to gain and lose it to noise at one rate for
-all (docs/log/calibration.md)."""
+"""Adam's rates at each width, in parts of a group's scale. At one rate for all, wide widths lose their small gains to
+noise (docs/log/calibration.md)."""
 _MIDDLE = {1: 0.15, 2: 0.35, 3: 0.35, 4: 0.15}
 """How often the widths of a step lie around each of these."""
 _HOT = (0.0, 0.0, 0.25, 0.5)

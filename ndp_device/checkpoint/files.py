@@ -27,7 +27,7 @@ _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 _METADATA = "__metadata__"
 SUFFIXES = (".safetensors", ".gguf")
-"""Of files with weights; where a directory has both kinds, the first one's are the checkpoint."""
+"""Suffixes of files with weights. If a directory has both kinds, the checkpoint is the first kind."""
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

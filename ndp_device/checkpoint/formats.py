@@ -33,7 +33,7 @@ _E8M0 = ("U8", "F8_E8M0")
 _SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale")
 _WIDTHS = range(2, 9)
 _LARGE_BLOCK = (128, 128)
-"""What modelopt's FP8_PB_WO means without saying it."""
+"""Block of modelopt's FP8_PB_WO, which config.json does not name."""
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -343,7 +343,7 @@ FORMATS = (
            more=_OF_PACKED),
     Format("GPTQ, AWQ and auto-round", "qweight", _WORDS, ("scales",), _FLOATS, _describe_words, more=_OF_WORDS),
 )  # fmt: skip
-"""Of those with the same codes, the first whose scale is there."""
+"""Formats in the order in which they are tried: among those with the same codes, the first whose scale is there."""
 
 _NOT_OF_WEIGHTS = ("input_scale", "input_global_scale", "weight_format")
 PARTS = tuple(dict.fromkeys(chain(*((row.codes, *row.scale, *row.more.values()) for row in FORMATS), _NOT_OF_WEIGHTS)))

@@ -24,7 +24,7 @@ class Checkpoint:
     shape: ModelShape
     layout: ExpertLayout
     tensors: Mapping[str, TensorInfo]
-    """Those of quantized experts in the shapes of what they stand for."""
+    """Tensors by name; quantized experts have the shapes of their values."""
     packed: Mapping[str, Packed]
     """How each of these is read."""
 

@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "ndp_device.spellings"
 
 @dataclass(frozen=True)
 class Spellings:
-    """Words by what they mean. Those of other packages come after ours."""
+    """Words by what they mean. Words of other packages come after ours."""
 
     # keys of config.json
     nested: tuple[str, ...] = ()
@@ -31,14 +31,14 @@ class Spellings:
     top_k: tuple[str, ...] = ()
     """Experts per token."""
     other_top_k: tuple[str, ...] = ()
-    """The same in words that also have another meaning: counted where none of `top_k` is there."""
+    """Further words for top_k that also have another meaning; read if no word of `top_k` is there."""
     activation: tuple[str, ...] = ()
     activation_limit: tuple[str, ...] = ()
-    """At which gate and up are clamped: one number, or a list by decoder layer; 0 or null: not at all."""
+    """Limit of gate and up: one number, or a list by decoder layer; 0 or null: no limit."""
     activation_linear: tuple[str, ...] = ()
-    """What the gate is multiplied with in the sigmoid."""
+    """Factor of the gate inside the sigmoid."""
     activation_up_bias: tuple[str, ...] = ()
-    """What is added to up."""
+    """Number that is added to up."""
     shared_experts: tuple[str, ...] = ()
     """How many shared experts a layer has, each as wide as the others."""
     shared_width: tuple[str, ...] = ()

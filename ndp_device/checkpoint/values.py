@@ -38,9 +38,9 @@ class Packed:
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     parts: Mapping[str, str]
-    """What it is for (codes, scale, zero, ...) -> name of the stored tensor."""
+    """Purpose (codes, scale, zero, ...) -> name of the stored tensor."""
     elements: str = ""
-    """What a code is: fp4, e4m3, int8, or ggml's name of a type."""
+    """Type of a code: fp4, e4m3, int8, or ggml's name of a type."""
     scale_dtype: str = "F32"
     bits: int = 4
     block: tuple[int, int] = (1, 1)
@@ -190,7 +190,7 @@ def _refuse_groups(group_of: NDArray[np.int64], count: int, packed: Packed) -> N
 
 
 def _by_block(operate: np.ufunc, values: Floats, by: NDArray[Any], block: tuple[int, int]) -> None:
-    """In place: values [N, C] (operation) the number of their block, which `by` has in the order of blocks."""
+    """Combine values [N, C] with the number of their block, in place; `by` has the numbers in the order of blocks."""
     (rows, columns), (of_rows, of_columns) = values.shape, block
     grid = by.reshape(-(-rows // of_rows), -(-columns // of_columns))
     if of_rows > 1:

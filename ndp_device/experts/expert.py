@@ -34,7 +34,7 @@ class Biases:
         return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
     def reordered(self, units: NDArray[Any]) -> Biases:
-        """Those of an expert whose intermediate units come in this order, or are these only."""
+        """Reorder to these intermediate units, which may be a part of all."""
         return Biases(self.gate[units], self.up[units], self.down)
 
 
@@ -54,7 +54,8 @@ class QuantizedMatrix:
     group_size: int
     perm: NDArray[np.int32] | None = None
     nested: NestedMatrix | None = field(default=None, init=False, compare=False, repr=False)
-    """What this is a view of; None where it has planes of its own. A changed copy (`replace`) is a view of nothing."""
+    """Nested matrix of which this is a view; None if it has planes of its own. A changed copy (`replace`) is no
+    view."""
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):

@@ -44,7 +44,8 @@ class Part:
             )
 
     def of(self, expert: Expert) -> Expert:
-        """This part of an expert that `check` found divisible; what it adds at the end is the first part's affair."""
+        """Cut this part out of an expert that `check` found divisible. The expert's last bias belongs to the first
+        part."""
         if self.count == 1:
             return expert
         intermediate = expert.w2.shape[1]

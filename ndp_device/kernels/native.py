@@ -28,7 +28,7 @@ from ndp_device.widths import LIMBS
 _LOG = logging.getLogger(__name__)
 
 _LINEAR_LIMBS = 1
-"""Of linear layers: beside weights of 4 bits, 8 bits of activations add 0.3 % to the error and take two thirds of the
+"""Limbs of linear layers. Beside 4-bit weights, 8-bit activations add 0.3 % to the error and take two thirds of the
 time (docs/log/kernels.md)."""
 
 COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}

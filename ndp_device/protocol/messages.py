@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 4096
 MAX_BODY_BYTES = 64 << 20
 MAX_TOKENS = 8192
 MAX_PAIRS = 1 << 17
-"""Of one Execute: 8192 rows with 16 experts each. A pair costs the device more than its bytes."""
+"""Most pairs of one Execute: 8192 rows with 16 experts each. A pair costs the device more than its bytes."""
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this in frame 1: one cache line, the widest vector register."""
@@ -59,7 +59,7 @@ class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fragment(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Not a message but a part of one (transport/fragments.py)."""
+    """Part of a message (transport/fragments.py)."""
 
     number: Count  # counts up per sender; the same in all fragments of one message
     offset: Count  # where its bytes belong in frame 1
@@ -164,7 +164,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
     replicas: ShortText  # where they come from
     hardware: ShortText
     config_hash: ShortText
-    """Of every hardware value: equal hashes give equal simulated times. "": the device is hardware itself, has none."""
+    """Hash of every hardware value: equal hashes give equal simulated times. "": the device is real hardware."""
     num_layers: Count
     num_experts: Count
     hidden_size: Count
@@ -244,4 +244,4 @@ TENSORS: dict[type[Message], dict[str, tuple[tuple[str, ...], int]]] = {
     },
     Result: {"y": (("float32",), 2)},
 }
-"""What each message must carry in frame 1, in this order: name -> (allowed dtypes, number of dimensions)."""
+"""Tensors of each message in frame 1, in this order: name -> (allowed dtypes, number of dimensions)."""

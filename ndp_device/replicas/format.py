@@ -38,7 +38,8 @@ from ndp_device.widths import WIDTHS
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
 VERSION_WITH_FORM = 2
-"""Of manifests that name an activation or biases: a reader that does not know them must not serve such experts."""
+"""Version of manifests that name an activation or biases. A reader that does not know them must not serve such
+experts."""
 MANIFEST = "manifest.json"
 
 _UNFINISHED = ".unfinished"
@@ -73,8 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A name for all layers, as the first manifests had it, or the numbers of each; left out for silu in all."""
     biases: bool | msgspec.UnsetType = msgspec.UNSET
     layer_weights: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
-    """What the same relative loss in each layer does to the model's answer, mean 1; left out until it is measured. Says
-    nothing of how the files are read, so the version is the same."""
+    """Effect of the same relative loss in each layer on the model's answer, mean 1; left out until it is measured. It
+    does not change how files are read, so the version is the same."""
     nats_per_loss: float | msgspec.UnsetType = msgspec.UNSET
     """Nats a token that a weight of 1 stands for; manifests that `weigh` wrote before it was known lack it."""
 
@@ -186,7 +187,7 @@ class ReplicaFiles:
             for layer in range(self.manifest.model.num_layers)
         ]
         self._nested: WeakValueDictionary[tuple[MappedFile, str], NestedMatrix] = WeakValueDictionary()
-        """Those in use: all widths of an expert are views of one."""
+        """Matrices in use: all widths of an expert are views of one."""
 
     @property
     def num_bytes(self) -> int:
@@ -340,7 +341,8 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
 def _bias_tensors(
     layer: int, expert: int, by_bits: dict[int, QuantizedExpert], manifest: Manifest
 ) -> dict[str, NDArray[Any]]:
-    """Beside the planes, as float32; once for a nested container, whose widths share one order of rows."""
+    """Make the bias tensors that lie beside the planes, as float32; once for a nested container, whose widths share one
+    order of rows."""
     tensors: dict[str, NDArray[Any]] = {}
     for bits, replica in by_bits.items():
         wanted = bool(manifest.biases), manifest.activation_of(layer)

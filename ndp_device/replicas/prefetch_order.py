@@ -45,7 +45,7 @@ class PrefetchOrder:
             self._queue.clear()
 
     def give_up(self, layer: int, expert: int, bits: int) -> None:
-        """It cannot be prepared."""
+        """Note that an expert cannot be prepared."""
         self._hopeless[self._widths.index(bits), layer, expert] = True
 
     def next(self) -> tuple[int, int, int] | None:

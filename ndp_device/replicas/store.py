@@ -34,7 +34,8 @@ from ndp_device.widths import FULL_PRECISION_BITS
 
 _AHEAD = 1  # prepared but never asked for: forgotten before everything else
 _MASKS = ((3, (4,)), (1, (2, 3, 4)))
-"""What can be masked, in this order, and what holds its bits. Every expert then takes at most its packed size."""
+"""(masked width, wider widths that hold its bits), in the order of masking. Every expert then takes at most its packed
+size."""
 
 
 class ExpertStore:

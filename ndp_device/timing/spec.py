@@ -50,8 +50,8 @@ def _at_most(section: str, spec: object, maximum: int, *names: str) -> None:
 
 MAX_VALUE = 1 << 60
 MAX_CYCLES = 2048
-"""Of a delay between two commands, twice the longest of any JEDEC device: the controller that the constants of a
-stream are taken from goes through every cycle of refresh that falls into one."""
+"""Longest delay between two commands, twice that of any JEDEC device: the controller steps through every cycle of
+refresh that falls into a delay."""
 MAX_ROW_SPAN = 1 << 16
 """Lines in one row of every bank, 8 times DDR5's: so many are simulated once per device."""
 

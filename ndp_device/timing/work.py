@@ -16,7 +16,7 @@ from ndp_device.widths import TIMED_BITS
 BOUNDS = ("link", "dram", "compute", "queue")
 
 PAIR_BYTES = 4 + 4 + 1 + 4
-"""What one (row, expert) pair costs in a message: row int32, expert int32, bits uint8, router weight float32."""
+"""Bytes of one (row, expert) pair in a message: row int32, expert int32, bits uint8, router weight float32."""
 
 
 def execute_bytes(tokens: int, pairs: int, hidden_size: int, activation_bytes: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ndp_device.errors import ConfigError
 
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un holds 108 with its closing zero
 INSECURE_LOOPBACK = "insecure-loopback"
-"""Said in the place of a file of keys: whoever is on this machine may connect by tcp, and nothing is encrypted."""
+"""Word in place of a file of keys: every user of this machine may connect by tcp, and nothing is encrypted."""
 
 
 @dataclass(frozen=True)

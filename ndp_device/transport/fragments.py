@@ -26,10 +26,11 @@ SINCE = MAJOR << 8 | 1
 CUT_FROM_BYTES = 8 << 20  # measured: no gain below, see docs/protocol.md
 MIN_FRAGMENT_BYTES = 256 << 10
 MAX_FRAME_BYTES = 8 << 20
-"""Of any message on the socket: a body that is not cut is shorter, and MAX_FRAGMENTS of them hold the longest."""
+"""Most bytes of a frame on the socket. A body that is not cut is shorter; MAX_FRAGMENTS frames hold the longest
+body."""
 
 MAX_FRAGMENTS = 8
-"""Of one message: what a queue must have room for."""
+"""Most fragments of one message; a queue must have room for as many."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Fragment)

@@ -37,7 +37,7 @@ from ndp_device.transport.shm import ShmChannel
 
 MAX_CONNECTIONS = 256
 MAX_FRAMES = 4
-"""Of one message: two or three are meant, one more is answered by a sentence, more end the connection."""
+"""Most frames of one message. Two or three are legal, four get a sentence as answer, more end the connection."""
 
 _IO_THREADS = 1  # with more of them ACCEPTED may come after a connection's first message: docs/log/transport.md
 _RECEIVE_QUEUE = 16  # messages or fragments of one host that libzmq holds; more wait in the host
@@ -469,7 +469,7 @@ def _close_channel(peer: _Peer) -> None:
 
 
 def _give_memory_back() -> None:
-    """To the system: glibc keeps what large messages took, once it has seen some, for others to come."""
+    """Give free memory back to the system. glibc keeps the memory of large messages for later ones."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -318,7 +318,7 @@ class DeviceClient:
         return True
 
     def _advance(self, connection: Connection, reply: msg.AnyReply) -> None:
-        """On the way up, ask the next thing."""
+        """Ask the next question of a connection that is being set up."""
         if isinstance(reply, msg.Welcome):
             self._accept_welcome(reply)
             self.welcome = reply
@@ -393,7 +393,7 @@ class DeviceClient:
             connection.close(failure)
 
     def _forget_parent(self) -> None:
-        """In a forked child: the socket is our parent's, so it is neither used nor closed here."""
+        """Drop the socket in a forked child: it is the parent's, so it is neither used nor closed here."""
         self._parents_connection, self._connection = self._connection, None
         if self._parents_connection is not None:
             self._parents_connection.abandon(DeviceUnavailable("the process was forked"))

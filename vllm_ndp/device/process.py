@@ -28,7 +28,7 @@ _ENVIRONMENT = (
     *("XDG_CACHE_HOME", "XDG_RUNTIME_DIR"),
 )
 _ENVIRONMENT_PREFIXES = ("LC_", "NDP_", "PYTHON", "ASAN_", "UBSAN_")
-"""What a device sees of our environment; the engine's holds tokens and keys that are none of its business."""
+"""Prefixes of environment variables that a device inherits. The engine's other variables may hold tokens and keys."""
 
 RESPAWN_FIRST_S, RESPAWN_LAST_S = 0.5, 30.0
 _LISTENS_WITHIN_S = 10.0

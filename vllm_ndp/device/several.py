@@ -27,14 +27,13 @@ from vllm_ndp.device.client import DeviceClient
 from vllm_ndp.device.presence import Presence
 
 Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], Sequence[tuple[int, NDArray[np.int64]]]]
-"""(layer, expert of each pair, bits of each pair, which devices may be asked) -> the devices that are, and the pairs
-that each is sent. A pair that several are sent is computed by all of them in parts; one that none is sent is not
-served."""
+"""(layer, expert of each pair, bits of each pair, which devices may be asked) -> (device, its pairs) of each message.
+Several devices with the same pair each compute a part of it. No device serves a pair that is in no list."""
 
 
 @dataclass
 class _Message:
-    """Part of a call that one device was sent."""
+    """Message to one device: its part of a call."""
 
     device: int
     pairs: NDArray[np.int64]  # of the call

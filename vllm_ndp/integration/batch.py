@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 _FEW_ROWS = 64
-"""Up to so many rows, lists are faster than arrays."""
+"""Number of rows up to which lists are faster than arrays."""
 
 
 @dataclass(frozen=True)

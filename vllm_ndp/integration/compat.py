@@ -47,14 +47,14 @@ CONNECTOR = "NdpConnector"
 CONNECTOR_MODULE = "vllm_ndp.integration.connector"
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor")
-"""Those that read `*.safetensors` of the model's directory, and say which tensors it lacks. Others would take all but
-the experts from other files, or serve what is not whole."""
+"""Load formats that read `*.safetensors` of the model's directory and say which tensors it lacks. Others would read all
+but the experts from other files, or serve an incomplete model."""
 
 BROKEN_ON_CPU = {
     "JambaForCausalLM": "vLLM's CPU build lacks the operator of its Mamba layers (selective_scan_fwd)",
     "Glm4MoeLiteForCausalLM": "vLLM's CPU build rotates its keys wrongly, and its text is wrong without a word",
 }
-"""What vLLM itself cannot do, found by running it without us; a test fails when it can."""
+"""Limits of vLLM itself, found by running it without the plugin. A test fails once vLLM lifts one."""
 
 
 def settings_of(vllm_config: VllmConfig) -> NdpSettings:
@@ -200,7 +200,7 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
 
 
 _CPU_UNIT = 32
-"""What vLLM's CPU kernel for experts computes at a time, of either size."""
+"""Unit of either size in vLLM's CPU kernel for experts."""
 
 
 def _refuse_odd_sizes(shape: ModelShape) -> None:
@@ -419,7 +419,7 @@ def bind_ranks(vllm_config: VllmConfig) -> None:
 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _binding = ""
-"""What `bind_ranks` has set for the engine that was configured last."""
+"""Value that `bind_ranks` set for the engine that was configured last."""
 
 
 def device_cores(bound: set[int]) -> list[int]:

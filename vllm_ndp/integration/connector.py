@@ -54,7 +54,7 @@ class FinishedReports(KVConnectorMetadata):
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
     reports: list[StepReport]
-    """Of one step: one of each stage, from its leader."""
+    """Reports of one step, one from the leader of each stage."""
     step: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -20,7 +20,7 @@ class DeviceView:
     link: DeviceLink | None
     """None: another rank sends, waits, stands in and counts."""
     agreed: tuple[bool, ...] | None = None
-    """Of several ranks: which devices all of them go by in this step, whatever happens in it."""
+    """Devices that all of several ranks use in this step, whatever happens in it."""
 
     @property
     def up(self) -> tuple[bool, ...]:

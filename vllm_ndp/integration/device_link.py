@@ -31,7 +31,7 @@ from vllm_ndp.layer.split import Pairs
 from vllm_ndp.simulation.devices import Devices, slowest
 
 _LEAST_MACS_PER_S = 2.5e9
-"""Of a device that computes prompt rows: a fourteenth of what one core does with AVX-512 (docs/log/timing.md)."""
+"""Least speed of a device that computes prompt rows: a fourteenth of one core's with AVX-512 (docs/log/timing.md)."""
 _MOST_ROUND_TRIPS = 4096
 """Kept until a step takes them: of steps that fail nobody does."""
 
@@ -82,11 +82,11 @@ class DeviceFacts:
     """Facts that plans are made from, the same on every rank and for all devices."""
 
     offload_bits: int
-    """Of hot experts that run on the device; 0 where none ever does."""
+    """Bits of hot experts that run on the device; 0 if none ever does."""
     group_size: int
     """Weights that share a scale in the device's replicas."""
     expert_bytes: dict[int, int]
-    """What one read of an expert moves in the device's DRAM, by width."""
+    """Bytes of one read of an expert in the device's DRAM, by width."""
     computes_prompts: bool
     """Whether it computes prompt rows too."""
 
@@ -241,7 +241,7 @@ class DeviceLink:
         return DeviceCall(pairs, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
-        """By how much the deadline, which is meant for decode rows, is longer for these."""
+        """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""
         if step.rows.all_decode:
             return 0.0
         prompts = int((~step.rows.decode[pairs.rows]).sum())

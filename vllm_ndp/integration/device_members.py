@@ -68,7 +68,7 @@ class Member:
 
 
 class DeviceMembers:
-    """In the order of the settings, those that joined later behind them. `served` is what every one of them serves."""
+    """Devices in the order of the settings, later ones behind them. `served` is what every one of them serves."""
 
     def __init__(
         self,

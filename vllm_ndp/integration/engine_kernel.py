@@ -14,7 +14,7 @@ from ndp_device.kernels import load_kernel
 from ndp_device.kernels.kernel import EngineKernel
 
 _SIDE = 512
-"""Of an expert that is large enough for the native kernel to divide it among its threads, even for one row."""
+"""Size from which on the native kernel divides an expert among its threads, even for one row."""
 
 
 def load_engine_kernel(name: str, cores: Collection[int]) -> EngineKernel:

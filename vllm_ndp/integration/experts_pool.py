@@ -45,7 +45,7 @@ class ExpertsPool:
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes
 
     def restrict(self, layers: range) -> None:
-        """To the MoE layers of a pipeline stage."""
+        """Restrict the pool to the MoE layers of a pipeline stage."""
         self._first_layer = layers.start
         self.shape = replace(self.model, num_layers=len(layers))
         self.mapped_bytes = self.shape.num_layers * self.shape.num_experts * self.expert_bytes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import RequestLogitsProcessor
 
 FORCED = "ndp_forced_tokens"
-"""Of `vllm_xargs` (HTTP) or `extra_args` (SamplingParams): ids. Further tokens are the model's own."""
+"""Name in `vllm_xargs` (HTTP) or `extra_args` (SamplingParams) of the token ids. Further tokens are the model's own."""
 
 
 class ForcedTokens(AdapterLogitsProcessor):

@@ -38,7 +38,7 @@ class SlotPairs(NamedTuple):
     topk_weights: torch.Tensor  # f32, likewise
     rows: torch.Tensor | None = None  # i64 [P], where pairs are listed
     idle_rows: Sequence[int] = ()
-    """Rows without a hot pair, where no slot is -1: a row with fewer than C hot pairs has some more with weight 0."""
+    """Rows without a hot pair, if no slot is -1: a row with fewer than C hot pairs has further ones with weight 0."""
 
 
 class SlotWeights(NamedTuple):
@@ -51,7 +51,7 @@ class SlotWeights(NamedTuple):
 
     @classmethod
     def of_layer(cls, layer: Any) -> SlotWeights:
-        """Those that a module of vLLM has allocated."""
+        """Take the weights that a module of vLLM has allocated."""
         names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
         return cls(*(None if (p := getattr(layer, name, None)) is None else p.data for name in names))
 

@@ -39,7 +39,7 @@ _SAMPLED = 16
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 _LAYERS: dict[str, Multiply] = {}
-"""By the name that the operator is called by."""
+"""Layers by the name that the operator is called with."""
 _numbers = itertools.count()  # the same in every process of a model: torch.compile keeps graphs with these names
 _LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
 
@@ -64,11 +64,11 @@ class QuantizedLayer:
     nbytes: int
     full_nbytes: int
     error: float
-    """Of the weights: the root mean square of what is lost over that of what there was."""
+    """Root mean square of the weights' error over that of the weights."""
 
 
 class LinearLayers:
-    """Those of one worker."""
+    """Linear layers of one worker."""
 
     def __init__(self, bits: int, load_kernel: Callable[[], EngineKernel], cores: set[int], num_experts: int) -> None:
         """bits: 8 or 4. num_experts: a layer of no more outputs is a router or a gate."""

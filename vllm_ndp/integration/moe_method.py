@@ -77,8 +77,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
 
     @property
     def mk_can_overlap_shared_experts(self) -> bool:
-        """On a CPU shared experts are ours to run, once the message to the device has left; vLLM would run them before
-        it routes. On a GPU vLLM overlaps them itself, on another stream."""
+        """Tell vLLM who runs shared experts. On a CPU the plugin runs them once the message to the device has left;
+        vLLM would run them before it routes. On a GPU vLLM overlaps them itself, on another stream."""
         return bool(current_platform.is_cpu())
 
     @property

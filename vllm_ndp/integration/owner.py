@@ -14,7 +14,7 @@ import time
 
 _OWNER = "NDP_ENGINE_OWNER"
 _GRACE_S = 10.0
-"""What a worker has to end in order. Its device ends with it either way."""
+"""Time that a worker has to end in order. Its device ends with it either way."""
 
 
 def own_engines() -> None:

@@ -38,7 +38,7 @@ class PlanRunner:
         self._device, self._clock = device, clock
         self._ended: list[TrackedRequest] = []  # their prefill ended in the step before
         self.checksum = 0
-        """Of the plans in force, to be compared between ranks."""
+        """Checksum of the plans in force, which ranks compare."""
         self._arrives_ps = 0  # when what is copied beside decode is there, simulated
         self.prefills = 0
         self.exchanges = 0

@@ -34,9 +34,9 @@ from vllm_ndp.simulation.prices import MeasuredPrices
 
 ROWS = (1, 4, 16)
 _REPEATS, _SECONDS = 7, 0.03
-"""Of one price: so many times, or for so long if that is over sooner; twice at least."""
+"""Repeats of one measurement, or its duration if that ends sooner; two repeats at least."""
 _EXPERTS, _ON_DEVICE = 2, 4
-"""That compute together, and that take turns on the device."""
+"""Experts that compute together, and experts that take turns on the device."""
 _PATIENCE_MS = 60_000.0
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
@@ -50,9 +50,9 @@ class WantedPrices:
 
     slot_bits: int
     engine_widths: Sequence[int]
-    """Of experts that the device's kernel computes in this process."""
+    """Widths of experts that the device's kernel computes in this process."""
     tiers: Sequence[str]
-    """That such an expert may be in: gpu, host."""
+    """Tiers of such an expert: gpu, host."""
     device_widths: Sequence[int]
 
 

@@ -1,7 +1,7 @@
 """Hot slots for the device's kernel: experts of a layer in the engine's process, as replicas of 1 to 4 bits.
 
 A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. A joint plan may give
-every hot expert a width of its own. Those of 16 bits are then read from the checkpoint as it lies in memory. Experts
+every hot expert a width of its own. Experts of 16 bits are then read from the checkpoint as it lies in memory. Experts
 that stream are in full precision as ever. Knows replicas and a kernel. Does not know requests, plans or the device.
 """
 
@@ -53,7 +53,7 @@ class QuantizedSlots(HotSlots):
 
     @property
     def num_bytes(self) -> int:
-        """In full precision an expert lies in the mapped checkpoint, which is the pool's."""
+        """Bytes of quantized experts. Experts in full precision lie in the mapped checkpoint, which is the pool's."""
         return sum(expert.nbytes for expert in self._experts if expert is not None)
 
     @property
@@ -61,13 +61,13 @@ class QuantizedSlots(HotSlots):
         return False
 
     def bits_of(self, expert: int) -> int:
-        """At which an expert is to be here, 0 = at the setting's."""
+        """Width at which an expert is to be here; 0 = the setting's."""
         return int(self._bits[expert])
 
     def exchange_at(self, wanted: NDArray[np.bool_], widths: NDArray[np.uint8] | None) -> list[tuple[int, int]]:
         """(slot, expert) for the wanted experts [E] that are not here at these widths [E]; None: all have the same.
 
-        Those that are not wanted, or at another width, leave at once.
+        Experts that are not wanted, or at another width, leave at once.
         """
         at = np.zeros(len(wanted), np.uint8) if widths is None else widths
         for slot, expert in enumerate(self.expert_in.tolist()):

@@ -110,7 +110,7 @@ class Ranks:
 
     @property
     def _groups(self) -> list[Any]:
-        """Those with others in them: what passes through both reaches every rank."""
+        """Groups with other ranks in them. A message through both groups reaches every rank."""
         return [group for group in (self._group, self._stages) if group.world_size > 1]
 
     def require_equal(self, seen: dict[str, str]) -> None:

@@ -20,8 +20,8 @@ from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
 DECODE_KINDS = ("hot", "spilled", "warm", "cold", "fallback")
-"""Pairs of decode rows: in hot slots; of hot experts on the device, to save time; of warm experts on the host's CPU,
-where the plan wants them; of cold experts on the device; computed here because the device did not answer."""
+"""Kinds of pairs of decode rows. `hot`: in hot slots. `spilled`: of hot experts, on the device to save time. `warm`: on
+the host's CPU. `cold`: on the device. `fallback`: computed here because the device did not answer."""
 PROMPT_KINDS = ("prefill", "prefill_device", "prefill_fallback")
 """Pairs of prompt rows: here, on the device, and here because the device did not answer."""
 PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
@@ -29,18 +29,19 @@ PAIR_KINDS = DECODE_KINDS + PROMPT_KINDS
 DEVICE_PAIR_KINDS = ("spilled", "cold", "prefill_device")
 PHASES = ("decode", "prompt")
 DEVICE_PARTS = ("link", "dram", "arrays")
-"""Of the energy that a request's pairs took on the device and on the way there; indicative, arithmetic is not in it."""
+"""Parts of the energy of a request's pairs on the device and on the link; indicative, without arithmetic."""
 
 
 DEVICE_STAGES = ("launch", "link_in", "queue", "dram", "compute", "dequant", "vector", "link_out", "completion")
-"""Of one command on the simulated device; their sum, less what overlaps, is its time (ndp_device/timing/work.py)."""
+"""Stages of one command on the simulated device. Its time is their sum less what overlaps
+(ndp_device/timing/work.py)."""
 _SUMMED = (
     *(f"{stage}_ps" for stage in DEVICE_STAGES),
     *("overlap_saved_ps", "total_ps", "bytes_in", "bytes_out", "weight_bytes", "row_activations", "energy_pj"),
 )
 _values_of = attrgetter(*_SUMMED)
 DEVICE_TIME = "the device's time"
-"""What no simulated clock holds where the device is real hardware."""
+"""Name of the time that real hardware leaves out of every simulated clock."""
 
 
 class DeviceWork:

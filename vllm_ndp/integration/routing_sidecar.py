@@ -28,7 +28,7 @@ class RoutingSidecar:
 
     @property
     def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
-        """Its memory, ids and weights [L, entries, k], for those who write natively; None where it lies on a GPU."""
+        """Memory of ids and weights [L, entries, k] for native writers; None if it lies on a GPU."""
         return (self._ids.numpy(), self._weights.numpy()) if self._ids.is_cpu else None
 
     @property

@@ -125,7 +125,7 @@ class Step:
         self.counts = self.parts.splitter.begin_step(rows.owner, rows.decode, plans, entries)
 
     def note_routing(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Beside the KV cache, where the split does not do it."""
+        """Note routing beside the KV cache, if the split does not."""
         if not self.parts.splitter.notes:
             self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its full name: vLLM's CPU platform replaces the short one, because OpenMP's variables must be set before the
-process starts. `configure` sets them."""
+"""Full name of the executor. vLLM's CPU platform replaces the short name, because OpenMP's variables must be set before
+the process starts; `configure` sets them."""
 SLEEPING = "vllm_ndp.integration.waiting_executor.SleepingMultiprocExecutor"
 
 _SPINS = "GOMP_SPINCOUNT"
 _SPIN_COUNT = "2000"
-"""Of libgomp, a guess: long enough for regions of one kernel that follow each other, too short for the device's
-answer. Only the whole change was measured (docs/log/end-to-end.md), not this number."""
+"""libgomp's spin count, a guess: long enough for regions of one kernel that follow each other, too short for the
+device's answer. Only the whole change was measured (docs/log/end-to-end.md), not this number."""
 _before: dict[str, str | None] = {}
 """Variables that `configure` has set in this process for its engine, as they were."""
 

@@ -48,7 +48,7 @@ _CHUNK = 1 << 21
 _MOST_UNITS = 96
 """Units of time of a full-precision expert on the device, at most."""
 _MOST_STATES, _MOST_CHOICES, _MOST_RELAXED = 1 << 27, 1 << 24, 1 << 21
-"""Of all cells: states of the programme, choices that are kept, and values by slot and width where neither is."""
+"""Most states of the programme, choices that are kept, and values by slot and width, over all cells."""
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,9 @@ class CompareSettings:
     migration_budget: int = ReplayOptions.migration_budget
     hysteresis: float = ReplayOptions.hysteresis
     policy_options: dict[str, Any] = field(default_factory=dict)
-    """By name: each policy gets those that it knows; these go before the fields above."""
+    """Options by name. Each policy gets the options that it knows; they go before the fields above."""
     options: dict[str, float | str] = field(default_factory=dict)
-    """Of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
+    """Options of single systems, e.g. h_rounding, cache, spill_bits, frequency, memory_tokens, t1, t2, theta."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -49,10 +49,10 @@ HOSTS = (80, 307, 614)
 """GB/s of host memory: two channels of DDR5-5000, 8 of DDR5-4800, 12 of DDR5-6400."""
 AVG_BITS = 3.0
 LIMITS = {"4 bits": nominal_loss(4), "3 bits": nominal_loss(3)}
-"""What all experts at that width lose, in units of 1 bit."""
+"""Loss of all experts at that width, in units of 1 bit."""
 _PLANNED = (1.0, 0.95)
-"""Of a limit, what joint plans may be expected to lose. All of it: one width for all loses just that. Less: a few
-requests lose up to 2 % more than they promised."""
+"""Parts of a limit that joint plans may expect to lose. 1.0 allows one width for all, which loses exactly the limit.
+0.95 leaves room for requests that lose up to 2 % more than predicted."""
 _SLACK = 1e-6
 _LAYERS = 8
 ROOMY: dict[str, str | int] = {
@@ -75,7 +75,7 @@ class Cell:
     memory_gb: int
     rows: tuple[Summary, ...]  # fastest first
     limit: float = LIMITS["3 bits"]
-    """Of loss."""
+    """Limit of the loss."""
 
     @property
     def device(self) -> Summary | None:

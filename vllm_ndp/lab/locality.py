@@ -24,7 +24,7 @@ from vllm_ndp.lab import _stacks
 from vllm_ndp.traces.trace import Trace
 
 RULES = ("random", "lfu", "lru", "oracle")
-"""That learn from the tokens as they come; oracle is Belady's: it knows what comes."""
+"""Rules of a cache that learns from the tokens as they come. `oracle` is Belady's, which knows the future."""
 FIXED = ("static", "prompt")
 """Sets that nothing changes: what the other requests use most, and what the request's own prompt used most."""
 PHASES = ("decode", "all")

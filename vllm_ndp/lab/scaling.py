@@ -55,7 +55,7 @@ class Setup:
 
     hardware: Hardware
     bits: int = 3
-    """Of every expert on a device."""
+    """Bits of every expert on a device."""
     context: int = 4096
     """Cached tokens of each request."""
     splits_experts: bool = False

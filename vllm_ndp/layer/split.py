@@ -29,10 +29,10 @@ COUNTED = (
     *("hot", "offloaded", "cold", "warm", "fallback"),
     *("prompt_hot", "prompt_device", "prompt_streamed", "prompt_fallback"),
 )
-"""What a pair counts as: of decode rows, then of prompt rows. csrc/split.cpp has the same order."""
+"""Kinds of pairs: first of decode rows, then of prompt rows. csrc/split.cpp has the same order."""
 _LEAST_PAIRS = 128
 _MOST_VIEWS = 4096
-"""Of the lists of pairs, kept: to cut them takes longer than to split few rows."""
+"""Number of cut lists of pairs that are kept: cutting takes longer than splitting few rows."""
 
 
 class Pairs(NamedTuple):
@@ -73,18 +73,18 @@ class Split(NamedTuple):
     warm: Pairs  # decode rows, on the host's CPU
     stream: Pairs  # prompt rows
     num_hot: int
-    """In slots of this worker."""
+    """Number of hot pairs in slots of this worker."""
     hot_loads: list[tuple[int, int]]
     """(experts, pairs) in slots of each GPU, where GPUs hold whole experts; else of all together."""
     hot_bytes: int | None
-    """Of the hot experts in use, where each has a width of its own."""
+    """Bytes of the hot experts in use, if their widths differ."""
     stream_experts: int
     host_ps: int
-    """What the host's CPU takes for the warm pairs, simulated."""
+    """Simulated time of the host's CPU for the warm pairs."""
     num_columns: int
-    """Of the table [T, C] that hot pairs lie in; 0: they are listed one after the other."""
+    """C of the table [T, C] of hot pairs; 0: they are listed one after the other."""
     idle_rows: list[int]
-    """Of that table: rows without a hot pair, which have another row's at weight 0."""
+    """Rows of that table without a hot pair; they have another row's pair at weight 0."""
 
 
 class HotArrays(NamedTuple):
@@ -105,7 +105,7 @@ class SplitRules:
     prompts: PrefillSplit | None = None
     """None: the device computes nothing of prompts."""
     host: Costs | None = None
-    """Of warm experts; None: there are none."""
+    """Costs of warm experts; None: no expert is warm."""
 
 
 class Splitter:
@@ -121,9 +121,9 @@ class Splitter:
         weighs_input: bool = False,
         aliases: bool = True,
     ) -> None:
-        """`bytes_of_width` [256]: of hot experts, where each has a width of its own. `weighs_input`: the rows come
-        weighed, so that outputs are not. `aliases`: whether few hot pairs are laid out by row, with some of weight 0;
-        else they are listed one after the other."""
+        """`bytes_of_width` [256]: bytes of a hot expert by width, if widths differ. `weighs_input`: inputs are weighed,
+        so outputs are not. `aliases`: few hot pairs form a table with one line per row. Short lines are filled up with
+        slots of weight 0. Else hot pairs are listed one after the other."""
         self.top_k = top_k
         self.notes = False
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
@@ -142,7 +142,7 @@ class Splitter:
         self._make_room(_LEAST_PAIRS)
 
     def note_into(self, ids: NDArray[np.int16], weights: NDArray[np.float32]) -> None:
-        """From now on the router's choices are noted here, [L, N, k], at the entries that a step names."""
+        """Note the router's choices here from now on, [L, N, k], at the entries that a step names."""
         self.native.note_into(ids, weights)
         self.notes = True
 

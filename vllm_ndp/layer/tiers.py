@@ -40,7 +40,7 @@ class Tiers:
         self.gpus: NDArray[np.int64] | None = None if owners is None else np.full(shape, -1, np.int64)
         """The GPU that holds each hot expert, -1: none."""
         self.hot_bits: NDArray[np.uint8] = np.zeros(shape, np.uint8)
-        """Of hot experts where each has a width of its own; else 0."""
+        """Width of each hot expert if widths differ, else 0."""
         self.owners, self.rank = owners, rank
 
     def activate(

@@ -26,7 +26,7 @@ from ndp_device.replicas.loss_table import load_loss_table
 CARD = "README.md"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""What a checkpoint is loaded from; weights in other formats stay where they are."""
+"""Files that a checkpoint is loaded from. Weights in other formats are not fetched."""
 _REPLICA_FILES = [MANIFEST, "experts-*.safetensors", CARD]
 
 

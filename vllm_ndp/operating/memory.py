@@ -19,9 +19,9 @@ class FoundMemory:
     available: int
     """Without the swapping of anybody: page cache counts, since it gives way."""
     cached: int
-    """Of files, mapped ones among them: what a checkpoint that is read in place takes."""
+    """Bytes of cached files, mapped ones among them: a checkpoint that is read in place."""
     limit: int | None = None
-    """Of the control group, where it is below the total."""
+    """Limit of the control group, if it is below the total."""
 
     @property
     def room(self) -> int:

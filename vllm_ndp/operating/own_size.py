@@ -24,7 +24,7 @@ _KV_SHARE = 2
 @dataclass(frozen=True)
 class OwnSize:
     sizing: Sizing
-    """Of one request."""
+    """Sizes of one request."""
     option: Option
     measured: Measured
     kv_cache_bytes: int

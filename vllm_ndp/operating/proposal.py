@@ -29,7 +29,7 @@ class Way:
     option: Option
     simulated: Simulated
     measured_decode_step_s: float | None
-    """Of one request, at best, where this machine was probed for the option's width."""
+    """Best step time of one request, if this machine was probed for the option's width."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ ENGINE_BYTES = 484_000_000
 """Anonymous memory of a worker of vLLM's CPU build with nothing loaded: 484 MB for three sizes of model on 2026-11-22,
 vLLM 0.32, torch 2.13; 475 MB without the plugin."""
 SERVER_BYTES = 890_000_000
-"""What `vllm serve` keeps beside its worker, measured likewise: API server 465 MB, engine core 421 MB."""
+"""Memory of `vllm serve` beside its worker, measured likewise: API server 465 MB, engine core 421 MB."""
 DEVICE_BYTES = 31_000_000
 """The device's process without an expert, measured likewise."""
 GPU_PROGRAM_BYTES = 600_000_000
@@ -59,7 +59,7 @@ class MachineSize:
     host_bytes: int
     gpu_bytes: int | None = None
     gpu_share: float = 0.92
-    """Of GPU memory that vLLM may take: its own default."""
+    """Part of GPU memory that vLLM may take: its own default."""
 
     def __post_init__(self) -> None:
         if self.host_bytes < 1 or (self.gpu_bytes is not None and self.gpu_bytes < 1):
@@ -99,8 +99,8 @@ class Option:
 
     @property
     def avg_bits(self) -> float:
-        """Beside a GPU the plugin's own default, or the widest there is. Without one the widest: what the memory holds
-        anyway, of least loss, and 4 bits take hardly longer than 3 (docs/performance.md)."""
+        """Beside a GPU: the plugin's default, or the widest width if that is less. On CPU: the widest width, because
+        memory holds it, its loss is least, and 4 bits take hardly longer than 3 (docs/performance.md)."""
         return min(DEFAULT_AVG_BITS, float(self.widest)) if self.gpu else float(self.widest)
 
 

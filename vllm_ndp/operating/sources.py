@@ -66,7 +66,7 @@ def _of_config(name: str, path: Path) -> WholeModel:
 
 
 def _as_served(model: WholeModel) -> WholeModel:
-    """In the type that vLLM takes by itself: 16 bits for a checkpoint of 32."""
+    """Change the dtype to the one that vLLM takes by itself: 16 bits for a checkpoint of 32."""
     return replace(model, dtype="bfloat16") if model.dtype == "float32" else model
 
 

@@ -36,7 +36,7 @@ class Simulated:
     decode_step_ps: int
     decode_tokens_per_s: float
     prefill_ps: int
-    """Of one prompt as long as the context, cold experts streamed."""
+    """Time of one prompt as long as the context, cold experts streamed."""
     hot_share: float
 
 
@@ -54,7 +54,8 @@ class Measured:
         return model.expert_bytes / self.read_bytes_per_s < self.expert_s
 
     def decode_step_s(self, model: WholeModel, num_hot: int, other_weights: int) -> float:
-        """At best, for one request at even routing on these cores: weights are read once, experts one after another."""
+        """Least time of one request at even routing on these cores: weights are read once, experts one after
+        another."""
         hot = model.num_layers * model.top_k * num_hot / model.num_experts
         cold = model.num_layers * model.top_k - hot
         return (other_weights + hot * model.expert_bytes) / self.read_bytes_per_s + cold * self.expert_s

@@ -48,7 +48,7 @@ TESTED: Mapping[Literal["cpu", "cuda"], Matrix] = {
     "cpu": Matrix(Version(0, 30), Version(0, 33), (Version(0, 31), Version(0, 32))),
     "cuda": Matrix(Version(0, 26), Version(0, 33), ()),
 }
-"""What each version was run with: docs/compatibility.md."""
+"""Versions that were run: docs/compatibility.md."""
 
 
 def newest_tested(build: Literal["cpu", "cuda"]) -> str:

@@ -34,15 +34,15 @@ GAINS = ("importance", "mse")
 OVER_LAYERS = "layers"
 """The bit rule that spends one budget over all layers."""
 LOSSES = ("relative", "absolute")
-"""What an expert's loss is: the error of its output on held-out tokens, by the output's own mean square or as it is.
-Absolute ones let the few experts of largest outputs take all bits. Source: docs/log/quality.md."""
+"""Kinds of an expert's loss: the error of its output on held-out tokens, relative to the output's mean square, or
+absolute. With absolute losses, the few experts with the largest outputs take all bits. Source: docs/log/quality.md."""
 
 LOSS_RATIO_PER_BIT = 4.4
 """Loss falls about 4.4x per bit (source: GPTQ replicas of tiny-mixtral). Used only where nothing is calibrated."""
 
 
 def nominal_loss(bits: int) -> float:
-    """In units of what 1 bit loses; bits >= 1."""
+    """Loss at a width in units of the loss of 1 bit; bits >= 1."""
     return 1.0 / power(LOSS_RATIO_PER_BIT, bits - 1)
 
 
@@ -53,8 +53,9 @@ _NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
 """Rise in negative log-likelihood with every expert cold. Source: docs/log/quality.md, tiny-mixtral."""
 
 MOST_TRUSTED_NATS = 0.3
-"""Up to here plans of tiny-mixtral lost half to five fourths of what was predicted, above it up to one and a half times
-as much; plans of tiny-qwen3-moe lose up to twice as much anywhere. Source: benchmarks/predicted_loss.py."""
+"""Largest prediction that is trusted. Below it, plans of tiny-mixtral lost half to five fourths of the prediction;
+above it, up to one and a half times as much. Plans of tiny-qwen3-moe lose up to twice the prediction anywhere. Source:
+benchmarks/predicted_loss.py."""
 
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
@@ -66,7 +67,7 @@ class LossTable:
 
     mse: NDArray[np.float64]  # [L, E, 4], widths 1..4
     layer_weights: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L]
-    """What the same loss in each layer does to the model's answer, in units of their mean; None: the same in all."""
+    """Effect of the same loss in each layer on the model's answer, in units of their mean; None: the same in all."""
     nats: float | None = None
     """Nats a token that a loss of 1 in every layer does, to first order; None where it was not measured."""
 

@@ -44,7 +44,7 @@ class DriftRules:
     own_tokens: float = 48.0
     """How many tokens the plan's score, and the prior, are worth beside decode's counts."""
     renew: int = 8
-    """Tokens after which rivals are made anew."""
+    """Tokens after which new rivals are made."""
 
     def __post_init__(self) -> None:
         if not self.once_in > 1 or min(self.memory, self.short_memory, self.renew) < 1 or self.own_tokens < 0:

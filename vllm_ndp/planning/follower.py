@@ -31,7 +31,7 @@ class FollowRules:
 
     drift: DriftRules = field(default_factory=DriftRules)
     prior: ImportanceScore | None = field(default=None, repr=False)
-    """What is popular anyway, where that is known."""
+    """Popularity over all requests, if it is known."""
     copies: Callable[[int], float] = lambda rows: 1.0
     """The migration budget: how many experts can be copied beside one decode step with so many rows."""
 

@@ -22,8 +22,8 @@ BITS_FOR = ("request", "batch", "auto")
 _SIZES, _GUESSES = 16, 8
 """Sizes of guesses that are told apart at most, and guesses of one size at least."""
 AUTO_SHARES_FROM, AUTO_MORE_BITS = 4, 0.5
-"""Running requests from which `auto` gives them common bits, and how many more on average: from there on that is as
-fast as own bits or faster, and loses less. Source: docs/systems.md, "Own or common bits"."""
+"""Number of running requests from which `auto` gives them common bits, and the bits that it adds on average. From there
+on common bits are as fast as own bits or faster, and lose less. Source: docs/systems.md, "Own or common bits"."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
 def calibrated(score: ImportanceScore, stats: RoutingStats, prior: ImportanceScore, weight: float) -> ImportanceScore:
     """A score mixed with the prior by `weight` (see repeats), as shares that decode will have on average.
 
-    A straight line to the prior is right for experts that are used much. Those that a prompt hardly used come 1.2 to
+    A straight line to the prior is right for experts that are used much. Experts that a prompt hardly used come 1.2 to
     3.5 times as often as it says, and they get the fewest bits. Plans lost up to 1.5 times their promise. So the
     halves of the prompt guess each other's shares. The mean share behind guesses of each size corrects the score.
     """

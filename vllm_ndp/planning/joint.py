@@ -155,7 +155,7 @@ def _in_turns(question: Question) -> tuple[NDArray[np.int64], NDArray[np.float64
 
 
 def _priced(limited: Limited) -> PriceSearch:
-    """On a sample of the layers, then on all."""
+    """Find prices on a sample of the layers, then on all."""
     _, layers, experts = limited.objective.shape
     stride = min(max(round(layers * experts / _SAMPLE), 1), max(layers // 4, 1))
     sample = PriceSearch(limited.layers(slice(stride // 2, None, stride)), None)

@@ -21,7 +21,7 @@ _MOST_DESCENTS = 12
 _LEAST_LIMIT = 1e-300
 """A share of a limit of 0 is large."""
 _FIRST_SHARE = 4
-"""Experts of a layer, one in so many, that change in the first step of a descent."""
+"""Denominator of the share of a layer's experts that change in the first step of a descent."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Question:
         return bool(room >= problem.ps[0].size)
 
     def only(self, which: NDArray[np.int64]) -> Question:
-        """With some of the choices."""
+        """The question with some of the choices."""
         return replace(self, problem=self.problem.only(which))
 
     def apart(self, prices: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:

@@ -32,7 +32,7 @@ class PriceSearch:
         """The plan at each price of the first limit."""
 
     def run(self, steps: int) -> None:
-        """So many prices of the first limit, each nearer to where it just holds."""
+        """Try so many prices of the first limit, each nearer to the price at which the limit just holds."""
         if not self._is_near or not self.prices[0]:
             self.prices[0] = 0.0
             self.plans.append(self._settle_bytes())

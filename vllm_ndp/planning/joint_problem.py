@@ -34,7 +34,7 @@ class Choice:
     tier: str
     bits: int
     held_bytes: int
-    """In the memory of its tier."""
+    """Bytes in the memory of its tier."""
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -56,11 +56,11 @@ class JointProblem:
     ps: NDArray[np.float64]  # [C, L, E], expected in one step on the side of the choice
     loss: NDArray[np.float64]  # [C, L, E], expected in one step
     budgets: Mapping[str, float]
-    """Of RESOURCES; what is not named is not limited."""
+    """Budgets by name of RESOURCES; a resource without a budget is not limited."""
     moved: NDArray[np.float64] | None = None
     """[C, L, E], bytes over the link before an expert is there at that width, 0 where it is; None: nothing moves."""
     move_ps: float = 0.0
-    """What a byte that moves adds to each step."""
+    """Time that a moved byte adds to each step."""
     used: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
     """The chance that a step uses an expert; None: every step uses all."""
     openings: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class JointProblem:
         return {name: takes[name] for name in self.budgets}
 
     def only(self, which: NDArray[np.int64]) -> JointProblem:
-        """With some of the choices."""
+        """The problem with some of the choices."""
         moved = None if self.moved is None else self.moved[which]
         choices = tuple(self.choices[choice] for choice in which)
         return replace(self, choices=choices, ps=self.ps[which], loss=self.loss[which], moved=moved)
@@ -149,7 +149,7 @@ class JointProblem:
         return {name: total(takes, chosen) for name, takes in self.takes.items()}
 
     def moved_bytes(self, chosen: NDArray[np.int64]) -> float:
-        """Over the link before the plan is in force."""
+        """Bytes over the link before the plan is in force."""
         return 0.0 if self.moved is None else total(self.moved, chosen)
 
 

@@ -45,7 +45,7 @@ class Side(NamedTuple):
         return Side(self.ps + more.ps, self.spread + more.spread, self.lean + more.lean, unused)
 
     def opened(self, opening_ps: float) -> Side:
-        """With its message, where it has one."""
+        """The side with its message, if it has one."""
         if not opening_ps:
             return self
         opens = 1 - self.unused
@@ -81,11 +81,11 @@ class LayerTimes:
     """Times of one problem: of each layer under a plan, and what each change of one expert would add."""
 
     tiers: Sequence[str]
-    """Of each choice, [C]."""
+    """Tier of each choice, [C]."""
     ps: Floats  # [C, L, E], expected of one expert
     used: Floats  # [L, E], the chance of it
     openings: Mapping[str, float]
-    """Of a tier's message, picoseconds."""
+    """Time of a tier's message, picoseconds."""
 
     def rows(self, which: NDArray[np.bool_]) -> LayerTimes:
         """Times of some of the layers; no layer depends on another."""

@@ -26,7 +26,7 @@ class Owners:
         return row
 
     def place(self, layer: int, hot: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """From now on these experts [E] of a layer are hot; the GPU of each [E], NOBODY where it is cold."""
+        """Make these experts [E] of a layer hot. Returns the GPU of each [E], NOBODY for cold experts."""
         owners = np.where(hot, self._of[layer], NOBODY)
         held = np.bincount(owners[owners != NOBODY], minlength=self.num_gpus)
         for expert in np.flatnonzero(hot & (owners == NOBODY)).tolist():

@@ -205,12 +205,12 @@ class Plan:
 
     @property
     def average_bits(self) -> float:
-        """Over the cold experts, NaN where there are none."""
+        """Average bits of the cold experts; NaN if there are none."""
         cold = self.bits.bits[self.placement.cold]
         return float(cold.mean()) if cold.size else math.nan
 
     def fits(self, budget: Budget) -> bool:
-        """At most num_hot hot experts in every layer, and no more quantized bits than the average allows."""
+        """Whether every layer has at most num_hot hot experts, and no more quantized bits than the average allows."""
         cold = self.bits.bits[self.placement.cold].astype(np.int64)
         allowed = int(self.placement.num_cold.sum() + budget.increments(self.placement.num_cold).sum())
         quantized = bool((cold <= WIDTHS[-1]).all())

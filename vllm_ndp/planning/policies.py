@@ -73,15 +73,15 @@ class PolicySettings:
     alpha: float = PAPER_ALPHA
     """Weight of counts against router scores in the importance."""
     bit_rule: str = OVER_LAYERS
-    """What bits maximise: loss reduction weighted by importance, all bits where they help most (`layers`), or each
-    layer with its share of the bits (`importance`), or so and as published (`mse`); `uniform`, `full`: no choice.
-    Source of the default: docs/log/quality.md."""
+    """Rule that deals bits. `layers` and `importance` maximise the reduction of loss weighted by importance: over all
+    layers, or with an equal budget for each. `mse`: per layer, as published. `uniform`, `full`: no choice. Source of
+    the default: docs/log/quality.md."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"
     """How scores of a batch become one hot set."""
     seed: int = 0
-    """Of the policy `random`."""
+    """Seed of the policy `random`."""
     prior: ImportanceScore | None = field(default=None, repr=False)
     prior_tokens: float = 16.0
     """n0 of prefill_prior: how many prompt tokens the prior is worth. Source: docs/log/planning.md, "prior"."""

@@ -63,12 +63,12 @@ class PlannerRules:
     keeps_streamed: bool = True
     """Whether experts that a prefill streamed and that will be hot stay in the slots."""
     max_moves: int | None = None
-    """How many experts may be copied into GPU memory for one plan; None = as many as the policy wants. What a prefill
-    streams and leaves in the slots is not copied for it."""
+    """Number of experts that one plan may copy into GPU memory; None = as many as the policy wants. Experts that a
+    prefill streams and leaves in the slots do not count."""
     full_precision: bool = False
     """The identity mode: cold experts in the checkpoint's own precision, whatever the policy would assign."""
     joint: JointPlanner | None = None
-    """Who decides tier and width of every expert instead; None: a fixed number of experts is hot, and of warm ones."""
+    """Planner that decides tier and width of every expert; None: the number of hot and warm experts is fixed."""
     follow: FollowRules | None = None
     """How plans change while requests decode; None: only where a prefill ends."""
 
@@ -83,9 +83,9 @@ class PlanChange(Generic[K]):
     moved: NDArray[np.bool_]  # [L, E], hot now and not resident before
     num_kept: int  # experts that became hot and were resident already, kept from a prefill's stream
     moved_bytes: int | None = None
-    """Over the link for it; None: as much as that many slots hold."""
+    """Bytes that the plan moves over the link; None: as many as the slots of the moved experts hold."""
     score: ImportanceScore | None = None
-    """What counts as the score of these requests from now on; None: their prompts' own, as before."""
+    """Score of these requests from now on; None: their prompts' own, as before."""
 
     @property
     def num_moved(self) -> int:
@@ -106,7 +106,7 @@ class Replanner:
     """The placement in force, its epoch, and what the hot slots hold where that differs."""
 
     def __init__(self, rules: PlannerRules, num_layers: int, num_experts: int) -> None:
-        """Before the first prompt nothing is known: the lowest ids are hot, as good as any, and the next ones warm."""
+        """Start before the first prompt: the lowest ids are hot, as good as any, and the next ones are warm."""
         self.rules = rules
         alike = np.zeros((num_layers, num_experts))
         num_hot, num_warm = rules.budget.num_hot, rules.budget.num_warm

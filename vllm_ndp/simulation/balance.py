@@ -78,9 +78,9 @@ class Balancer:
     costs: Costs
     offload_bits: int
     hosts: int = 1
-    """That share the device, this one included."""
+    """Hosts that share the device, this one included."""
     prices: Prices | None = None
-    """Of this machine; None: of the simulated hardware."""
+    """Prices of this machine; None: those of the simulated hardware."""
 
     def __post_init__(self) -> None:
         if self.hosts < 1:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from ndp_device.timing.units import ceil_div, transfer_ps
 
 LATENCY_PS = 6_000_000
-"""Of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. More GPUs take
-longer, so it is optimistic beyond two."""
+"""Latency of 128 B to 64 KiB between two H100 in a CUDA graph, measured: github.com/NVIDIA/nccl/issues/1259. More GPUs
+take longer, so it is optimistic beyond two."""
 BYTES_PER_S = 370_000_000_000
-"""Of one direction of NVLink 4 after protocol overhead, of 450 GB/s: github.com/NVIDIA/nccl-tests/issues/212."""
+"""Rate of one direction of NVLink 4 after protocol overhead, out of 450 GB/s:
+github.com/NVIDIA/nccl-tests/issues/212."""
 
 
 def all_reduce_ps(num_gpus: int, num_bytes: int) -> int:
@@ -30,5 +31,5 @@ def gather_ps(num_gpus: int, num_bytes: int) -> int:
 
 
 def send_ps(num_bytes: int) -> int:
-    """From one GPU to another; the latency of a collective of two stands for it."""
+    """Time from one GPU to another; the latency of a collective of two stands for it."""
     return 0 if num_bytes == 0 else LATENCY_PS + transfer_ps(num_bytes, BYTES_PER_S)

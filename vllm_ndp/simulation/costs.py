@@ -60,9 +60,9 @@ class Costs:
     group_size: int = 0
     """Weights that share a scale; 0 = by the rule that replicas are built with, which the constructor puts here."""
     num_gpus: int = 1
-    """That split each layer; they share the device."""
+    """GPUs that split each layer; they share the device."""
     slot_bits: int = FULL_PRECISION_BITS
-    """Of hot experts in GPU memory."""
+    """Bits of hot experts in GPU memory."""
 
     def __post_init__(self) -> None:
         if self.group_size == 0:

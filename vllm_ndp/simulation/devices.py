@@ -41,7 +41,7 @@ class DeviceRules:
 
     num_devices: int
     num_copies: int
-    """Of each expert, on different devices."""
+    """Copies of each expert, on different devices."""
     max_moves: int = 0
     """How many copies one plan may move between devices."""
     full_precision: bool = False
@@ -267,11 +267,11 @@ class HeldExperts:
     """As a device holds them, and takes their rows."""
 
     expert_bytes: Mapping[int, int]
-    """By width, of what the device has of an expert."""
+    """Bytes of the device's part of an expert, by width."""
     group_size: int
     activation_bytes: int
     num_parts: int = 1
-    """Of an expert, one of which is what the device has."""
+    """Parts of an expert; the device has one."""
 
 
 def work_of(

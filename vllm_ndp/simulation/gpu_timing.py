@@ -8,8 +8,8 @@
 MoE layer before.
 
 Several GPUs that split each layer (tensor parallelism) are one GPU of their bandwidth and arithmetic, plus what their
-collectives take (collectives.py). Those are an all-reduce after the embedding, after each attention and after each
-layer's experts, and a gather of the logits. The one device behind them, and its link, they share. A stage of a pipeline
+collectives take (collectives.py). The collectives are an all-reduce after the embedding, after each attention and after
+each layer's experts, and a gather of the logits. The GPUs share one device and its link. A stage of a pipeline
 (pipeline parallelism) has a clock of its own. It ends a step by sending its rows on instead of computing the head. The
 file pipeline.py puts the stages' steps one after the other.
 
@@ -81,13 +81,13 @@ class GpuModel:
     hardware: Hardware
     shape: WholeModel
     num_gpus: int = 1
-    """That split each layer; small matrices that each of them holds whole (the router) count as split too."""
+    """GPUs that split each layer. Small matrices that each GPU holds whole (the router) count as split, too."""
     stage: int = 0
     num_stages: int = 1
-    """Of a pipeline, whose layers are `shape`'s."""
+    """Stages of a pipeline, whose layers are `shape`'s."""
     slot_bytes: int = 0
-    """What a hot expert takes in GPU memory; 0: all of it, in full precision. What computes narrower ones on the way
-    from memory to the arrays costs nothing, as everywhere in the lab."""
+    """Bytes of a hot expert in GPU memory; 0: full precision. Widening narrow experts on the way to the arrays costs
+    nothing, as everywhere in the lab."""
     whole_experts: bool = False
     """Each GPU holds some of the hot experts whole, and not a part of each."""
 

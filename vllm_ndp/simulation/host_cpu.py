@@ -66,7 +66,7 @@ class HostCpu:
         return self.rows_ps(costs, len(np.unique(rows))) + sum(self.expert_ps(costs, count) for count in counts)
 
     def rows_ps(self, costs: Costs, count: int) -> int:
-        """So many rows there and back over the link."""
+        """Time of so many rows there and back over the link."""
         return costs.hop_ps(count)
 
     def expert_ps(self, costs: Costs, rows: int) -> int:

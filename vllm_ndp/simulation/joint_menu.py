@@ -37,12 +37,12 @@ class Menu:
 
     costs: Costs
     widths: Mapping[str, Sequence[int]]
-    """Of each tier that there is, in the order of its choices."""
+    """Widths in each tier, in the order of its choices."""
     max_rows: int
     prices: MeasuredPrices | None = None
-    """Of this machine; None: of the simulated hardware."""
+    """Prices of this machine; None: those of the simulated hardware."""
     num_devices: int = 1
-    """That work on a layer at once, each taken to have an equal share of what is asked of all."""
+    """Devices that work on a layer at once, each with an equal share of the work."""
 
     @property
     def tiers(self) -> str:

@@ -26,9 +26,9 @@ from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, relative_losses
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 LIVE_WIDTHS = {"gpu": (16, 4, 3, 2), "host": (16,), "device": (4, 3, 2, 1)}
-"""8 bits, which the lab has too, have no kernel here."""
+"""Widths of joint plans. 8 bits, which the lab has too, have no kernel here."""
 _MOST_ROWS = 64
-"""Of a step, as far as plans tell batches apart."""
+"""Most rows of a step; plans do not tell larger batches apart."""
 
 
 class JointRule:

@@ -27,7 +27,7 @@ STAGED_EXPERTS = 2
 
 
 class DoesNotFit(ConfigError):
-    """A system needs more memory than the hardware has; the others of a comparison may fit."""
+    """A system needs more memory than the hardware has. Other systems of a comparison may fit."""
 
 
 @dataclass(frozen=True)

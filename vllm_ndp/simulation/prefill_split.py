@@ -25,7 +25,7 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.prices import Prices, SimulatedPrices, together_ps
 
 _MOST_ROWS, _MOST_BYTES = 8192, 64 << 20
-"""Of a message, as the protocol allows."""
+"""Largest message that the protocol allows."""
 
 
 def num_streamed(
@@ -65,7 +65,7 @@ class PrefillSplit:
 
     costs: Costs
     prices: Prices | None = None
-    """Of this machine; None: of the simulated hardware."""
+    """Prices of this machine; None: those of the simulated hardware."""
 
     def of_counts(
         self,
@@ -104,7 +104,7 @@ class PrefillSplit:
 
     @cached_property
     def most_pairs(self) -> int:
-        """That one message can hold, if each is of another row: float32 rows come back."""
+        """Most pairs of one message, if each is of another row: float32 rows come back."""
         return min(_MOST_ROWS, _MOST_BYTES // (4 * self.costs.shape.hidden_size + PAIR_BYTES) - 1)
 
     def _full_ps(self, rows: NDArray[np.int64], already: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -136,7 +136,8 @@ class PrefillSplit:
 
     @cached_property
     def _pair_ps(self) -> int:
-        """On the link, both ways. Every pair counts as a row of its own, which a message sends but once."""
+        """Time of a pair on the link, both ways. Every pair counts as a row of its own, although a message sends a row
+        once."""
         return max(round(self._prices.message_ps(2, 2) - self._prices.message_ps(1, 1)), 0)
 
     @cached_property

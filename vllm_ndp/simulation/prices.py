@@ -41,7 +41,7 @@ class Prices(Protocol):
         ...
 
     def streamed_ps(self, experts: int, pairs: int) -> int:
-        """So many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
+        """Time of so many experts of a prompt, with so many rows in all, through GPU memory; never less for more."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class MeasuredPrices:
     copied: int
     """Ps of one expert into GPU memory, in full precision."""
     expert_bytes: int
-    """Of the expert that was copied."""
+    """Bytes of the expert that was copied."""
     beside: float = 1.0
     """Below 1 where engine and device have to share cores or memory."""
     shared: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ from ndp_device.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, requests_of
 
 _WARM_UP = 16
-"""Rows in front that are all alike, so many at least, are of the engine's profile run; real ones repeat less."""
+"""Least number of equal rows at the start that mark the engine's profile run; real rows repeat less."""
 
 
 @dataclass

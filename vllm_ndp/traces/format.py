@@ -32,30 +32,30 @@ FORMAT = "vllm-ndp-trace"
 VERSION = 1
 MANIFEST = "manifest.json"
 TABLES = ("requests", "plans", "devices", "steps", "routing")
-"""In the order they are flushed: a routing row never outlives the request it belongs to, nor a step's time its devices.
-Traces from before `devices` have none of it, and load."""
+"""Tables in the order in which they are flushed: a routing row never outlives its request, nor a step's time its
+devices. Older traces have no `devices`, and load."""
 
 PREFILL, DECODE, CACHED, REJECTED = 0, 1, 2, 3
 PHASES = ("prefill", "decode", "cached", "rejected")
-"""cached: the row did not run, its routing was read back from the prefix cache; it counts for statistics only.
-rejected: the row of a drafted token that was not accepted; it ran and took time, but is no token of its request."""
+"""`cached`: the row did not run, and its routing came from the prefix cache; it counts for statistics only. `rejected`:
+the row of a drafted token that was not accepted. It ran and took time, but is no token of its request."""
 
 ALL_REQUESTS = -1
 
 UNTIMED = -1
-"""In memory the simulated time of a step that has none, as of a device that is real hardware; null on disk."""
+"""Simulated time in memory of a step that has none, such as with real hardware; null on disk."""
 MAY_LACK = ("simulated_start_ps", "simulated_step_ps")
 """Columns that may hold it."""
 
 DOWN, CHANGED, JOINED = 0, 1, 2
 DEVICE_CHANGES = ("down", "changed", "joined")
-"""down: the device served nothing in the step. changed: one was lost, or came back, within the step, whose time depends
-on when (device -1). joined: before the step, a device more."""
+"""`down`: the device served nothing in the step. `changed`: a device was lost or came back within the step, so the
+step's time depends on the moment (device -1). `joined`: a device was added before the step."""
 
 _SMALL_BYTES = 128 << 20
 _MAX_UNFOLDING = {"plans": 256}
-"""The chunks of a table may always unfold into _SMALL_BYTES, and into 32 times what they take on disk, or this many:
-routing unfolds 2 to 6 times, and plans that follow each other are nearly equal."""
+"""Factor by which the chunks of a table may unfold, 32 unless named here. Chunks may always unfold into _SMALL_BYTES.
+Routing unfolds 2 to 6 times; plans that follow each other are nearly equal."""
 _MAX_FOOTER_BYTES = 1 << 20
 _MAX_FOOTER_ITEMS = 1 << 20
 
@@ -67,7 +67,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     block_size: int
     kv_blocks: int
-    """That requests may have; one more, which stays empty, is vLLM's own."""
+    """KV blocks that requests may have. vLLM keeps one more for itself, which stays empty."""
 
 
 class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     overrides: dict[str, str | int | bool]
     host_dims: dict[str, Any]
-    """What WholeModel.recorded gives."""
+    """Sizes that WholeModel.recorded gives."""
     hot_experts: int
     expert_bytes: dict[int, int]
     """Bytes that one read of a cold expert moves in the device's DRAM, by width."""
@@ -96,32 +96,32 @@ class LiveSetup(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: Scheduling | None = None
     """None: recorded before it was kept."""
     num_gpus: int = 1
-    """That split each layer (tensor parallelism); host_dims are the whole model's."""
+    """GPUs that split each layer (tensor parallelism); host_dims are the whole model's."""
     whole_experts: bool = False
     """Whether each of them holds some hot experts whole (expert parallelism), and not a part of each."""
     stage: int = 0
     num_stages: int = 1
-    """Of a pipeline: the trace, and host_dims, are of this stage's layers, and times are its own clock's."""
+    """Stages of the pipeline. Trace and host_dims are of this stage's layers, and times are its own clock's."""
     num_devices: int = 1
-    """At the start; others may have joined."""
+    """Number of devices at the start; others may have joined."""
     may_join: bool = False
     """Whether they could: `device` was a list, perhaps of one."""
     copies_asked: int | None = None
     """The setting `device_copies`: how many copies there are once there are devices enough."""
     device_copies: int = 1
-    """Of each expert, on several devices."""
+    """Copies of each expert, on several devices."""
     device_moves: int = 0
     """Copies that one plan may have moved between devices."""
     splits_experts: bool = False
     """Whether each device had an equal part of every expert; `expert_bytes` are of that part."""
     slot_bits: int = 16
-    """Of hot experts in GPU memory."""
+    """Bits of hot experts in GPU memory."""
     joint_tiers: str = ""
     """Tiers among which a joint plan chose (simulation/joint_rule.py), with + between them; empty: plans were fixed."""
     warm_experts: int = 0
     """Per layer, computed by the host's CPU in full precision (simulation/host_cpu.py)."""
     prices: dict[str, Any] | None = None
-    """That plans were made by where they were measured, as simulation/prices.py records them; None: simulated ones."""
+    """Measured prices that plans were made by, as simulation/prices.py records them; None: simulated prices."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

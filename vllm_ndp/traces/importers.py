@@ -45,7 +45,7 @@ from vllm_ndp.traces.rows import Logged, chosen
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
 
 _MAX_LINE_VALUES = 3 << 20
-"""Of one JSON object; longer prompts come as base64 of .npy, which is a twentieth of the memory."""
+"""Most values of one JSON object. Longer prompts come as base64 of .npy, which takes a twentieth of the memory."""
 
 
 @dataclass(frozen=True)

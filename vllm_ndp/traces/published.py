@@ -26,7 +26,7 @@ from ndp_device.strict_files import read_lines
 from vllm_ndp.traces.rows import MOST_ROWS, Logged, Rows, chosen, requests_of, softmax
 
 _MOST_BYTES, _MOST_VALUES = 256 << 20, 32 << 20
-"""Of one request's JSON; 4096 tokens of 60 layers, top-8, are 2 M values."""
+"""Largest JSON of one request; 4096 tokens of 60 layers, top-8, are 2 M values."""
 _CHOICES = ("top_indices", "logits")
 _TENSORS = (*_CHOICES, "prompt_idx", "tok", "token", "layer")
 _TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "u1", "U16": "<u2"}
@@ -35,7 +35,7 @@ _POSITION = re.compile(r"(\d+)(?:st|nd|rd|th)")
 
 
 def _files(source: Path, suffix: str) -> list[Path]:
-    """By the numbers in their names, so that request 9 comes before request 10."""
+    """Files by the numbers in their names, so that request 9 comes before request 10."""
     found = sorted(source.rglob(f"*{suffix}"), key=lambda path: _by_number(path.relative_to(source)))
     if source.is_dir() and not found:
         raise TraceError(f"{source} holds no {suffix} file")
@@ -146,7 +146,7 @@ def _together(tables: list[_Table], name: str) -> _Column | None:
 
 
 def _tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Those that can matter here; bfloat16 widened to float32."""
+    """Tensors that can matter here; bfloat16 widened to float32."""
     header, first = safetensors_header(path)
     out: dict[str, NDArray[Any]] = {}
     for name in _TENSORS:

@@ -44,7 +44,7 @@ def require_writable(directory: Path) -> None:
 
 @contextmanager
 def _writing_to(directory: Path) -> Iterator[None]:
-    """In a directory that exists then and holds nothing. Raises TraceError."""
+    """Write in a directory that exists then and holds nothing. Raises TraceError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):

@@ -27,7 +27,7 @@ class RoutingPreset:
 
     name: str
     source: str
-    """Of the figures that it was fitted to; empty: fitted to nothing."""
+    """Source of the figures that the preset was fitted to; empty: fitted to nothing."""
     fitted_to: tuple[str, ...] = ()
     """Models whose figures those are."""
     concentration: float = SyntheticSettings.concentration
@@ -36,7 +36,7 @@ class RoutingPreset:
     memory: float = SyntheticSettings.memory
     reach: float = SyntheticSettings.reach
     strength: tuple[float, ...] = ()
-    """Of the fitted model's layers, first to last; empty: all alike."""
+    """Strength of each layer of the fitted model, first to last; empty: all alike."""
 
     def label(self, model: str) -> str:
         """Label of rows on a trace of that model."""
@@ -74,7 +74,8 @@ def routing_named(name: str) -> RoutingPreset:
 
 
 def read_routing(name: str, model: str) -> RoutingPreset:
-    """By name; "": without memory; auto: what was fitted to the model; or a file that `locality --fit` has written."""
+    """Read a preset by name. "": without memory; auto: fitted to the model; or a file that `locality --fit` has
+    written."""
     if name.endswith(".json"):
         return _read(Path(name))
     return routing_of(model) if name == "auto" else routing_named(name or "memoryless")
@@ -98,7 +99,8 @@ _IN_HUNDREDTHS = (
     "118 118 118 118 118 118 118 124 111 103 93 87 81 75 69 65 62 59 57 55 54 50 50 50"
 )
 _QWEN3 = tuple(int(strength) / 100 for strength in _IN_HUNDREDTHS.split())
-"""So that layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all of them as their published mean."""
+"""Strengths with which layers 0, 6, 7, 18, 19, 30, 31 and 47 repeat as published, and all layers as their published
+mean."""
 
 ROUTINGS: Mapping[str, RoutingPreset] = {
     routing.name: routing

@@ -43,12 +43,12 @@ class Rows:
         return len(self.token)
 
     def taken(self, rows: NDArray[Any]) -> Rows:
-        """Those rows, in that order."""
+        """Take these rows, in that order."""
         weights = None if self.weights is None else self.weights[rows]
         return Rows(self.request[rows], self.token[rows], self.layer[rows], self.ids[rows], weights, self.names)
 
     def sorted_cells(self) -> Rows:
-        """By request, token and layer, the last of every cell."""
+        """Sort by request, token and layer; of equal cells the last stays."""
         order = np.lexsort((self.layer, self.token, self.request))  # stable: told later, sorted later
         keys = np.stack([self.request, self.token, self.layer])[:, order]
         is_last = np.append((keys[:, 1:] != keys[:, :-1]).any(axis=0), True)
@@ -56,7 +56,7 @@ class Rows:
 
 
 def requests_of(source: object, rows: Rows, prompts: Mapping[str, int] | None = None) -> list[Logged]:
-    """In the order of the names. prompts: lengths that the source tells."""
+    """Requests in the order of the names. prompts: lengths that the source tells."""
     if not len(rows):
         raise TraceError(f"{source} holds no row of routing")
     cells, layers = rows.sorted_cells(), np.unique(rows.layer)

@@ -47,11 +47,11 @@ class SyntheticSettings:
     memory: float = 0.97
     """How much of that a token keeps of the one before: the coefficient of the AR(1) process."""
     strength: tuple[float, ...] = ()
-    """Of each layer, 0..1: how much of popularity, taste and persistence it has. Empty: all of it in every layer."""
+    """Strength of popularity, taste and persistence in each layer, 0 to 1. Empty: 1 in every layer."""
     reach: float = 1.0
     """0..1: share of a layer's experts that a request's taste admits; the others lie _BEYOND_REACH lower in it."""
     routing: str = "fitted to nothing"
-    """What measured model these settings resemble, if any (routing.py); every row of a replay repeats it."""
+    """Measured model that these settings resemble, if any (routing.py); every row of a replay repeats it."""
     drift: float = 0.0
     """0..1: share of a request's taste that has turned into another one by its last token."""
     turns: int = 0

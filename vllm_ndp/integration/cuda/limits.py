@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ENGINE_CORES = 2
 """Cores that an embedded device leaves to a GPU engine: one launches kernels, one hands out tokens."""
 SLOT_BITS = (8, 4)
-"""Of hot slots beside full precision (low_bit_slots.py)."""
+"""Bits of hot slots that a GPU has beside full precision (low_bit_slots.py)."""
 SPLITTING = ("vllm::moe_forward", "vllm_ndp::moe")
 """Operators that a captured graph must end before: vLLM's own around our layer, and ours where vLLM's is not opaque."""
 
@@ -142,7 +142,7 @@ def refuse_capture(layer: int, x: torch.Tensor) -> None:
 
 
 def cores_beside_engine(usable: Iterable[int]) -> list[int]:
-    """Those of an embedded device on a machine with a GPU, whose engine binds no cores."""
+    """Cores of an embedded device on a machine with a GPU, whose engine binds no cores."""
     cores = sorted(usable)
     return cores[min(ENGINE_CORES, len(cores) // 4) :]
 

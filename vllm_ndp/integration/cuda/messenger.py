@@ -27,7 +27,8 @@ from vllm_ndp.integration.cuda.lanes import Lane, Mark, Pinned
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
 
 MOST_ROWS = 256
-"""Of a step whose layers go this way; what has more rows computes for so long that waiting costs little."""
+"""Most rows of a step whose layers go this way. A step with more rows computes for so long that waiting costs
+little."""
 
 Ask = Callable[[HostFields], Any]
 """Called by the thread when a packet has pairs that leave: sends them and returns the answer, if there is one with the
@@ -85,7 +86,7 @@ class Messenger:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return int(self._memory.nbytes + self._sums.nbytes)
 
     def buffers(self, num_rows: int) -> Buffers:

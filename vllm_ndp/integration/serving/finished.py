@@ -37,7 +37,7 @@ class FinishedRequests:
 
 
 def made_of(client_id: str, names: Iterable[str]) -> list[str]:
-    """Those of vLLM's ids that it made from the client's."""
+    """Ids that vLLM made from the client's id."""
     of_beam = r"-[0-9a-f]{16,32}-beam-\d+"
     pattern = re.compile(rf"(\d+_)?([a-z]+-)?{re.escape(client_id)}(-\d+)?({of_beam})?(-[0-9a-f]{{8}})?")
     return [name for name in names if pattern.fullmatch(name)]

@@ -35,7 +35,8 @@ DEVICES = PREFIX + "devices"
 HEADER = "X-NDP-Report"
 CHUNK = "ndp.report"
 FORMAT = 1
-"""Of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one number."""
+"""Version of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one
+number."""
 _DONE = b"data: [DONE]\n\n"
 _MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
@@ -197,14 +198,14 @@ async def _add_device(request: Request) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """A path that is none of ours, or a method that it does not have."""
+    """Answer a path that the plugin does not have, or a method that the path does not have."""
     assert isinstance(error, HTTPException)
     said = f"{error.detail}: {request.method} {request.url.path}"
     return _refusal(error.status_code, said, dict(error.headers or {}))
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """In vLLM's own error form."""
+    """Answer in vLLM's own form of an error."""
     error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 

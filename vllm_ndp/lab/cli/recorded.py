@@ -94,7 +94,7 @@ def compare(
 ) -> None:
     """Run systems and policies on one trace and one hardware.
 
-    All times are simulated. What each column says: docs/systems.md.
+    All times are simulated. docs/systems.md explains each column.
     """
     require_writable(csv_file)
     from vllm_ndp.cli.terminal import waiting

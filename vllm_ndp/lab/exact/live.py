@@ -39,7 +39,7 @@ class LiveReplay:
     changed_steps: int
     """In which one of several devices was lost or came back: their times are the recorded ones."""
     lacks: str
-    """What the recording does not have, so that it was not compared; empty where it has everything."""
+    """Parts that the recording does not hold, so they were not compared; empty if it holds all."""
 
     @property
     def identical(self) -> bool:

@@ -62,7 +62,7 @@ WINNERS = {
     "nothing fits": BLANK,
 }
 PALE = ("all experts on the GPU, quantized", "some experts on the CPU", "nothing fits")
-"""What dark letters are read on."""
+"""Entries whose colours carry dark letters."""
 
 _ENTRY_PX, _BESIDE_PX = 21, 70
 """Height of a legend's entry, and of what else is above and below one."""

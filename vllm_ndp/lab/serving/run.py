@@ -47,9 +47,9 @@ class ServingSettings:
     process: str = "poisson"
     rate_per_s: float = 1.0
     burstiness: float = 0.25
-    """Of `bursty`; `poisson` is 1."""
+    """Burstiness of `bursty` arrivals; that of `poisson` is 1."""
     speed: float = 1.0
-    """Of `recorded`."""
+    """Speed of `recorded` arrivals."""
     num_requests: int | None = None
     """Requests in all, the trace's taken round and round; None: each once."""
     seed: int = 0
@@ -96,7 +96,7 @@ def serve_again(trace: Trace, loss: LossTable) -> ServedRequest:
 
 
 def repeated(trace: Trace, count: int | None) -> Trace:
-    """The trace with so many requests, its own taken round and round."""
+    """Lengthen or cut the trace to so many requests, by repeating its own in order."""
     if count is None:
         return trace
     own = len(trace.prompt_len)

@@ -89,7 +89,7 @@ class Task:
 
 
 Result = Replayed | str
-"""What a task gives: a row, or the sentence with which it was refused."""
+"""Result of a task: a row, or the sentence that refused it."""
 
 
 class Grid:

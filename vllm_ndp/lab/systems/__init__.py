@@ -83,7 +83,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "dynaexq": ("high_bits", "low_bits"),
     "expert_cache": ("cache_bits", "misses_by", "scope", "fills"),
 }
-"""What `ReplayOptions.own` may name, by system."""
+"""Names in `ReplayOptions.own`, by system."""
 
 
 ENTRY_POINT_GROUP = "vllm_ndp.systems"

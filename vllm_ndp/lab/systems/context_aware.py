@@ -27,13 +27,13 @@ from vllm_ndp.simulation.prefill_split import PrefillSplit
 PREFILLS = ("streamed", "split")
 """The option `prefill`: as published, or as the plugin does where it can (simulation/prefill_split.py)."""
 LOSS_OF_SKIPPING = 1 / (1 - 2 / np.pi)
-"""Of an expert that is not computed at all, in units of its loss at 1 bit, where only that is known: the best one-bit
-quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960), skipping leaves all of it."""
+"""Loss of an expert that is not computed at all, in units of its loss at 1 bit, if only that is known. The best one-bit
+quantizer of a normal variable leaves 1 - 2 / pi of its energy (Max 1960); skipping leaves all of it."""
 
 
 _LOSS_COLUMN = np.zeros(256, np.int64)
 _LOSS_COLUMN[[1, 2, 3, 4, 8, SKIPPED]] = 1, 2, 3, 4, 5, 6
-"""Of a width in gate_loss's table; 0 loses nothing."""
+"""Column of a width in gate_loss's table; column 0 loses nothing."""
 
 
 def plan_groups(

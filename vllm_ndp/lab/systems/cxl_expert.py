@@ -44,9 +44,9 @@ _PACKED_SHARE = {
     4: (0.3867, 0.2671, 0.2211),
     3: (0.3047, 0.2034, 0.1592),
 }
-"""Bytes of a packed message of so many values over their 16-bit bytes, mean of both ways, and below: what packing both
-ways loses of an expert's result in units of what 1-bit weights lose. Measured on 3072 decode rows of tiny-mixtral,
-benchmarks/activation_codec.py, 2026-11-22."""
+"""Bytes of a packed message of so many values over their 16-bit bytes, mean of both ways. Below: the loss of an
+expert's result by packing both ways, in units of the loss of 1-bit weights. Measured on 3072 decode rows of
+tiny-mixtral, benchmarks/activation_codec.py, 2026-11-22."""
 _PACKED_LOSS = {8: 1.33e-4, 6: 2.28e-3, 5: 9.90e-3, 4: 4.45e-2, 3: 2.75e-1}
 
 

@@ -39,7 +39,7 @@ class CacheRule:
     """How a cache is run."""
 
     bits: int
-    """Of every expert, in the cache and on the host."""
+    """Bits of every expert, in the cache and on the host."""
     misses: str
     """either: copied or computed, what ends the layer sooner · host: computed · copy: copied."""
     scope: str

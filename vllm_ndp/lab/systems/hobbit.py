@@ -45,8 +45,8 @@ T1, T2 = 0.6, 0.9  # published for Mixtral-8x7B
 LOW_BITS = 4
 PREFETCH_ACCURACY = 0.96  # published, next layer, top-1
 WEIGHTS = Weights(recency=0.0, frequency=0.4, high_precision=0.6, layer=0.0)
-"""They sum to 1. The paper tunes them for the least miss penalty on calibration data and does not print them; these are
-the best of all tenths on the quarter of tiny-mixtral's trace that is not replayed, 2026-11-22."""
+"""Weights of the priority; they sum to 1. The paper tunes them for the least miss penalty and does not print them.
+These are the best in steps of a tenth, on the quarter of tiny-mixtral's trace that is not replayed (2026-11-22)."""
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:

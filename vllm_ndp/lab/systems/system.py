@@ -23,12 +23,13 @@ from vllm_ndp.simulation.memory import DoesNotFit, Memory, all_experts_bytes, sl
 
 
 class TooFewPlaces(DoesNotFit):
-    """The places of num_hot experts per layer, which every system of a comparison gets alike, cannot hold this one."""
+    """A system does not fit into the places of num_hot experts per layer that every system of a comparison gets."""
 
 
 MIGRATIONS = ("free", "once", "difference", "kept", "budgeted")
-"""free: costs nothing · once: the whole hot set moves, as published · difference: only what was not hot before ·
-kept: what prefill streamed to the GPU anyway stays there · budgeted: few moves, each worth it, prefill's kept."""
+"""`free`: costs nothing. `once`: the whole hot set moves, as published. `difference`: only experts move that were not
+hot before. `kept`: experts that prefill streamed to the GPU stay there. `budgeted`: few moves, each worth it, and
+prefill's are kept."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,17 @@ class ReplayOptions:
     hysteresis: float = 0.1
     """Under `budgeted` a newcomer must be this much more important than the one it replaces."""
     bits_for: str = "auto"
-    """request: each has its own widths, as published · batch: one width per expert, so that all share its read · auto:
-    batch from a few requests on, with half a bit more (planning/importance.py); in `context_aware`, request."""
+    """`request`: each request has its own widths, as published. `batch`: one width per expert, so requests share its
+    read. `auto`: `batch` from a few requests on, with half a bit more (planning/importance.py); in `context_aware`,
+    request."""
     predictor: NextLayer | None = None
-    """What systems prefetch by; None: as accurately as each has published."""
+    """Predictor by which systems prefetch; None: as accurate as each system has published."""
     widest: int = WIDTHS[-1]
     """The widest width that the device's replicas hold; plans that ask for more get it."""
     gpu_bytes: int | None = None
     """GPU memory for experts, where a system can use any number of bytes; None: that of num_hot full-precision ones."""
     own: dict[str, float | str] = field(default_factory=dict)
-    """What single systems have beside it (OPTIONS), by name."""
+    """Options of single systems beside these fields (OPTIONS), by name."""
 
     def __post_init__(self) -> None:
         if self.widest not in WIDTHS:
@@ -113,7 +115,7 @@ class System:
     is_bounded: bool = False
     """Whether its schedules are of the class that lab/bound.py bounds."""
     options: tuple[str, ...] = ()
-    """What `ReplayOptions.own` may name, of a system of another package; of ours, OPTIONS says it."""
+    """Names in `ReplayOptions.own` of a system of another package; OPTIONS has those of our systems."""
 
 
 def beside_host_memory(costs: Costs, options: ReplayOptions) -> Memory:

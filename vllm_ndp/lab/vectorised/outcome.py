@@ -77,7 +77,7 @@ class Summary:
     over_paper: float = float("nan")
     """How much faster decode is than under the paper's system and policy at this batch: 0.2 = 20 %."""
     over_paper_se: float = float("nan")
-    """Of the same groups side by side (jackknife)."""
+    """Standard error over the same groups side by side (jackknife)."""
     regret: float = float("nan")
     """How much longer decode takes than the least there is at this loss (lab/bound.py): 0.2 = 20 %, or less."""
     regret_at_least: float = float("nan")
@@ -85,21 +85,21 @@ class Summary:
     least_loss: float = float("nan")
     """No schedule as fast as this row loses less."""
     routing: str = ""
-    """Of a synthetic trace: what measured model it resembles, or that it was fitted to nothing."""
+    """Measured model that a synthetic trace resembles, or that it was fitted to nothing."""
     num_hot: int = 0
     """Places for full-precision experts on the GPU, per layer."""
     gpu_gb: float = float("nan")
     device_gb: float = float("nan")
     host_gb: float = float("nan")
     expander_gb: float = float("nan")
-    """What the system holds in each memory, all of it for the GPU, experts for the others."""
+    """Memory of the system by place: everything on the GPU, experts elsewhere."""
     energy_link_mj: float = float("nan")
     energy_dram_mj: float = float("nan")
     energy_arrays_mj: float = float("nan")
     energy_gpu_mj: float = float("nan")
     """Millijoules per decode token of what moved, by part (ndp_device/timing/energy.py); migration is in it."""
     energy_idle_mj: float = float("nan")
-    """What GPU, host and, where it computes, the device draw meanwhile whatever moves."""
+    """Idle energy of GPU, host and a device that computes."""
 
     @property
     def energy_mj(self) -> float:
