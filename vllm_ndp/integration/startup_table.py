@@ -62,7 +62,9 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "bit_rule": settings.bit_rule_in_force,
         "avg_bits": settings.avg_bits,
         "max_loss": settings.max_loss,
-        "predicted_loss": verdict_on_loss(parts.planner.replanner.predicted_nats(settings.slot_bits)),
+        "predicted_loss": _predicted_loss(
+            settings, shape.num_experts, parts.planner.replanner.predicted_nats(settings.slot_bits)
+        ),
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
@@ -86,6 +88,17 @@ def _report(unsimulated: str) -> str:
     return "in kv_transfer_params['ndp']" + (
         f", without simulated times of tokens: {unsimulated} is in no clock" if unsimulated else ""
     )
+
+
+def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None) -> str:
+    """Empty where nothing is quantized."""
+    if not settings.needs_replicas(num_experts):
+        return ""
+    if settings.plan == "joint":
+        return "known for each plan, which is made from a prompt: `predicted_nats` of its report"
+    if settings.losses != "relative":
+        return "unknown: only relative losses are known in nats, and 'losses' is 'absolute'"
+    return verdict_on_loss(nats)
 
 
 def _layers(replicas: Path | None, losses: str) -> str:
@@ -237,7 +250,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
-        ("predicted loss", status["predicted_loss"]),
+        *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),

@@ -231,8 +231,13 @@ def verdict_on(avg_bits: float) -> str:
     )
 
 
+def trusted(nats: float | None) -> float | None:
+    """A prediction as far as it is to be trusted."""
+    return None if nats is None or nats > MOST_TRUSTED_NATS else nats
+
+
 def verdict_on_loss(nats: float | None) -> str:
-    """A prediction for people, and whether it is to be trusted."""
+    """A prediction from replicas for people, and whether it is to be trusted."""
     if nats is None:
         return "unknown: the replicas do not say (`vllm-ndp quantize --calibration` measures it)"
     said = f"{nats:.2g} nats a token where a prompt uses all experts alike"
