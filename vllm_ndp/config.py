@@ -80,8 +80,9 @@ class NdpSettings:
     """Experts per layer that the host's CPU computes in full precision in decode: the most important ones after the hot
     ones, by the same scores."""
     avg_bits: float = DEFAULT_AVG_BITS
-    """Average bits of a request's cold experts, 1 to 4; with fewer than 2 answers are of no use, which is said at
-    start-up. Or {"max_loss": NATS}: as few bits as are predicted to lose that many nats a token."""
+    """Average bits that a request's cold pairs read, 1 to 4 (of its cold experts, by bit rules that count those); with
+    fewer than 2 answers are of no use, which is said at start-up. Or {"max_loss": NATS}: as few bits as are predicted
+    to lose that many nats a token."""
     max_loss: float | None = None
     """Of `avg_bits`, the nats."""
     bits_for: str = "auto"

@@ -2,7 +2,9 @@
 
 Some sequences pass through the model in full precision. From each layer they go on a second time, with that layer's
 replicas at one width, and all later layers in full precision. So a layer's branch passes what the layer alone spoils.
-The divergence of its answer from full precision, over the layer's mean relative loss at that width, is its weight.
+The divergence of its answer from full precision, over the layer's mean relative loss at that width, is its weight. One
+more time they pass with replicas in every layer: what layers spoil together is not the sum of what each spoils alone.
+All weights are in proportion to that.
 
 The model is never in memory (streamed.py). As many sequences are taken as keep all branches within what calibration
 holds. Knows replicas that are complete. Does not know how they were made, nor manifests.
@@ -33,8 +35,8 @@ _LEAST_LOSS = 1e-12
 
 
 def num_weighing(num_sequences: int, num_layers: int, most: int) -> int:
-    """How many sequences are weighed on, so that all branches are no more than a calibration's sequences."""
-    return max(1, min(most, num_sequences // (num_layers + 1)))
+    """How many sequences are weighed on, so that all their passes are no more than a calibration's sequences."""
+    return max(1, min(most, num_sequences // (num_layers + 2)))
 
 
 def nats_per_loss(
@@ -42,19 +44,24 @@ def nats_per_loss(
 ) -> NDArray[np.float64]:
     """[L] from sequences [S, T] and a model without experts (streamed.load_without_experts)."""
     bits = min(files.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
-    forward = StreamedForward(model, token_ids, checkpoint.shape.num_layers)
+    once = len(token_ids)
+    forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape.num_layers)
     losses = []
-    for layer, batch in enumerate(forward.layers(len(token_ids))):
+    for layer, batch in enumerate(forward.layers(once)):
+        in_replicas = range(once, 2 * once)
+        in_full = [*range(once), *range(2 * once, len(batch.hidden))]
         for expert in range(checkpoint.shape.num_experts):
             full = FloatExpert(checkpoint.expert(layer, expert), model.device)
             checkpoint.release()
-            batch.answer(expert, full, model.device)
+            batch.answer(expert, full, model.device, in_full)
             replica = FloatExpert(in_float(files.expert(layer, expert, bits)), model.device)
+            batch.answer(expert, replica, model.device, in_replicas)
             batch.answer_branch(expert, replica, model.device)
         files.release(layer)
-        counts = np.bincount(batch.expert_ids[: len(token_ids)].numpy().ravel(), minlength=checkpoint.shape.num_experts)
+        counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=checkpoint.shape.num_experts)
         losses.append(max(float(np.average(files.layer_losses(layer)[1][:, bits - 1], weights=counts)), _LEAST_LOSS))
-    weights: NDArray[np.float64] = _divergences(forward, len(token_ids), len(losses)) / np.array(losses)
+    together, *alone = _divergences(forward, once, 1 + len(losses))
+    weights: NDArray[np.float64] = np.array(alone) / np.array(losses) * (together / max(sum(alone), _LEAST_LOSS))
     return weights
 
 
@@ -64,13 +71,13 @@ def in_float(replica: QuantizedExpert) -> FullExpert:
     return FullExpert("float32", w1, w3, dequantize(replica.w2), biases=replica.biases, activation=replica.activation)
 
 
-def _divergences(forward: StreamedForward, num_sequences: int, num_layers: int) -> NDArray[np.float64]:
-    """[L]: Kullback-Leibler divergence of each layer's branch from full precision, nats a token."""
-    found = np.zeros(num_layers)
+def _divergences(forward: StreamedForward, num_sequences: int, num_passes: int) -> NDArray[np.float64]:
+    """[P]: Kullback-Leibler divergence of each further pass of all sequences from the first, nats a token."""
+    found = np.zeros(num_passes)
     for sequence in range(num_sequences):
         wanted = forward.log_probabilities(sequence)
-        for layer in range(num_layers):
-            answered = forward.log_probabilities(sequence + (layer + 1) * num_sequences)
+        for further in range(num_passes):
+            answered = forward.log_probabilities(sequence + (further + 1) * num_sequences)
             divergence = torch.nn.functional.kl_div(answered, wanted, reduction="none", log_target=True)
-            found[layer] += float(divergence.sum(-1).mean())
+            found[further] += float(divergence.sum(-1).mean())
     return found / num_sequences

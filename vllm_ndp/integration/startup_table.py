@@ -198,10 +198,11 @@ def _bits(status: dict[str, Any]) -> str:
     bits = status["avg_bits"]
     if status["max_loss"] is not None:
         return f"bits for at most {status['max_loss']:g} nats a token, as predicted,"
+    of = "read by a cold pair" if status["bit_rule"] == OVER_LAYERS else "kept by a cold expert"
     if status["bits_for"] != "auto":
-        return f"average {bits:g} bits per {status['bits_for']}"
+        return f"average {bits:g} bits {of}, per {status['bits_for']},"
     more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
-    return f"average {bits:g} bits per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
+    return f"average {bits:g} bits {of}, per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
 
 
 def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:

@@ -73,9 +73,9 @@ class PolicySettings:
     alpha: float = PAPER_ALPHA
     """Weight of counts against router scores in the importance."""
     bit_rule: str = OVER_LAYERS
-    """What bits maximise: loss reduction weighted by importance, all bits where they help most (`layers`), or each
-    layer with its share of the bits (`importance`), or so and as published (`mse`); `uniform`, `full`: no choice.
-    Source of the default: docs/log/quality.md."""
+    """What bits maximise. `layers`: loss reduction by the bits that are read, in all layers together. By the bits that
+    experts keep, each layer with its share: loss reduction weighted by importance (`importance`), or as published
+    (`mse`). `uniform`, `full`: no choice. Source of the default: docs/log/quality.md."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"
