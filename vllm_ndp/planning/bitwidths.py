@@ -116,7 +116,8 @@ class LossTable:
         columns = np.minimum(np.maximum(widths, WIDTHS[0]), WIDTHS[-1]).astype(np.int64) - WIDTHS[0]
         losses = np.take_along_axis(self.mse, columns[:, :, None], axis=2)[:, :, 0]
         loses = np.isin(widths, WIDTHS)
-        return self.nats * float(((losses * score.values).sum(axis=1, where=loses) * self.layer_weights).sum())
+        lost = (losses * score.values * score.strength).sum(axis=1, where=loses)
+        return self.nats * float((lost * self.layer_weights).sum())
 
     @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
@@ -163,7 +164,8 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     """The widths of least loss among all plans whose cold pairs read as many bits on average, over all layers together.
 
     What a wider expert gains and what it reads both grow with how often it is chosen. So a bit is worth what it gains
-    for one pair, and a score decides only how many bits the budget pays for. The least concave curve above each
+    for one pair: more, the stronger the router's choices of it are. How often it is chosen decides only how many bits
+    the budget pays for. The least concave curve above each
     expert's gains replaces them, so that its next bit never gains more than the one before. Then the best bits of all
     are the best ones one by one, up to the first that the budget does not pay for. Where the curve is not its own, that
     may be within a stretch of it: for one expert at most. Among equal gains the flattest way counts, then the first
@@ -175,9 +177,8 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
             f"placement {list(cold.shape)}, scores {list(score.values.shape)} and loss table "
             f"{list(loss.mse.shape[:2])} must be of one model"
         )
-    gains = ((loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * loss.layer_weights[:, None, None])[
-        cold
-    ].T  # [3, n], by a pair
+    worth = score.strength * loss.layer_weights[:, None]
+    gains = ((loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * worth[:, :, None])[cold].T  # [3, n], by a pair
     best = np.argsort(-_concave(gains), axis=None, kind="stable")  # among equal ones every second bit before any third
     expert = best % max(gains.shape[1], 1)
     gained = gains.ravel()[best] * score.values[cold][expert]

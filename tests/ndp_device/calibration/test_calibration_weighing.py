@@ -43,9 +43,16 @@ def in_memory(directory: Path) -> tuned.Tuning:
     return tuned.Tuning(streamed.load_without_experts(MODEL, CPU), full, replicas)
 
 
+def nll(tuning: tuned.Tuning, tokens: torch.Tensor, bits: int) -> float:
+    tuning._set([[bits] * 8] * 4)
+    with torch.no_grad():
+        answered = tuning.log_probabilities(tokens)[:, :-1]
+    return -float(answered.gather(2, tokens[:, 1:, None]).mean())
+
+
 def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: Path) -> None:
-    """Divergence, that layer alone at 2 bits, over its mean loss there; all of them scaled by what all layers at once
-    do. Nothing else of the replicas changes."""
+    """Divergence, that layer alone at 2 bits, over its mean loss there; all of them scaled by what the text loses with
+    all layers at 2 bits. Nothing else of the replicas changes."""
     weighed = tmp_path / "weighed"
     shutil.copytree(base, weighed)
     before = ReplicaFiles(weighed)
@@ -66,7 +73,7 @@ def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: P
         mean_loss = np.average(before.layer_losses(layer)[1][:, 1], weights=shares)
         alone.append(tuning.divergence(tokens, widths))
         expected.append(alone[-1] / mean_loss)
-    together = tuning.divergence(tokens, [[2] * 8] * 4)
+    together = nll(tuning, tokens, 2) - nll(tuning, tokens, FULL_PRECISION_BITS)
     assert abs(together / sum(alone) - 1) > 0.02, "else it would not matter"
     expected = [one * together / sum(alone) for one in expected]
     np.testing.assert_allclose(np.array(manifest.layer_weights) * manifest.nats_per_loss, expected, rtol=2e-3)
@@ -93,5 +100,5 @@ def test_tuned_replicas_are_weighed_anew(base: Path, tmp_path: Path) -> None:
 
 
 def test_branches_are_no_more_sequences_than_a_calibration_has() -> None:
-    """128 sequences hold 21 of 4 layers and their passes, 3 of 32 layers, 1 of 94; 16 are held out."""
-    assert [weighing.num_weighing(128, layers, 16) for layers in (4, 32, 94, 200)] == [16, 3, 1, 1]
+    """128 sequences hold two passes of the 16 held out, and branches of 24 of 4 layers, 3 of 32 layers, 1 of 94."""
+    assert [weighing.num_branching(128, layers, 16) for layers in (4, 32, 94, 200)] == [16, 3, 1, 1]

@@ -20,9 +20,10 @@ from vllm_ndp.planning.bitwidths import (
     verdict_on,
     verdict_on_loss,
 )
-from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.importance import ImportanceScore, importance
 from vllm_ndp.planning.placement import BATCH_RULES, by_fairness, by_max, by_sum, by_tokens, top_experts
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.stats import RoutingStats
 
 
 def random_model(seed: int, layers: int, experts: int) -> tuple[ImportanceScore, LossTable]:
@@ -217,6 +218,20 @@ def test_bits_over_layers_go_where_a_loss_counts_and_not_where_a_prompt_reads_mo
     assert bits_over_layers(score, placement, table, Budget(1, 3.0)).bits.tolist() == [[0, 3, 3], [0, 3, 3]]
     weighed = LossTable(table.mse, np.array([1.95, 0.05]))
     assert bits_over_layers(score, placement, weighed, Budget(1, 3.0)).bits.tolist() == [[0, 4, 4], [0, 3, 2]]
+
+
+def test_of_two_experts_the_one_with_the_stronger_choices_gets_the_wider_replica_and_loses_the_more():
+    """Both are chosen twice; a router weight of .8 against .2 counts 16 times, and a bit is worth 4.4."""
+    ids, weights = np.tile([[[0, 1]]], (2, 1, 1)), np.tile([[[0.8, 0.2]]], (2, 1, 1))
+    score = importance(RoutingStats.from_choices(ids, weights, 2), alpha=1.0)
+    assert score.strength[0] == pytest.approx([0.64 / 0.34, 0.04 / 0.34])
+    loss = LossTable(LossTable.nominal(1, 2).mse, nats=1.0)
+    bits = bits_over_layers(score, Placement(np.zeros((1, 2), bool)), loss, Budget(0, 2.0)).bits
+    assert bits.tolist() == [[3, 1]]
+    lost = [loss.predicted_nats(score, np.array([widths], np.uint8)) for widths in ([3, 1], [1, 3])]
+    assert lost[0] < lost[1]
+    unknown = ImportanceScore(score.values)
+    assert bits_over_layers(unknown, Placement(np.zeros((1, 2), bool)), loss, Budget(0, 2.0)).bits.tolist() == [[2, 2]]
 
 
 def test_a_bit_that_pays_only_with_the_next_one_is_bought_with_it():
