@@ -234,7 +234,7 @@ def with_one_bit(replicas: Path) -> Path:
     It is the first plane of 2 bits: levels in the middle of the two that share it.
     """
     files, out = ReplicaFiles(replicas), replicas.with_name(f"{replicas.name}-with-1")
-    wanted = msgspec.structs.replace(files.manifest, bits=(1, *files.manifest.bits), layers={})
+    wanted = msgspec.structs.replace(files.manifest.unweighed(), bits=(1, *files.manifest.bits), layers={})
 
     def halved(matrix: QuantizedMatrix) -> QuantizedMatrix:
         offset = (matrix.offset + matrix.scale / 2).astype(np.float16)
