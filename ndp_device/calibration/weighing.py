@@ -95,7 +95,7 @@ def _divergences(forward: StreamedForward, branching: int, passed: int, num_laye
 
 
 def _rise(forward: StreamedForward, token_ids: Tensor) -> float:
-    """Of the text's negative log-likelihood [S, T], nats a token, in the passes behind the first ones."""
+    """Rise of the text's negative log-likelihood, nats a token, from the first S passes to the next S."""
 
     def likelihood(sequence: int) -> float:
         tokens = token_ids[sequence % len(token_ids), 1:]

@@ -163,7 +163,7 @@ def select_bitwidths(
 def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
     """The widths of least loss among all plans whose cold pairs read as many bits on average, over all layers together.
 
-    What a wider expert gains and what it reads both grow with how often it is chosen. So a bit is worth what it gains
+    The gain of a wider expert and its price both grow with how often it is chosen. So a bit is worth what it gains
     for one pair: more, the stronger the router's choices of it are. How often it is chosen decides only how many bits
     the budget pays for. The least concave curve above each
     expert's gains replaces them, so that its next bit never gains more than the one before. Then the best bits of all
