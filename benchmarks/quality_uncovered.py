@@ -6,18 +6,19 @@ The six held-out domains in two halves (uncovered_text.py). Each half is measure
 the bundled text less everything of its three domains, the same text for every arm. Scales are of the same groups. Two
 tables stand beside each other:
 
-    at equal bytes   every arm holds the same average bits per weight
-    at equal time    an arm's average is the one at which the simulated device takes as long for decode's cold pairs of
-                     these sequences as it takes for the yardstick's uniform bits: searched by planning alone, priced
-                     with the experts of mixtral-8x7b, since the tiny ones would be priced by fixed costs
+    at equal bytes   an arm's average is the one at which its plans keep as many bits per cold expert
+    at equal time    it is the one at which the simulated device takes as long for decode's cold pairs of these
+                     sequences, priced with the experts of mixtral-8x7b: the tiny ones would be priced by fixed costs
+
+Equal to what the yardstick's uniform bits keep or take, that is; searched by planning alone.
 
     served   through vLLM, the plugin and a device process, as quality_served.py does: one request at a time, the prompt
              in full precision, every later token forced; execution as in the paper, so that hot experts stay in full
              precision
     harness  the same by quality.py's own forward, for more sequences
 
-An average of bits is one over experts, as memory counts them; `bits_read` is the average over decode's cold pairs, and
-is higher where bits go to the experts that are used most; `device_us` is what such a pair takes on the device.
+`held` is the average over cold experts, `bits_read` the one over decode's cold pairs. It is higher where bits go to the
+experts that are used most. `device_us` is what such a pair takes on the device.
 
 Each number is the mean over sequences of the nll above full precision with the standard error of the paired mean, and
 its part of what uniform auto-gptq loses on the same sequences, with a jackknife error. What is measured is kept in the
@@ -66,8 +67,8 @@ CELLS = ((3.0, 0.0), (3.0, 0.5), (2.0, 0.0), (2.0, 0.5))
 """Average bits, part of the experts that is hot."""
 _AT_ONCE = 16
 Losses = NDArray[np.float64]
-BitsRead = NDArray[np.float64]
-"""[sequences, 3], see _bits_read."""
+Sums = NDArray[np.float64]
+"""[sequences, 5], see _sums."""
 Point = tuple[float, float]
 EQUAL = ("bytes", "time")
 MODEL_PRICED, HARDWARE = "mixtral-8x7b", "h100-ndp512"
@@ -79,9 +80,7 @@ class Measured:
     """Of some sequences at one point."""
 
     losses: Losses
-    bits_read: BitsRead
-    held: NDArray[np.float64]
-    """Average bits over experts, []."""
+    sums: Sums
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,10 @@ class Study:
 
     def measured(self, how: str, arm: Arm, replicas: Path, sequences: Tensor) -> dict[tuple[Point, str], Measured]:
         """(average bits, part hot), equal in what -> what the sequences lost there, kept as soon as it is known."""
-        digest = ReplicaFiles(replicas, check_contents=False).manifest.digest
+        files = ReplicaFiles(replicas, check_contents=False)
+        digest = f"{files.manifest.digest}-{files.loss_digest[:8]}"
         of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
-        path = self.cache / f"{how}-timed-{arm.selector}-{digest}-{of_sequences}.json"
+        path = self.cache / f"{how}-read-{arm.selector}-{digest}-{of_sequences}.json"
         known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         wanted = [(point, equal) for point in CELLS for equal in EQUAL]
         if {_name(*one) for one in wanted} - known.keys():
@@ -143,19 +143,19 @@ class Study:
             forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
             num_experts = store.shape.num_experts
             cells = {
-                (point, "bytes"): Cell(point[0], round(point[1] * num_experts), arm.selector, "prefill")
-                for point in CELLS
+                (point, equal): forward.at_equal(
+                    equal, sequences, Cell(point[0], round(point[1] * num_experts), arm.selector, "prefill")
+                )
+                for point, equal in wanted
             }
-            cells |= {(point, "time"): forward.at_equal_time(sequences, cells[point, "bytes"]) for point in CELLS}
             full, by_cell = forward.run(sequences, list(dict.fromkeys(cells.values())))
             for one, cell in cells.items():
-                nll, bits_read = by_cell[cell]
+                nll, sums = by_cell[cell]
                 if _name(*one) in known:
                     continue
                 if how == "served":
                     nll = served(self.model_dir, replicas, sequences, cell)
-                found = {"losses": (nll - full).tolist(), "bits_read": bits_read.tolist(), "held": cell.avg_bits}
-                known[_name(*one)] = found
+                known[_name(*one)] = {"losses": (nll - full).tolist(), "sums": sums.tolist()}
                 path.write_text(json.dumps(known))
         return {one: Measured(**{of: np.array(was) for of, was in known[_name(*one)].items()}) for one in wanted}
 
@@ -173,8 +173,8 @@ class Forward:
         self._nobody = ImportanceScore.from_weights(np.ones((len(experts), experts[0].num_experts)))
         self._routing: list[tuple[RoutingStats, RoutingStats]] = []
 
-    def at_equal_time(self, sequences: Tensor, cell: Cell) -> Cell:
-        """The cell with the average of bits at which its cold pairs take what they take with uniform bits."""
+    def at_equal(self, what: str, sequences: Tensor, cell: Cell) -> Cell:
+        """The cell with the average of bits at which its plans keep, or take, what those of uniform bits do."""
         if cell.selector == "uniform":
             return cell
         if not self._routing:
@@ -183,22 +183,21 @@ class Forward:
                 self._model.decode(None)
                 self._routing += zip(prompts, self._model.routing_stats(), strict=True)
 
-        def pair_ps(one: Cell) -> float:
-            plans = [(self._plan(one, prompt), decode) for prompt, decode in self._routing]
-            _, pairs, device_ps = np.sum([_bits_read(*each) for each in plans], axis=0)
-            return float(device_ps / pairs)
+        def of(one: Cell) -> float:
+            sums = np.sum([_sums(self._plan(one, prompt), decode) for prompt, decode in self._routing], axis=0)
+            kept, experts, _, pairs, device_ps = sums.tolist()
+            return kept / experts if what == "bytes" else device_ps / pairs
 
-        wanted, low, high = pair_ps(dataclasses.replace(cell, selector="uniform")), 1.0, cell.avg_bits
+        wanted, low, high = of(dataclasses.replace(cell, selector="uniform")), float(WIDTHS[0]), float(WIDTHS[-1])
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            longer = pair_ps(dataclasses.replace(cell, avg_bits=middle)) > wanted
-            low, high = (low, middle) if longer else (middle, high)
+            low, high = (low, middle) if of(dataclasses.replace(cell, avg_bits=middle)) > wanted else (middle, high)
         return dataclasses.replace(cell, avg_bits=round(low, 4))
 
     def _plan(self, cell: Cell, prompt: RoutingStats) -> NDArray[np.uint8]:
         return plan_bits(cell, prompt, prompt, self._nobody, self._losses)
 
-    def run(self, sequences: Tensor, cells: Sequence[Cell]) -> tuple[Losses, dict[Cell, tuple[Losses, BitsRead]]]:
+    def run(self, sequences: Tensor, cells: Sequence[Cell]) -> tuple[Losses, dict[Cell, tuple[Losses, Sums]]]:
         """nll of each sequence in full precision, and at each cell with the bits that its cold pairs read."""
         full, nll, read = [], {cell: [] for cell in cells}, {cell: [] for cell in cells}
         for batch in sequences.split(_AT_ONCE):
@@ -208,16 +207,18 @@ class Forward:
             for cell in cells:
                 plans = [self._plan(cell, prompt) for prompt in prompts]
                 nll[cell].append(self._model.decode(np.stack(plans)))
-                read[cell] += [_bits_read(plan, decode) for plan, decode in zip(plans, decodes, strict=True)]
+                read[cell] += [_sums(plan, decode) for plan, decode in zip(plans, decodes, strict=True)]
         return np.concatenate(full), {cell: (np.concatenate(nll[cell]), np.array(read[cell])) for cell in cells}
 
 
-def _bits_read(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, float, float]:
-    """Of the cold pairs of one sequence: the bits of the experts that they read, added up; how many they are; and the
-    simulated picoseconds of the device, one row at a time."""
-    cold = plan > 0
-    device_ps = float((decode.counts * _expert_ps()[plan])[cold].sum())
-    return float((decode.counts * plan)[cold].sum()), float(decode.counts[cold].sum()), device_ps
+def _sums(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, ...]:
+    """Of one sequence: bits that its cold experts keep, added up, and how many they are; bits that its cold pairs read,
+    how many they are, and simulated picoseconds of the device for them, one row at a time."""
+    cold, counts = plan > 0, decode.counts
+    device_ps = (counts * _expert_ps()[plan])[cold].sum()
+    return tuple(
+        float(one) for one in (plan.sum(), cold.sum(), (counts * plan)[cold].sum(), counts[cold].sum(), device_ps)
+    )
 
 
 @lru_cache
@@ -233,7 +234,7 @@ def with_one_bit(replicas: Path) -> Path:
     It is the first plane of 2 bits: levels in the middle of the two that share it.
     """
     files, out = ReplicaFiles(replicas), replicas.with_name(f"{replicas.name}-with-1")
-    wanted = msgspec.structs.replace(files.manifest, bits=(1, *files.manifest.bits), layers={})
+    wanted = msgspec.structs.replace(files.manifest.unweighed(), bits=(1, *files.manifest.bits), layers={})
 
     def halved(matrix: QuantizedMatrix) -> QuantizedMatrix:
         offset = (matrix.offset + matrix.scale / 2).astype(np.float16)
@@ -284,10 +285,10 @@ def rows_of(found: dict[tuple[str, str, Point, str], list[Measured]]) -> list[di
     rows = []
     for (how, equal, point, arm), halves in found.items():
         losses = np.concatenate([half.losses for half in halves])
-        bits, pairs, device_ps = np.concatenate([half.bits_read for half in halves]).sum(axis=0)
+        kept, experts, bits, pairs, device_ps = np.concatenate([half.sums for half in halves]).sum(axis=0)
         loss, error = mean_and_error(losses)
         row = {"how": how, "equal": equal, "avg_bits": point[0], "part_hot": point[1], "arm": arm}
-        row |= {"sequences": len(losses), "held": round(float(np.mean([half.held for half in halves])), 3)}
+        row |= {"sequences": len(losses), "held": round(kept / experts, 3)}
         row |= {"delta_nll": round(loss, 5), "standard_error": round(error, 5), "bits_read": round(bits / pairs, 3)}
         row |= {"device_us": round(device_ps / pairs / 1e6, 3)}
         if yardstick := found.get((how, equal, point, ARMS[0].name)):

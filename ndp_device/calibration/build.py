@@ -306,16 +306,17 @@ def build_tuned(
 def weigh(model_dir: Path, replicas_dir: Path, text: CalibrationText, device: torch.device) -> Manifest:
     """Measure what a loss in each layer does to the model's answer (weighing.py); write it into the manifest.
 
-    One more pass through the model, of some of the sequences held out.
+    One more pass through the model, of the sequences held out.
     """
     from ndp_device.calibration import streamed, weighing
 
     checkpoint = CheckpointExperts(model_dir)
     _refuse_quantized_beside(checkpoint)
     files = ReplicaFiles(replicas_dir, model_digest=model_digest(model_dir))
-    used = weighing.num_weighing(len(text.token_ids), checkpoint.shape.num_layers, text.num_held_out)
+    tokens = text.held_out_last[-text.num_held_out :]
+    branching = weighing.num_branching(len(text.token_ids), checkpoint.shape.num_layers, len(tokens))
     model = streamed.load_without_experts(model_dir, device)
-    nats = weighing.nats_per_loss(model, text.held_out_last[-used:], checkpoint, files)
+    nats = weighing.nats_per_loss(model, tokens, branching, checkpoint, files)
     mean = max(float(nats.mean()), 1e-30)
     manifest = msgspec.structs.replace(
         files.manifest,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,25 +55,30 @@ class RoutedBatch:
         """Inputs of some sequences, as rows."""
         return RoutedInputs(self.hidden[sequences].flatten(0, 1), self.expert_ids[sequences].flatten(0, 1))
 
-    def answer(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Add one expert's part: compute maps rows [n, H] to rows [n, H], and is called once per sequence."""
-        self._add(self.answers, expert, compute, device)
+    def answer(
+        self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device, of: Iterable[int] | None = None
+    ) -> None:
+        """Add one expert's part: compute maps rows [n, H] to rows [n, H], and is called once per sequence.
+
+        of: the sequences whose answers get it; None: all.
+        """
+        if self.answers is not None:
+            self._add(self.answers, expert, compute, device, range(len(self.answers)) if of is None else of)
 
     def answer_branch(self, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """The same for the branch that leaves here."""
-        self._add(self.branch, expert, compute, device)
+        if self.branch is not None:
+            self._add(self.branch, expert, compute, device, range(len(self.branch)))
 
-    def _add(self, into: Tensor | None, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device) -> None:
-        """Add an expert's outputs to the answers of the first sequences."""
-        if into is None:
-            return
-        for hidden, ids, weights, answers in zip(self.hidden, self.expert_ids, self.weights, into, strict=False):
-            choice, rows = torch.eq(ids.T, expert).nonzero(
-                as_tuple=True
-            )  # in the order in which transformers takes them
+    def _add(
+        self, into: Tensor, expert: int, compute: Callable[[Tensor], Tensor], device: torch.device, of: Iterable[int]
+    ) -> None:
+        for n in of:
+            # in the order in which transformers takes them
+            choice, rows = torch.eq(self.expert_ids[n].T, expert).nonzero(as_tuple=True)
             if len(rows):
-                out = compute(hidden[rows].to(device)).cpu() * weights[rows, choice, None]
-                answers.index_add_(0, rows, out.to(answers.dtype))
+                out = compute(self.hidden[n][rows].to(device)).cpu() * self.weights[n][rows, choice, None]
+                into[n].index_add_(0, rows, out.to(into.dtype))
 
 
 class StreamedForward:

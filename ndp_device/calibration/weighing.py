@@ -4,8 +4,11 @@ Some sequences pass through the model in full precision. From each layer they go
 replicas at one width, and all later layers in full precision. So a layer's branch passes what the layer alone spoils.
 The divergence of its answer from full precision, over the layer's mean relative loss at that width, is its weight.
 
-The model is never in memory (streamed.py). As many sequences are taken as keep all branches within what calibration
-holds. Knows replicas that are complete. Does not know how they were made, nor manifests.
+More sequences pass with replicas in every layer. The text loses something else by that than the sum of divergences:
+layers spoil together, and text is not the model's own answer. All weights are in proportion to what the text loses.
+
+The model is never in memory (streamed.py). As many sequences branch as keep all passes within what calibration holds.
+Knows replicas that are complete. Does not know how they were made, nor manifests.
 """
 
 from __future__ import annotations
@@ -30,31 +33,43 @@ if TYPE_CHECKING:
 WEIGHED_AT = 2
 """Bits of a layer whose weight is measured, or the nearest that there are."""
 _LEAST_LOSS = 1e-12
+_LEAST_PART = 0.25
+"""Of the sum of divergences: a short text may happen to lose nothing."""
 
 
-def num_weighing(num_sequences: int, num_layers: int, most: int) -> int:
-    """How many sequences are weighed on, so that all branches are no more than a calibration's sequences."""
-    return max(1, min(most, num_sequences // (num_layers + 1)))
+def num_branching(num_sequences: int, num_layers: int, held_out: int) -> int:
+    """How many of the sequences held out branch, so that all their passes are no more than a calibration's sequences.
+
+    All of them pass twice: in full precision and in replicas.
+    """
+    return max(1, min(held_out, (num_sequences - 2 * held_out) // num_layers))
 
 
 def nats_per_loss(
-    model: Any, token_ids: Tensor, checkpoint: CheckpointExperts, files: ReplicaFiles
+    model: Any, token_ids: Tensor, branching: int, checkpoint: CheckpointExperts, files: ReplicaFiles
 ) -> NDArray[np.float64]:
-    """[L] from sequences [S, T] and a model without experts (streamed.load_without_experts)."""
+    """[L] from sequences [S, T], the first of which branch, and a model without experts
+    (streamed.load_without_experts)."""
     bits = min(files.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
-    forward = StreamedForward(model, token_ids, checkpoint.shape.num_layers)
+    once = len(token_ids)
+    forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape.num_layers)
     losses = []
-    for layer, batch in enumerate(forward.layers(len(token_ids))):
+    for layer, batch in enumerate(forward.layers(branching)):
+        in_replicas = range(once, 2 * once)
+        in_full = [*range(once), *range(2 * once, len(batch.hidden))]
         for expert in range(checkpoint.shape.num_experts):
             full = FloatExpert(checkpoint.expert(layer, expert), model.device)
             checkpoint.release()
-            batch.answer(expert, full, model.device)
+            batch.answer(expert, full, model.device, in_full)
             replica = FloatExpert(in_float(files.expert(layer, expert, bits)), model.device)
+            batch.answer(expert, replica, model.device, in_replicas)
             batch.answer_branch(expert, replica, model.device)
         files.release(layer)
-        counts = np.bincount(batch.expert_ids[: len(token_ids)].numpy().ravel(), minlength=checkpoint.shape.num_experts)
+        counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=checkpoint.shape.num_experts)
         losses.append(max(float(np.average(files.layer_losses(layer)[1][:, bits - 1], weights=counts)), _LEAST_LOSS))
-    weights: NDArray[np.float64] = _divergences(forward, len(token_ids), len(losses)) / np.array(losses)
+    alone = _divergences(forward, branching, 2 * once, len(losses))
+    together = max(_rise(forward, token_ids), _LEAST_PART * alone.sum())
+    weights: NDArray[np.float64] = alone / np.array(losses) * (together / max(alone.sum(), _LEAST_LOSS))
     return weights
 
 
@@ -64,13 +79,28 @@ def in_float(replica: QuantizedExpert) -> FullExpert:
     return FullExpert("float32", w1, w3, dequantize(replica.w2), biases=replica.biases, activation=replica.activation)
 
 
-def _divergences(forward: StreamedForward, num_sequences: int, num_layers: int) -> NDArray[np.float64]:
-    """[L]: Kullback-Leibler divergence of each layer's branch from full precision, nats a token."""
+def _divergences(forward: StreamedForward, branching: int, passed: int, num_layers: int) -> NDArray[np.float64]:
+    """[L]: Kullback-Leibler divergence of each layer's branch from full precision, nats a token.
+
+    Branches lie behind `passed` sequences.
+    """
     found = np.zeros(num_layers)
-    for sequence in range(num_sequences):
+    for sequence in range(branching):
         wanted = forward.log_probabilities(sequence)
         for layer in range(num_layers):
-            answered = forward.log_probabilities(sequence + (layer + 1) * num_sequences)
+            answered = forward.log_probabilities(passed + layer * branching + sequence)
             divergence = torch.nn.functional.kl_div(answered, wanted, reduction="none", log_target=True)
             found[layer] += float(divergence.sum(-1).mean())
-    return found / num_sequences
+    return found / branching
+
+
+def _rise(forward: StreamedForward, token_ids: Tensor) -> float:
+    """Rise of the text's negative log-likelihood, nats a token, from the first S passes to the next S."""
+
+    def likelihood(sequence: int) -> float:
+        tokens = token_ids[sequence % len(token_ids), 1:]
+        answered = forward.log_probabilities(sequence)[:-1].cpu()
+        return float(answered.gather(1, tokens[:, None]).mean())
+
+    once = len(token_ids)
+    return sum(likelihood(one) - likelihood(one + once) for one in range(once)) / once

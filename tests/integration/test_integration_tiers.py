@@ -87,7 +87,7 @@ def test_a_balanced_run_over_three_tiers_replays_to_the_picosecond(tmp_path: Pat
     settings = {"hot_experts": 4, "warm_experts": 1, "avg_bits": 2.0, "bits_for": "request", "replicas": str(REPLICAS)}
     ran = run(tmp_path / "trace", {**settings, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, max_num_seqs=3)
     assert min(ran.totals[f"{kind}_pairs"] for kind in ("hot", "spilled", "warm", "cold")) > 0
-    assert {report["avg_bits"] for report in ran.reports} == {2.0}
+    assert all(1.7 < report["avg_bits"] <= 2.0 for report in ran.reports)
     for report in ran.reports:
         kinds = [report[f"{kind}_pairs"] for kind in PAIR_KINDS if not kind.startswith("prefill")]
         assert sum(kinds) == (TOKENS - 1) * LAYERS * TOP_K

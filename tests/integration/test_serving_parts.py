@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllm_ndp.config import NdpSettings
+from vllm_ndp.integration.report import RequestReport
 from vllm_ndp.integration.serving.finished import FinishedRequests, made_of
 
 pytestmark = pytest.mark.vllm
@@ -38,6 +40,37 @@ def test_only_the_last_reports_are_kept_and_shown_the_newest_first():
     assert [report for _, report in finished.latest(2)] == [{"output_tokens": 4}, {"output_tokens": 3}]
     (report,) = finished.find("cmpl-4").values()
     assert report["measured_token_ms"] == [1.0]
+
+
+@pytest.mark.parametrize(("predicted", "told"), [(0.05, 0.05), (0.31, None), (None, None)])
+def test_a_report_leaves_out_a_predicted_loss_that_is_not_to_be_trusted(predicted: float | None, told: float | None):
+    report = RequestReport(0.0, plan={"epoch": 1, "predicted_nats": predicted})
+    assert report.as_dict(1, "stop")["predicted_nats"] == told
+    assert "predicted_nats" not in RequestReport(0.0).as_dict(0, "aborted"), "no plan, no prediction"
+
+
+@pytest.mark.parametrize(
+    ("settings", "nats", "said"),
+    [
+        ({"hot_experts": 4, "plan": "joint"}, None, "known for each plan"),
+        ({"hot_experts": 4, "cold_precision": "full"}, None, ""),
+        ({"hot_experts": 8}, None, ""),
+        (
+            {"hot_experts": 4, "policy_options": {"bit_rule": "mse", "losses": "absolute"}},
+            None,
+            "unknown: only",
+        ),
+        ({"hot_experts": 4}, None, "unknown: the replicas do not say"),
+        ({"hot_experts": 4}, 0.01, "0.01 nats a token"),
+    ],
+)
+def test_the_startup_table_gives_the_true_reason_where_no_loss_is_predicted(
+    settings: dict[str, Any], nats: float | None, said: str
+):
+    from vllm_ndp.integration.startup_table import _predicted_loss
+
+    row = _predicted_loss(NdpSettings.from_mapping(settings), 8, nats)
+    assert row.startswith(said) if said else row == ""
 
 
 def test_the_routes_end_the_start_of_a_server_that_did_not_ask_for_ndp():

@@ -144,11 +144,11 @@ class NdpController:
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
                 "prices": self.worker.made.settings.prices,
-                "avg_bits": request.plan.average_bits if placement.num_cold.any() else 0.0,
+                "avg_bits": round(request.plan.bits_read(request.score.values), 6) if placement.num_cold.any() else 0.0,
                 "predicted_nats": replanner.predicted_nats(slot_bits, request.score, request.plan),
             }
             for name, request in planned.items()
-            if request.plan is not None
+            if request.plan is not None and request.score is not None
         }
 
     def add_device(self, address: str, keys: str | None) -> dict[str, Any]:

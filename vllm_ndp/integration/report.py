@@ -16,6 +16,7 @@ from typing import Any
 from ndp_device.timing.energy import CommandEnergy
 from ndp_device.timing.spec import EnergySpec
 from ndp_device.timing.work import Timing
+from vllm_ndp.planning.bitwidths import trusted
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 PS_PER_US = 1_000_000
@@ -246,7 +247,7 @@ class RequestReport:
         """Times in ms (measured) and us (simulated). Simulated time starts when the request is first scheduled.
 
         simulated_device_us: stages of the device's answers that the request waited for, those beside it too; they are
-        not divided among the requests of a step. Energy is.
+        not divided among the requests of a step. Energy is. predicted_nats: null where it is not to be trusted.
         """
         report: dict[str, Any] = {"finish": finish, "prompt_tokens": self.prompt_tokens, "output_tokens": output_tokens}
         report |= {f"{phase}_rows": self.rows[phase] for phase in PHASES}
@@ -255,6 +256,8 @@ class RequestReport:
             report |= {"drafted_tokens": self.drafted, "accepted_drafts": self.drafted - self.rejected}
             report["rejected_pairs"] = self.rejected * self.pairs_per_row
         report |= self.plan
+        if self.plan:
+            report["predicted_nats"] = trusted(self.plan["predicted_nats"])
         if self.unsimulated:
             report["unsimulated"] = self.unsimulated
         if self.token_s and self.first_scheduled_ps is not None:

@@ -64,7 +64,9 @@ def status(worker: LoadedWorker, sidecar: RoutingSidecar) -> dict[str, Any]:
         "bit_rule": settings.bit_rule_in_force,
         "avg_bits": settings.avg_bits,
         "max_loss": settings.max_loss,
-        "predicted_loss": verdict_on_loss(parts.planner.replanner.predicted_nats(settings.slot_bits)),
+        "predicted_loss": _predicted_loss(
+            settings, shape.num_experts, parts.planner.replanner.predicted_nats(settings.slot_bits)
+        ),
         "too_few_bits": verdict_on(settings.avg_bits) if settings.needs_replicas(shape.num_experts) else "",
         "bits_for": settings.bits_for,
         "execution": _execution(num_hot, device.facts.offload_bits, settings.device_hosts),
@@ -88,6 +90,17 @@ def _report(unsimulated: str) -> str:
     return "in kv_transfer_params['ndp']" + (
         f", without simulated times of tokens: {unsimulated} is in no clock" if unsimulated else ""
     )
+
+
+def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None) -> str:
+    """Empty where nothing is quantized."""
+    if not settings.needs_replicas(num_experts):
+        return ""
+    if settings.plan == "joint":
+        return "known for each plan, which is made from a prompt: `predicted_nats` of its report"
+    if settings.losses != "relative":
+        return "unknown: only relative losses are known in nats, and 'losses' is 'absolute'"
+    return verdict_on_loss(nats)
 
 
 def _layers(replicas: Path | None, losses: str) -> str:
@@ -187,10 +200,11 @@ def _bits(status: dict[str, Any]) -> str:
     bits = status["avg_bits"]
     if status["max_loss"] is not None:
         return f"bits for at most {status['max_loss']:g} nats a token, as predicted,"
+    of = "read by a cold pair" if status["bit_rule"] == OVER_LAYERS else "kept by a cold expert"
     if status["bits_for"] != "auto":
-        return f"average {bits:g} bits per {status['bits_for']}"
+        return f"average {bits:g} bits {of}, per {status['bits_for']},"
     more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
-    return f"average {bits:g} bits per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
+    return f"average {bits:g} bits {of}, per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
 
 
 def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:
@@ -240,7 +254,7 @@ def startup_table(status: dict[str, Any]) -> Table:
         ("device holds", _held(status)),
         ("simulated hardware", _hardware(status)),
         ("policy", f"{status['policy']}, {_bits(status)} by {status['bit_rule']}{status['layers']}"),
-        ("predicted loss", status["predicted_loss"]),
+        *([("predicted loss", status["predicted_loss"])] if status["predicted_loss"] else []),
         *([("TOO FEW BITS", status["too_few_bits"])] if status["too_few_bits"] else []),
         ("execution", status["execution"]),
         ("prefill", status["prefill"]),

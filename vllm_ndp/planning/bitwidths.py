@@ -7,9 +7,9 @@ tried and the one with the largest total gain kept. The gain of a prefix is a di
     gain "mse"         loss[e, 1] - loss[e, w]                  as published
     gain "importance"  importance[e] * (loss[e, 1] - loss[e, w])   expected over the tokens that will use the expert
 
-The published selector gives every layer the same share of the bits. `bits_over_layers` spends all of them where they
-help most, in any layer. A layer whose cold experts this prompt hardly uses needs few. Layers also differ in what an
-error in them does to the answer (the table's layer weights). The average over the model stays the budget's.
+The published selector counts the bits that experts keep, and gives every layer the same share. Every device holds all
+widths, though: what narrow experts save is time, by bits that are read. `bits_over_layers` counts those, and spends
+them where one pair gains most, in any layer. Layers differ in what an error in them does to the answer (layer weights).
 
 Does not know requests, policies or where the loss table comes from.
 """
@@ -32,7 +32,7 @@ from vllm_ndp.planning.stats import frozen_array
 
 GAINS = ("importance", "mse")
 OVER_LAYERS = "layers"
-"""The bit rule that spends one budget over all layers."""
+"""The bit rule that spends one budget over all layers, of bits that are read."""
 LOSSES = ("relative", "absolute")
 """Kinds of an expert's loss: the error of its output on held-out tokens, relative to the output's mean square, or
 absolute. With absolute losses, the few experts with the largest outputs take all bits. Source: docs/log/quality.md."""
@@ -53,10 +53,12 @@ _NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
 """Rise in negative log-likelihood with every expert cold. Source: docs/log/quality.md, tiny-mixtral."""
 
 MOST_TRUSTED_NATS = 0.3
-"""Largest prediction that is trusted. Below it, plans of tiny-mixtral lost half to five fourths of the prediction;
-above it, up to one and a half times as much. Plans of tiny-qwen3-moe lose up to twice the prediction anywhere. Source:
-benchmarks/predicted_loss.py."""
+"""Largest prediction that is trusted. Below it, plans of tiny-mixtral lost .5 to 1.7 times the prediction (median error
+23 %); above it, about 1.6 times. Plans of tiny-qwen3-moe mostly lost .7 to 1.9 times, most where they lose less than
+.005. Source: benchmarks/predicted_loss.py."""
 
+_ROUNDING = 1e-9
+"""Of sums of shares: 1.9999999 bits are 2."""
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
 
@@ -115,7 +117,8 @@ class LossTable:
         columns = np.minimum(np.maximum(widths, WIDTHS[0]), WIDTHS[-1]).astype(np.int64) - WIDTHS[0]
         losses = np.take_along_axis(self.mse, columns[:, :, None], axis=2)[:, :, 0]
         loses = np.isin(widths, WIDTHS)
-        return self.nats * float(((losses * score.values).sum(axis=1, where=loses) * self.layer_weights).sum())
+        lost = (losses * score.values * score.strength).sum(axis=1, where=loses)
+        return self.nats * float((lost * self.layer_weights).sum())
 
     @classmethod
     def nominal(cls, num_layers: int, num_experts: int) -> LossTable:
@@ -159,11 +162,14 @@ def select_bitwidths(
 
 
 def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
-    """The widths of largest total gain that spend exactly the budget's increments over all layers together.
+    """The widths of least loss among all plans whose cold pairs read as many bits on average, over all layers together.
 
-    The least concave curve above each expert's gains replaces them, so that its next bit never gains more than the one
-    before. Then the best bits of all are the best ones one by one. Where the curve is not its own, the budget may end
-    within a stretch of it: for one expert at most. Among equal gains the flattest way counts, then the first
+    The gain of a wider expert and its price both grow with how often it is chosen. So a bit is worth what it gains
+    for one pair: more, the stronger the router's choices of it are. How often it is chosen decides only how many bits
+    the budget pays for. The least concave curve above each
+    expert's gains replaces them, so that its next bit never gains more than the one before. Then the best bits of all
+    are the best ones one by one, up to the first that the budget does not pay for. Where the curve is not its own, that
+    may be within a stretch of it: for one expert at most. Among equal gains the flattest way counts, then the first
     layer's and the lowest id's.
     """
     cold = placement.cold
@@ -172,46 +178,53 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
             f"placement {list(cold.shape)}, scores {list(score.values.shape)} and loss table "
             f"{list(loss.mse.shape[:2])} must be of one model"
         )
-    gains = (loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * (score.values * loss.layer_weights[:, None])[:, :, None]
-    falling = _concave(gains[cold]).T  # [3, n]: among equal gains every expert's second bit before any third
-    best = np.argsort(-falling, axis=None, kind="stable")
-    best = best[: _num_spent(gains[cold].T.ravel()[best], score, placement, loss, budget)]
+    worth = score.strength * loss.layer_weights[:, None]
+    gains = ((loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * worth[:, :, None])[cold].T  # [3, n], by a pair
+    best = np.argsort(-_concave(gains), axis=None, kind="stable")  # among equal ones every second bit before any third
+    expert = best % max(gains.shape[1], 1)
+    gained = gains.ravel()[best] * score.values[cold][expert]
+    spent = min(
+        _num_paid(placement.cold_shares(score.values)[expert], budget.avg_bits - WIDTHS[0]),
+        _num_needed(gained, score, placement, loss, budget.max_loss),
+    )
     bits = np.zeros(cold.shape, np.uint8)
-    num_cold = falling.shape[1]
-    bits[cold] = 1 + (np.bincount(best % num_cold, minlength=num_cold) if num_cold else 0)
+    bits[cold] = WIDTHS[0] + np.bincount(expert[:spent], minlength=gains.shape[1])
     return BitwidthPlan(bits)
 
 
-def _num_spent(
-    gains: NDArray[np.float64], score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget
+def _num_paid(read: NDArray[np.float64], bits: float) -> int:
+    """How many increments a pair may read in `bits` on average. read: what each adds to that."""
+    return int(np.searchsorted(np.cumsum(read), bits + _ROUNDING, side="right")) if bits > 0 else 0
+
+
+def _num_needed(
+    gained: NDArray[np.float64], score: ImportanceScore, placement: Placement, loss: LossTable, max_loss: float | None
 ) -> int:
-    """How many increments of these gains a budget pays for: those of its average, or until no more is lost than it
-    allows."""
-    most = int(budget.increments(placement.num_cold).sum())
-    if budget.max_loss is None:
-        return most
+    """How many increments of these gains it takes until no more is lost than so many nats; None: all."""
+    if max_loss is None or not len(gained):
+        return len(gained)
     if loss.nats is None:
         raise ConfigError(
             "a budget of max_loss needs replicas that say how much losses matter: `vllm-ndp quantize` with "
             "--calibration measures it"
         )
     at_least = loss.predicted_nats(score, placement.cold.astype(np.uint8)) or 0.0
-    lost = at_least - loss.nats * np.cumsum(gains[:most])
-    return int(np.count_nonzero(np.concatenate([[at_least], lost[:-1]]) > budget.max_loss)) if most else 0
+    lost = at_least - loss.nats * np.cumsum(gained)
+    return int(np.count_nonzero(np.concatenate([[at_least], lost[:-1]]) > max_loss))
 
 
 def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[n, 3] gains of the second, third and fourth bit -> those of the least concave curve above their sums.
+    """[3, n] gains of the second, third and fourth bit -> those of the least concave curve above their sums.
 
     The k-th is the least over i <= k of the largest over j >= k of the mean of gains i to j.
     """
-    sums = np.zeros((len(gains), gains.shape[1] + 1))
-    np.cumsum(gains, axis=1, out=sums[:, 1:])
-    places = range(gains.shape[1])
+    sums = np.zeros((len(gains) + 1, gains.shape[1]))
+    np.cumsum(gains, axis=0, out=sums[1:])
+    places = range(len(gains))
     curve = [
         np.min(
             [
-                np.max([(sums[:, j + 1] - sums[:, i]) / (j + 1 - i) for j in places if j >= k], axis=0)
+                np.max([(sums[j + 1] - sums[i]) / (j + 1 - i) for j in places if j >= k], axis=0)
                 for i in places
                 if i <= k
             ],
@@ -219,7 +232,7 @@ def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:
         )
         for k in places
     ]
-    return np.stack(curve, axis=1)
+    return np.stack(curve)
 
 
 def verdict_on(avg_bits: float) -> str:
@@ -232,8 +245,13 @@ def verdict_on(avg_bits: float) -> str:
     )
 
 
+def trusted(nats: float | None) -> float | None:
+    """A prediction as far as it is to be trusted."""
+    return None if nats is None or nats > MOST_TRUSTED_NATS else nats
+
+
 def verdict_on_loss(nats: float | None) -> str:
-    """A prediction for people, and whether it is to be trusted."""
+    """A prediction from replicas for people, and whether it is to be trusted."""
     if nats is None:
         return "unknown: the replicas do not say (`vllm-ndp quantize --calibration` measures it)"
     said = f"{nats:.2g} nats a token where a prompt uses all experts alike"

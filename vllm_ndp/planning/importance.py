@@ -9,7 +9,7 @@ Does not know placements, bits or policies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +32,14 @@ class ImportanceScore:
 
     values: NDArray[np.float64]  # [L, E]
     num_tokens: int = 0
+    strength: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
+    """Square of the router weight that an expert has where it is chosen, by the layer's mean: errors enter the answer
+    so. None: the same in all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", frozen_array(self.values, np.float64))
+        strength = np.ones(self.values.shape) if self.strength is None else self.strength
+        object.__setattr__(self, "strength", frozen_array(strength, np.float64))
         if self.values.ndim != 2 or self.values.size == 0:
             raise ValueError(f"an importance score must be [L, E], got {list(self.values.shape)}")
         if not (self.values >= 0).all():  # also catches NaN
@@ -44,6 +49,8 @@ class ImportanceScore:
             raise ValueError(f"each layer's importance must sum to 1, got {sums.tolist()}")
         if self.num_tokens < 0:
             raise ValueError(f"num_tokens must be >= 0, got {self.num_tokens}")
+        if self.strength.shape != self.values.shape or not (self.strength >= 0).all():
+            raise ValueError(f"strengths must be {list(self.values.shape)} and >= 0, got {list(self.strength.shape)}")
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.floating | np.integer], num_tokens: int = 0) -> ImportanceScore:
@@ -58,7 +65,8 @@ class ImportanceScore:
         """One layer of it, as the score [1, E] of a model of one layer."""
         if layer >= len(self.values):
             raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
-        return ImportanceScore(self.values[layer : layer + 1], self.num_tokens)
+        one = slice(layer, layer + 1)
+        return ImportanceScore(self.values[one], self.num_tokens, self.strength[one])
 
     def require_shape(self, model: tuple[int, ...]) -> None:
         """Raises ConfigError where this prior is not of a model [layers, experts]."""
@@ -71,7 +79,7 @@ class ImportanceScore:
     def mixed_with(self, prior: ImportanceScore, weight: float) -> ImportanceScore:
         """weight * self + (1 - weight) * prior."""
         prior.require_shape(self.values.shape)
-        return ImportanceScore(_normalised(weight * self.values + (1 - weight) * prior.values), self.num_tokens)
+        return replace(self, values=_normalised(weight * self.values + (1 - weight) * prior.values))
 
     def shrunk_to(self, prior: ImportanceScore, prior_tokens: float) -> ImportanceScore:
         """(n * self + n0 * prior) / (n + n0): the shorter the prompt, the more the prior counts."""
@@ -80,7 +88,7 @@ class ImportanceScore:
         if total == 0:
             return prior
         mixed = (self.num_tokens * self.values + prior_tokens * prior.values) / total
-        return ImportanceScore(_normalised(mixed), self.num_tokens)
+        return replace(self, values=_normalised(mixed))
 
 
 def repeats(stats: RoutingStats, prior: ImportanceScore) -> float | None:
@@ -116,7 +124,7 @@ def calibrated(score: ImportanceScore, stats: RoutingStats, prior: ImportanceSco
     values = np.interp(score.values, guessed, came)
     largest = score.values > guessed[-1]
     values[largest] = score.values[largest] * (came[-1] / guessed[-1])
-    return ImportanceScore(_normalised(values), score.num_tokens)
+    return replace(score, values=_normalised(values))
 
 
 def _halves(stats: RoutingStats, late_counts: NDArray[np.integer]) -> list[NDArray[np.float64]]:
@@ -153,7 +161,9 @@ def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[Im
     """
     if not has_common_bits(bits_for, len(scores)):
         return list(scores)
-    together = ImportanceScore.from_weights(np.sum([score.values for score in scores], axis=0))
+    used = np.sum([score.values for score in scores], axis=0)
+    strength = np.sum([score.values * score.strength for score in scores], axis=0) / np.where(used > 0, used, 1.0)
+    together = replace(ImportanceScore.from_weights(used), strength=np.where(used > 0, strength, 1.0))
     return [together] * len(scores)
 
 
@@ -162,7 +172,15 @@ def importance(stats: RoutingStats, alpha: float = PAPER_ALPHA) -> ImportanceSco
     if not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"alpha must lie in 0..1, got {alpha}")
     mixed = alpha * _normalised(stats.counts.astype(np.float64)) + (1 - alpha) * _normalised(stats.scores)
-    return ImportanceScore(_normalised(mixed), stats.num_tokens)
+    return ImportanceScore(_normalised(mixed), stats.num_tokens, _strength(stats))
+
+
+def _strength(stats: RoutingStats) -> NDArray[np.float64]:
+    """[L, E], 1 where an expert was not chosen."""
+    square = (stats.scores / np.maximum(stats.counts, 1)) ** 2
+    mean = (square * stats.counts).sum(axis=1, keepdims=True) / max(stats.num_tokens * stats.top_k, 1)
+    known = (stats.counts > 0) & (mean > 0)
+    return np.where(known, square / np.where(mean > 0, mean, 1.0), 1.0)
 
 
 def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:

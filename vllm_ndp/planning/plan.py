@@ -25,8 +25,11 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 
 @dataclass(frozen=True)
 class Budget:
-    """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
-    average over the model. With max_loss, they keep as many fewer as are predicted to lose that many nats a token."""
+    """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones have avg_bits on average.
+
+    That is over the pairs that a prompt lets expect, or over experts, as the bit rule says (bitwidths.py). With
+    max_loss, they have as many fewer as are predicted to lose that many nats a token.
+    """
 
     num_hot: int
     avg_bits: float
@@ -102,6 +105,11 @@ class Placement:
         """Cold experts of each layer, [L]."""
         num_cold: NDArray[np.int64] = self.cold.sum(axis=1, dtype=np.int64)
         return num_cold
+
+    def cold_shares(self, importance: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How much of all choices of cold experts each one is, [cold], from the choices [L, E]; equal without any."""
+        chosen = importance[self.cold]
+        return chosen / chosen.sum() if chosen.any() else np.full(len(chosen), 1.0 / max(len(chosen), 1))
 
     def moves_from(self, previous: Placement | None) -> NDArray[np.bool_]:
         """[L, E], the experts that must migrate into GPU memory to get here."""
@@ -203,16 +211,7 @@ class Plan:
         if (self.bits.bits[self.placement.warm] != FULL_PRECISION_BITS).any():
             raise ValueError(f"bits must be {FULL_PRECISION_BITS} where an expert is warm")
 
-    @property
-    def average_bits(self) -> float:
-        """Average bits of the cold experts; NaN if there are none."""
+    def bits_read(self, importance: NDArray[np.float64]) -> float:
+        """By a cold pair on average, where experts are chosen so often [L, E]; NaN where none is cold."""
         cold = self.bits.bits[self.placement.cold]
-        return float(cold.mean()) if cold.size else math.nan
-
-    def fits(self, budget: Budget) -> bool:
-        """Whether every layer has at most num_hot hot experts, and no more quantized bits than the average allows."""
-        cold = self.bits.bits[self.placement.cold].astype(np.int64)
-        allowed = int(self.placement.num_cold.sum() + budget.increments(self.placement.num_cold).sum())
-        quantized = bool((cold <= WIDTHS[-1]).all())
-        room = (self.placement.num_hot <= budget.num_hot) & (self.placement.warm.sum(axis=1) <= budget.num_warm)
-        return bool(room.all()) and quantized and int(cold.sum()) <= allowed
+        return float((cold * self.placement.cold_shares(importance)).sum()) if cold.size else math.nan

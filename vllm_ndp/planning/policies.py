@@ -73,9 +73,10 @@ class PolicySettings:
     alpha: float = PAPER_ALPHA
     """Weight of counts against router scores in the importance."""
     bit_rule: str = OVER_LAYERS
-    """Rule that deals bits. `layers` and `importance` maximise the reduction of loss weighted by importance: over all
-    layers, or with an equal budget for each. `mse`: per layer, as published. `uniform`, `full`: no choice. Source of
-    the default: docs/log/quality.md."""
+    """Rule that deals bits. `layers`: the largest reduction of loss for the bits that pairs read, over all layers
+    together. Two rules count the bits that experts keep, with an equal budget for each layer: `importance` weights the
+    reduction by importance, `mse` is as published. `uniform`, `full`: no choice. Source of the default:
+    docs/log/quality.md."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"

@@ -43,8 +43,16 @@ def in_memory(directory: Path) -> tuned.Tuning:
     return tuned.Tuning(streamed.load_without_experts(MODEL, CPU), full, replicas)
 
 
+def nll(tuning: tuned.Tuning, tokens: torch.Tensor, bits: int) -> float:
+    tuning._set([[bits] * 8] * 4)
+    with torch.no_grad():
+        answered = tuning.log_probabilities(tokens)[:, :-1]
+    return -float(answered.gather(2, tokens[:, 1:, None]).mean())
+
+
 def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: Path) -> None:
-    """Divergence, that layer alone at 2 bits, over its mean loss there. Nothing else of the replicas changes."""
+    """Divergence, that layer alone at 2 bits, over its mean loss there; all of them scaled by what the text loses with
+    all layers at 2 bits. Nothing else of the replicas changes."""
     weighed = tmp_path / "weighed"
     shutil.copytree(base, weighed)
     before = ReplicaFiles(weighed)
@@ -58,12 +66,16 @@ def test_a_layer_weighs_what_its_losses_do_to_the_answer(base: Path, tmp_path: P
 
     tuning = in_memory(base)
     tokens = text().held_out_last[-2:]
-    expected = []
+    expected, alone = [], []
     for layer, inputs in enumerate(tuning.inputs(tokens)):
         widths = [[2 if one == layer else FULL_PRECISION_BITS] * 8 for one in range(4)]
         shares = np.bincount(inputs.expert_ids.numpy().ravel(), minlength=8)
         mean_loss = np.average(before.layer_losses(layer)[1][:, 1], weights=shares)
-        expected.append(tuning.divergence(tokens, widths) / mean_loss)
+        alone.append(tuning.divergence(tokens, widths))
+        expected.append(alone[-1] / mean_loss)
+    together = nll(tuning, tokens, 2) - nll(tuning, tokens, FULL_PRECISION_BITS)
+    assert abs(together / sum(alone) - 1) > 0.02, "else it would not matter"
+    expected = [one * together / sum(alone) for one in expected]
     np.testing.assert_allclose(np.array(manifest.layer_weights) * manifest.nats_per_loss, expected, rtol=2e-3)
     assert np.mean(manifest.layer_weights) == pytest.approx(1, rel=1e-3)
     assert max(expected) > 2 * min(expected), "layers differ: else there would be nothing to weigh"
@@ -88,5 +100,5 @@ def test_tuned_replicas_are_weighed_anew(base: Path, tmp_path: Path) -> None:
 
 
 def test_branches_are_no_more_sequences_than_a_calibration_has() -> None:
-    """128 sequences hold 25 of 4 layers and their branches, 3 of 32 layers, 1 of 94; 16 are held out."""
-    assert [weighing.num_weighing(128, layers, 16) for layers in (4, 32, 94, 200)] == [16, 3, 1, 1]
+    """128 sequences hold two passes of the 16 held out, and branches of 24 of 4 layers, 3 of 32 layers, 1 of 94."""
+    assert [weighing.num_branching(128, layers, 16) for layers in (4, 32, 94, 200)] == [16, 3, 1, 1]

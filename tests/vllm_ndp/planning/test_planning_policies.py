@@ -40,14 +40,18 @@ def test_every_policy_makes_the_same_plan_twice_and_it_fits(name, bits):
     policy = load_policy(name, PolicySettings(prior=PRIOR, bit_rule=bits))
     budget, loss = Budget(3, 1.5), LossTable.nominal(2, 8)
 
+    scores = [policy.score(prompt(seed)) for seed in range(3)]
+
     def plans() -> list[Plan]:
-        scores = [policy.score(prompt(seed)) for seed in range(3)]
         placement = policy.place(scores, None, budget)
         return [Plan(0, placement, policy.assign(score, placement, loss, budget)) for score in scores]
 
     first, second = plans(), plans()
-    for one, other in zip(first, second, strict=True):
-        assert one.fits(budget) == (bits != "full")
+    for score, one, other in zip(scores, first, second, strict=True):
+        assert (one.placement.num_hot == 3).all()
+        cold = one.bits.bits[one.placement.cold]
+        spent = one.bits_read(score.values) if bits == "layers" else cold.mean()
+        assert (spent <= 1.5 + 1e-8) == (bits != "full")
         assert one.bits.bits.tobytes() == other.bits.bits.tobytes()
 
 

@@ -120,11 +120,16 @@ def test_half_a_bit_alternates_between_layers():
     assert Budget(1, 1.5).increments(np.array([3, 3, 3, 3])).tolist() == [1, 2, 1, 2]
 
 
+def test_bits_are_read_as_often_as_a_prompt_chooses_their_experts():
+    plan = Plan(0, Placement(np.array([[True, False, False]])), BitwidthPlan(np.array([[0, 2, 4]])))
+    assert plan.bits_read(np.array([[0.6, 0.3, 0.1]])) == pytest.approx(2.5)
+    assert plan.bits_read(np.array([[1.0, 0.0, 0.0]])) == 3.0, "nothing is known of either"
+    everything_hot = Plan(0, Placement(np.ones((1, 2), bool)), BitwidthPlan(np.zeros((1, 2))))
+    assert np.isnan(everything_hot.bits_read(np.array([[0.5, 0.5]])))
+
+
 def test_a_plan_has_bits_exactly_where_it_is_cold():
     placement = Placement(np.array([[True, False]]))
-    assert Plan(0, placement, BitwidthPlan(np.array([[0, 2]]))).fits(Budget(1, 2.0))
-    assert not Plan(0, placement, BitwidthPlan(np.array([[0, 3]]))).fits(Budget(1, 2.0))
-    assert not Plan(0, placement, BitwidthPlan(np.array([[0, 2]]))).fits(Budget(0, 2.0))
     for bits in ([[2, 0]], [[0, 0]], [[1, 1]]):
         with pytest.raises(ValueError, match="exactly where"):
             Plan(0, placement, BitwidthPlan(np.array(bits)))
