@@ -174,12 +174,13 @@ class _Config:
         head_dim = sizes._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim")
         return GroupedQuery(
             num_heads=heads,
-            num_kv_heads=sizes._or(heads, "num_key_value_heads"),
+            num_kv_heads=sizes._or(heads, "num_key_value_heads", "num_attention_groups"),
             head_dim=head_dim,
             reach=self.size(windows[kind]) if kind in windows else 0,
             chunked=kind == "chunked_attention",
             gate_dim=self._gate_dim(head_dim),
             one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
+            query_rank=self._or(0, "share_q_dim"),
         )
 
     def _gate_dim(self, head_dim: int) -> int:
