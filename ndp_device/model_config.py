@@ -188,7 +188,7 @@ class _Config:
         if gating := get("gating"):  # Laguna: a number per head, unless it says otherwise
             return 1 if gating is True or gating == "per-head" else head_dim
         gates = "linear_num_value_heads" in self._config or get("model_type") in _GATES_ATTENTION
-        return head_dim if gates or get("attn_output_gate") else 0
+        return head_dim if gates or get("attn_output_gate") or get("attention_gate_func") else 0
 
     def _of_layer(self, layer: int, kind: str) -> _Config:
         """With the sizes that this layer has of its own, by its number or its kind."""
