@@ -31,9 +31,9 @@ from ndp_device.replicas.checkpoint import CheckpointExperts  # noqa: E402
 from ndp_device.replicas.format import ReplicaFiles  # noqa: E402
 
 MAKER = ROOT / "benchmarks" / "make_family_models.py"
-SEEN_ELSEWHERE = ("llama4", "nemotron_h", "jamba", "longcat_flash")
-"""Llama-4's experts take other arguments, LongCat's cannot be hooked, Nemotron-H has no gate, and Jamba's Mamba layers
-need a kernel."""
+SEEN_ELSEWHERE = ("dbrx", "llama4", "nemotron_h", "jamba", "longcat_flash")
+"""DBRX's experts are not read, Llama-4's take other arguments, LongCat's cannot be hooked, Nemotron-H has no gate, and
+Jamba's Mamba layers need a kernel."""
 
 
 def _maker() -> Any:
@@ -46,7 +46,7 @@ def _maker() -> Any:
     return module
 
 
-UNCOUNTED = ("deepseek_v4", "glm5_next", "hy_v4", "inkling", "longcat_flash", "qwen4_exp")
+UNCOUNTED = ("deepseek_v4", "hy_v4", "inkling", "longcat_flash", "qwen4_exp")
 """Compressed attention, hyper-connections, convolved keys, two attentions in a layer: the simulated host has none."""
 WITHOUT_NORM = ("flex_olmo", "longcat_flash")
 """Norms come after attention and experts only, or in lists."""
@@ -54,8 +54,8 @@ WITHOUT_NORM = ("flex_olmo", "longcat_flash")
 MAKE = _maker()
 MULTIMODAL = tuple(name for name, family in MAKE.FAMILIES.items() if family.vision)
 WITHOUT_CLASS = tuple(name for name, family in MAKE.FAMILIES.items() if family.tensors)
-NOT_READ = ("ernie4_5_vl_moe", "diffusion_gemma", "openpangu_vl")
-"""Experts of two sizes in a layer; an encoder beside the decoder; none."""
+NOT_READ = ("dbrx", "ernie4_5_vl_moe", "diffusion_gemma", "openpangu_vl")
+"""Experts in one tensor of two dimensions; of two sizes in a layer; an encoder beside the decoder; none."""
 TOWERS = re.compile("vis|audio|projector|merger|rotary")
 BY_DEFAULT = ("qwen3_moe", "deepseek_v3", "gpt_oss", "granite_moe_hybrid")
 """Dense layers; groups; biases and a clamp; two kinds of state. All others are in `make test-long`."""
