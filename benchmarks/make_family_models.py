@@ -1,4 +1,4 @@
-"""Write a tiny checkpoint with random weights for every family of Mixture-of-Experts models that transformers builds.
+"""Write a tiny checkpoint with random weights for every family of Mixture-of-Experts models that was run here.
 
     python benchmarks/make_family_models.py OUT                  # all of them, 2 to 4 M parameters each
     python benchmarks/make_family_models.py OUT qwen3_moe gpt_oss
@@ -7,6 +7,7 @@ They show that a family is read, routed and computed right, never how good its t
 vLLM and on the plugin, and compare tokens. The same seed gives the same bytes. Nothing is downloaded: the tokenizer is
 the bundled model's (4096 words). Prints one JSON object: family -> directory.
 
+transformers builds them; for families that it has no class of, families.toml gives the names and shapes of the tensors.
 Weights are drawn anew after transformers has built the model, wide enough that the logits of two words rarely tie; with
 the draws of the classes themselves nearly all of them do.
 """
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "models" / "tiny-mixtral"
 MORE = Path(__file__).with_name("families.toml")
+"""Most of them: those without sizes in common with another one."""
 
 COMMON: Mapping[str, Any] = MappingProxyType(
     {
@@ -86,13 +89,18 @@ class Family:
     """How one family's tiny model is built: transformers' configuration class and what differs from COMMON."""
 
     config_class: str
+    """Empty: transformers has none, and `tensors` says what there is."""
     sizes: Mapping[str, Any]
     added: Mapping[str, Any] = field(default_factory=dict)
     """Keys of published config.json files that transformers' class drops and vLLM reads."""
     vision: Mapping[str, Any] = field(default_factory=dict)
     """Sizes of a multimodal model's vision tower; `sizes` are its language model's."""
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    """A multimodal model's tokens that stand for images and videos."""
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    """A multimodal model's keys beside the two: tokens that stand for images and videos."""
+    tensors: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Names that vLLM's loader of the family takes, as patterns -> shape."""
+    own_class: bool = False
+    """Whether published checkpoints bring the class of their config.json, which no library has."""
     norm_mean: float = 1.0
     """What a norm's weight is drawn around: 0 where the model adds the 1 itself."""
     ones: Sequence[str] = ()
@@ -123,8 +131,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen3_next": Family("Qwen3NextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
         "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", _LINEAR, norm_mean=0.0, dtype="bfloat16"),
-        "olmoe": Family("OlmoeConfig", {"intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4}),
-        "flex_olmo": Family("FlexOlmoConfig", {"intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}),
         "deepseek_v2": Family(
             "DeepseekV2Config",
             _MLA
@@ -152,43 +158,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
         ),
-        "glm4_moe": Family(
-            "Glm4MoeConfig",
-            {
-                "head_dim": 32,
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 16,
-                "num_experts_per_tok": 4,
-                "n_shared_experts": 1,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                "use_qk_norm": True,
-                "partial_rotary_factor": 0.5,
-            },
-        ),
-        "dots1": Family(
-            "Dots1Config",
-            {
-                "head_dim": 32,
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 16,
-                "num_experts_per_tok": 4,
-                "n_shared_experts": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-            },
-        ),
-        "hunyuan_moe": Family(
-            "HunYuanMoEV1Config", {"head_dim": 32, "intermediate_size": 64, "num_experts": 8, "moe_topk": 2}
-        ),
         "granite_moe": Family("GraniteMoeConfig", _GRANITE),
         "granite_moe_shared": Family("GraniteMoeSharedConfig", _GRANITE | {"shared_intermediate_size": 96}),
         "granite_moe_hybrid": Family(
@@ -201,16 +170,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "mamba_d_head": 32,
                 "mamba_d_state": 32,
                 "mamba_expand": 2,
-            },
-        ),
-        "gpt_oss": Family(
-            "GptOssConfig",
-            {
-                "head_dim": 32,
-                "intermediate_size": 96,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 4,
-                "sliding_window": 128,
             },
         ),
         "gemma4": Family(
@@ -230,126 +189,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
         ),
-        "exaone_moe": Family(
-            "ExaoneMoeConfig",
-            {
-                "head_dim": 32,
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "num_experts": 16,
-                "num_experts_per_tok": 4,
-                "num_shared_experts": 1,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "routed_scaling_factor": 2.5,
-                "norm_topk_prob": True,
-                "sliding_window": 128,
-                "sliding_window_pattern": 2,
-            },
-            {"swiglu_limits": [0.0, 7.0, 0.0, 10.0]},
-        ),
-        "minimax_m3": Family(
-            "MiniMaxM3VLTextConfig",
-            {
-                "head_dim": 32,
-                "intermediate_size": 64,
-                "dense_intermediate_size": 192,
-                "shared_intermediate_size": 64,
-                "num_local_experts": 16,
-                "num_experts_per_tok": 4,
-                "rotary_dim": 16,
-                "index_n_heads": 2,
-                "index_head_dim": 32,
-                "index_block_size": 16,
-            },
-        ),
-        "deepseek_v4": Family(
-            "DeepseekV4Config",
-            {
-                "num_key_value_heads": 1,
-                "head_dim": 64,
-                "partial_rotary_factor": 0.5,
-                "q_lora_rank": 64,
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 16,
-                "num_experts_per_tok": 4,
-                "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
-                "o_groups": 2,
-                "o_lora_rank": 32,
-                "index_n_heads": 2,
-                "index_head_dim": 32,
-                "swiglu_limit": 0.5,  # published 10.0, which these weights never reach
-            },
-            on_cpu=False,
-        ),
-        "hy_v4": Family(
-            "HYV4Config",
-            {
-                "num_key_value_heads": 4,
-                "head_dim": 32,
-                "kv_lora_rank": 64,
-                "q_lora_rank": 64,
-                "qk_nope_head_dim": 32,
-                "qk_rope_head_dim": 32,
-                "v_head_dim": 32,
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "n_routed_experts": 16,
-                "num_experts_per_tok": 4,
-                "index_n_heads": 2,
-                "index_head_dim": 64,
-                "swiglu_limit": 0.5,
-            },
-            on_cpu=False,
-        ),
-        "llama4": Family(
-            "Llama4TextConfig",
-            {
-                "head_dim": 32,
-                "intermediate_size": 96,
-                "intermediate_size_mlp": 192,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 1,
-                "interleave_moe_layer_step": 2,
-                "attention_chunk_size": 512,
-            },
-        ),
-        "phimoe": Family(
-            "PhimoeConfig",
-            {
-                "intermediate_size": 96,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "attention_bias": True,
-                "lm_head_bias": True,
-            },
-            {"architectures": ["PhiMoEForCausalLM"]},
-        ),
-        "ernie4_5_moe": Family(
-            "Ernie4_5_MoeConfig",
-            {
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "moe_num_experts": 16,
-                "moe_k": 4,
-                "moe_num_shared_experts": 2,
-                "moe_layer_start_index": 1,
-            },
-        ),
-        "minimax_m2": Family(
-            "MiniMaxM2Config",
-            {"head_dim": 32, "intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
-            {
-                "scoring_func": "sigmoid",
-                "use_routing_bias": True,
-                "rotary_dim": 32,
-                "use_qk_norm": True,
-                "qk_norm_type": "per_layer",
-                "attn_type_list": [1, 1, 1, 1],
-                "num_mtp_modules": 0,
-            },
-        ),
         "glm4_moe_lite": Family(
             "Glm4MoeLiteConfig",
             _MLA
@@ -363,43 +202,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             {"first_k_dense_replace": 1},
         ),
-        "jamba": Family(
-            "JambaConfig",
-            {
-                "intermediate_size": 96,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "attn_layer_period": 4,
-                "attn_layer_offset": 1,
-                "expert_layer_period": 2,
-                "expert_layer_offset": 1,
-                "mamba_d_state": 16,
-                "use_mamba_kernels": False,
-            },
-        ),
-        "nemotron_h": Family(
-            "NemotronHConfig",
-            {
-                "layers_block_type": ["mamba", "moe", "attention", "moe"],
-                "head_dim": 32,
-                "intermediate_size": 192,
-                "moe_intermediate_size": 64,
-                "moe_shared_expert_intermediate_size": 64,
-                "n_routed_experts": 16,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "mamba_num_heads": 8,
-                "mamba_head_dim": 32,
-                "ssm_state_size": 32,
-                "n_groups": 1,
-            },
-        ),
     }
 )
 
+CONFIGURATION = """\
+from transformers import PretrainedConfig
+
+
+class FamilyConfig(PretrainedConfig):
+    def __init__(self, **keys):
+        nested = {k: PretrainedConfig(**v) for k, v in keys.items() if k.endswith("_config") and isinstance(v, dict)}
+        super().__init__(**(keys | nested))
+"""
+
 _LEFT_ALONE = ("inv_freq", "A_log", "dt_bias")
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings")
 
 
 def make(name: str, out: Path, *, seed: int = 0) -> Path:
@@ -411,31 +228,73 @@ def make(name: str, out: Path, *, seed: int = 0) -> Path:
     if (directory / "tokenizer_config.json").is_file():
         return directory
     transformers.utils.logging.disable_progress_bar()
-    family = FAMILIES[name]
-    sizes: dict[str, Any] = {**COMMON, **family.sizes}
-    if family.vision:
-        sizes = {"text_config": sizes, "vision_config": dict(family.vision), "tie_word_embeddings": False}
-    config = getattr(transformers, family.config_class)(**sizes, **family.tokens)
-    auto = transformers.AutoModelForImageTextToText if family.vision else transformers.AutoModelForCausalLM
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32).eval()
-        _redraw(model, family, torch.Generator().manual_seed(seed))
-    model.to(getattr(torch, family.dtype)).save_pretrained(directory)
-    _add_keys(directory / "config.json", family.added)
-    _add_ones(directory / "model.safetensors", family.ones, COMMON["hidden_size"])
+    family, generator = FAMILIES[name], torch.Generator().manual_seed(seed)
+    if family.tensors:
+        _save_from_table(family, directory, generator)
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            _save_from_class(family, directory, generator)
     for file in ("tokenizer.json", "tokenizer_config.json"):  # last: what says that the directory is whole
         shutil.copyfile(TOKENIZER / file, directory / file)
     return directory
 
 
-def _redraw(model: Any, family: Family, generator: Any) -> None:
+def _save_from_class(family: Family, directory: Path, generator: Any) -> None:
+    import torch
+    import transformers
+
+    config = getattr(transformers, family.config_class)(**_keys(family))
+    auto = transformers.AutoModelForImageTextToText if family.vision else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    buffers = (item for item in model.named_buffers() if "correction_bias" in item[0])
+    _redraw([*model.named_parameters(), *buffers], family, generator)
+    model.to(getattr(torch, family.dtype)).save_pretrained(directory)
+    _add_keys(directory / "config.json", family.added)
+    _add_ones(directory / "model.safetensors", family.ones, COMMON["hidden_size"])
+
+
+def _save_from_table(family: Family, directory: Path, generator: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.zeros(*shape) for pattern, shape in family.tensors.items() for name in _names(pattern)}
+    _redraw(tensors.items(), family, generator)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_keys(family)))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if family.own_class:
+        (directory / "configuration_family.py").write_text(CONFIGURATION)
+    _add_keys(directory / "config.json", family.added)
+
+
+def _names(pattern: str) -> Iterator[str]:
+    """Every name that a pattern stands for: braces hold words or a range, as in a shell."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        yield pattern
+        return
+    first, dots, last = braces[1].partition("..")
+    words = map(str, range(int(first), int(last) + 1)) if dots else braces[1].split(",")
+    for word in words:
+        yield from _names(pattern[: braces.start()] + word + pattern[braces.end() :])
+
+
+def _keys(family: Family) -> dict[str, Any]:
+    """Of config.json, before what is added to it."""
+    sizes: dict[str, Any] = {**COMMON, **family.sizes}
+    if family.vision:
+        sizes = {"text_config": sizes, "vision_config": dict(family.vision), "tie_word_embeddings": False}
+    own_class = {"auto_map": {"AutoConfig": "configuration_family.FamilyConfig"}} if family.own_class else {}
+    return sizes | dict(family.tokens) | own_class
+
+
+def _redraw(values: Iterable[tuple[str, Any]], family: Family, generator: Any) -> None:
     import torch
 
     def normal(values: Any, scale: float, mean: float = 0.0) -> None:
         values.copy_(mean + scale * torch.randn(values.shape, generator=generator))
 
-    values = [*model.named_parameters(), *(item for item in model.named_buffers() if "correction_bias" in item[0])]
     with torch.no_grad():
         for name, value in values:
             last = name.rsplit(".", 1)[-1]
@@ -448,7 +307,7 @@ def _redraw(model: Any, family: Family, generator: Any) -> None:
                 normal(value, 0.01, 1.0 if is_plain else family.norm_mean)
             elif last.endswith("scale"):
                 normal(value, 0.05, 1.0)
-            elif "embed_tokens" in name:
+            elif any(word in name for word in _EMBEDDINGS):
                 normal(value, 0.25)
             elif value.ndim < 2 or last.endswith("bias"):
                 normal(value, 0.01)

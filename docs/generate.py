@@ -3,7 +3,7 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/map.md, map.svg    from docs/measured/map.json (map_page.py, map_picture.py)
     docs/decode-step.svg    from docs/measured/decode_step.json (step_picture.py)
-    docs/families.md        from docs/templates/families.md.j2 and docs/measured/families.json
+    docs/families.md        from docs/templates/families.md.j2, docs/measured/families.json and tests/data
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def rendered(template: str, root: Path = ROOT) -> str:
         keep_trailing_newline=True,
     )
     templates.globals |= {"about": about, "headline": headline}
-    return templates.get_template(template).render(load_measured(root / "docs" / "measured"))
+    architectures = tomllib.loads((root / "tests" / "data" / "moe-architectures.toml").read_text())
+    return templates.get_template(template).render(
+        load_measured(root / "docs" / "measured"), architectures=architectures
+    )
 
 
 def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:

@@ -60,7 +60,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True, tag_field="form", tag=str
 class GroupedQuery(_Form, frozen=True, kw_only=True):
     """Softmax attention with query heads that share key-value heads."""
 
-    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach", "gate_dim"})
+    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach", "gate_dim", "query_rank"})
 
     num_heads: int
     num_kv_heads: int
@@ -72,11 +72,15 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
     """How many numbers gate a head's output: its dimension, 1, or 0 for no gate."""
     one_projection: bool = False
     """Whether keys and values come from one projection; they are cached apart all the same."""
+    query_rank: int = 0
+    """How wide a query is before its second projection (Step-3); 0: it has one."""
 
     def weights(self, hidden: int) -> int:
         """Query, gate, key, value and output projections."""
-        query, key_value = self.num_heads * (2 * self.head_dim + self.gate_dim), self.num_kv_heads * self.head_dim
-        return hidden * (query + (1 if self.one_projection else 2) * key_value)
+        heads, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query = self.query_rank * (hidden + heads) if self.query_rank else hidden * heads
+        others = heads + self.num_heads * self.gate_dim + (1 if self.one_projection else 2) * key_value
+        return query + hidden * others
 
     @property
     def kv_values(self) -> int:

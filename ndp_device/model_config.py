@@ -175,12 +175,13 @@ class _Config:
         head_dim = sizes._or(self.size("hidden_size") // heads, "head_dim", "attention_head_dim")
         return GroupedQuery(
             num_heads=heads,
-            num_kv_heads=sizes._or(heads, "num_key_value_heads"),
+            num_kv_heads=sizes._or(heads, "num_key_value_heads", "num_attention_groups"),
             head_dim=head_dim,
             reach=self.size(windows[kind]) if kind in windows else 0,
             chunked=kind == "chunked_attention",
             gate_dim=self._gate_dim(head_dim),
             one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
+            query_rank=self._or(0, "share_q_dim"),
         )
 
     def _indexer(self, layer: int) -> dict[str, int]:
@@ -201,7 +202,7 @@ class _Config:
         if gating := get("gating"):  # Laguna: a number per head, unless it says otherwise
             return 1 if gating is True or gating == "per-head" else head_dim
         gates = "linear_num_value_heads" in self._config or get("model_type") in _GATES_ATTENTION
-        return head_dim if gates or get("attn_output_gate") else 0
+        return head_dim if gates or get("attn_output_gate") or get("attention_gate_func") else 0
 
     def _of_layer(self, layer: int, kind: str) -> _Config:
         """Replace the sizes that this layer has of its own, by its number or its kind."""

@@ -143,6 +143,7 @@ def copied(tmp_path: Path) -> Path:
     """The docs and a small package beside them, all pages current."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "tests" / "data", tmp_path / "tests" / "data")
     for package in ("ndp_device", "vllm_ndp/integration"):
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "one.py").write_text('"""One thing. Knows no other."""\n')

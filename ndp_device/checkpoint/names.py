@@ -242,7 +242,7 @@ def _only_block(blocks: dict[str, Block], layer: int, name: str) -> Block:
     if len(blocks) > 1:
         raise ReplicaError(
             f"{name} has two sets of experts for layer {layer}, {' and '.join(sorted(blocks))}: "
-            "keep the files of one checkpoint only"
+            "keep the files of one checkpoint only; an encoder beside a decoder is not served"
         )
     return next(iter(blocks.values()))
 
@@ -353,7 +353,7 @@ class _Layer:
         if len(shapes) > 1:
             (usual, _), *_, (odd, _) = shapes.most_common()
             name = next(name for name in names.values() if self._tensors[name].shape == odd)
-            raise ReplicaError(f"{self._where}: {name} is {list(odd)}, the other experts' are {list(usual)}")
+            raise ReplicaError(f"{self._where}: {name} is {list(odd)}, others' are {list(usual)}: we serve one shape")
         return Source(template)
 
     def _matrix_shape(self, source: Source) -> tuple[int, int]:

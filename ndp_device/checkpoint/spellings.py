@@ -90,8 +90,8 @@ OURS = Spellings(
     experts=("experts",),
     gate=("gate_proj", "w1", "fc_gate", "ffn_gate_exps"),
     up=("up_proj", "w3", "fc_up", "ffn_up_exps"),
-    down=("down_proj", "w2", "fc_down", "output_linear", "ffn_down_exps"),
-    gate_up=("gate_up_proj", "input_linear", "ffn_gate_up_exps"),
+    down=("down_proj", "w2", "fc_down", "output_linear", "ffn_down_exps", "fc2"),
+    gate_up=("gate_up_proj", "input_linear", "ffn_gate_up_exps", "fc1"),  # Aria says fc1
     router=("gate", "router", "gate.wg", "router.layer", "ffn_gate_inp"),
     norms=(
         "pre_feedforward_layernorm_2",  # Gemma-4, whose dense layer beside the experts reads the one without a number

@@ -60,6 +60,12 @@ def dtype_of(config: dict[str, Any]) -> str:
     return "bfloat16" if "linear_num_value_heads" in text else "float32"
 
 
+def options_of(config: dict[str, Any]) -> dict[str, Any]:
+    """A multimodal model without its towers; one that brings the class of its config.json, with that."""
+    is_multimodal = any(key in config for key in ("text_config", "vision_config", "thinker_config"))
+    return {"language_model_only": is_multimodal, "trust_remote_code": "auto_map" in config}
+
+
 def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
     prompts = [prompt * REPEATS for prompt in PROMPTS[:PROMPT_COUNT]]
     warned = BufferingHandler(10_000)
@@ -69,8 +75,7 @@ def run(model: Path, side: str, dtype: str) -> dict[str, Any]:
         settings = SETTINGS[side]
         if settings and settings.get("hot_experts") == "all":
             settings = settings | {"hot_experts": open_checkpoint(model).shape.num_experts}
-        is_multimodal = "text_config" in json.loads((model / "config.json").read_text())
-        options = OPTIONS | ({"language_model_only": True} if is_multimodal else {})
+        options = OPTIONS | options_of(json.loads((model / "config.json").read_text()))
         with engine(model, settings=settings, dtype=dtype, **options) as llm:
             settled = llm.llm_engine.vllm_config
             # the second pass hits the prefix cache

@@ -19,12 +19,12 @@ KINDS = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORT
 
 
 def moe_architectures() -> set[str]:
-    known = _registry()
+    known = registry()
     found = {name for name, (module, cls) in known.items() if _has_experts(module, cls)}
     return found | {name for name, (module, _) in known.items() if _strings(module) & found}
 
 
-def _registry() -> Mapping[str, tuple[str, str]]:
+def registry() -> Mapping[str, tuple[str, str]]:
     """Architecture -> (module, class)."""
     tables = {
         statement.targets[0].id: ast.literal_eval(statement.value)

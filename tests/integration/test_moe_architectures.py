@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import tomllib
 
 import pytest
-from moe_architectures import moe_architectures
+from moe_architectures import moe_architectures, registry
 from paths import ROOT
 
 pytest.importorskip("vllm")
 
-ROWS = tomllib.loads((ROOT / "tests" / "data" / "moe-architectures.toml").read_text())
+DATA = tomllib.loads((ROOT / "tests" / "data" / "moe-architectures.toml").read_text())
+ROWS, DRAWN = DATA["outcomes"], DATA["drawn"]
 
 
 def test_every_architecture_with_experts_has_one_row() -> None:
@@ -28,3 +30,16 @@ def test_what_is_called_identical_or_refused_was_measured() -> None:
     sentences = [row["refused"] for row in measured.values() if "refused" in row]
     for architecture, part in ROWS["refused"].items():
         assert any(part in sentence for sentence in sentences), architecture
+
+
+def test_a_row_of_the_same_class_is_the_same_class_in_the_registry() -> None:
+    known, with_outcomes = registry(), {name for rows in ROWS.values() for name in rows} - set(ROWS["same_class"])
+    for architecture, other in ROWS["same_class"].items():
+        assert known[architecture] == known[other], architecture
+        assert other in with_outcomes
+
+
+def test_the_ten_were_drawn_by_chance() -> None:
+    """Their outcome on first try is beside them; what was mended since shows in their row."""
+    drawn = random.Random(DRAWN["seed"]).sample(DRAWN["among"], 10)
+    assert list(DRAWN["first_try"]) == drawn

@@ -86,6 +86,16 @@ def test_gemma_4s_global_layers_have_sizes_of_their_own_and_a_dense_part_beside_
     assert model.shared_weights == 3 * 8 * 24
 
 
+def test_step_3_compresses_its_queries_and_counts_its_key_heads_as_groups() -> None:
+    sizes = {"head_dim": 32, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 9, "num_hidden_layers": 1}
+    own = {"num_attention_groups": 1, "share_q_dim": 16, "share_expert_dim": 5}
+    model = whole_model(dataclasses.replace(SMALL, num_layers=1), sizes | own, [0])
+    attention = model.decoder[0].attention
+    assert attention.kv_values == 2 * 32
+    assert attention.weights(8) == 8 * 16 + 16 * 4 * 32 + 4 * 32 * 8 + 2 * 8 * 32
+    assert model.shared_weights == 3 * 8 * 5
+
+
 def test_dense_layers_count_where_they_run_and_trailing_ones_before_the_first() -> None:
     """Dense, experts, dense, dense, experts, dense: before the first experts run the last layer, the first, its own."""
     moe, dense = DecoderLayer(attention=ATTENTION), DecoderLayer(attention=ATTENTION, dense_weights=7)
