@@ -412,13 +412,17 @@ def test_prices_are_not_measured_where_nothing_is_decided_by_them(others: dict[s
 def test_a_budget_of_nats_is_a_value_of_avg_bits():
     settings = NdpSettings.from_mapping({"avg_bits": {"max_loss": 0.05}})
     assert (settings.avg_bits, settings.max_loss) == (4.0, 0.05)
-    assert NdpSettings.from_mapping(settings.recorded()).max_loss == 0.05
+    recorded = settings.recorded()
+    assert recorded["avg_bits"] == {"max_loss": 0.05}
+    assert NdpSettings.from_mapping(recorded).max_loss == 0.05
+    assert "max_loss" not in NdpSettings().recorded() | recorded
 
 
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
         ({"avg_bits": {"nats": 0.05}}, "'avg_bits' must be a number or"),
+        ({"max_loss": 0.05}, r"unknown ndp setting 'max_loss': write {\"avg_bits\": {\"max_loss\": NATS}}"),
         ({"avg_bits": {"max_loss": 0.05}, "policy_options": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
         ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
     ],
