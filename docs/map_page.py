@@ -1,12 +1,19 @@
-"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, and what would make the device win."""
+"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, why, and what would make the device win.
+
+python docs/map_page.py COMMIT      cell by cell, the map as it was kept at a commit, today's, and what changed
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from measured_figures import Figures, about
+from measured_figures import Figures, about, load_measured
 
 BEFORE = {
     "mixtral-8x7b": ("device 90", "device 126", "device 126", "4 bits 373", "4 bits 373", "4 bits 373", "4 bits 373"),
@@ -28,6 +35,8 @@ class Row(NamedTuple):
     side: str
     tokens_per_s: float
     loss: float
+    on_gpu: float | None = None
+    """Part of decode's choices that are found in GPU memory."""
 
 
 class Map:
@@ -59,6 +68,13 @@ class Map:
     def won(self, assumed: str, limit: str) -> list[tuple[str, int]]:
         there = [(place, self.rows(assumed, *place, limit)) for place in self.places()]
         return [place for place, rows in there if rows and rows[0].side == "device"]
+
+    def decided_by(self, model: str, size: int, limit: str) -> list[str]:
+        """Assumptions of the band under which the other side wins the cell."""
+        ratios = {assumed: self.ratio(assumed, model, size, limit) for assumed in self.figures["band"]}
+        fitted = ratios.get(AS_FITTED)
+        known = [] if fitted is None else [(name, ratio) for name, ratio in ratios.items() if ratio is not None]
+        return [name for name, ratio in known if (ratio > 1) != (fitted > 1)]
 
     def filled(self, assumed: str, limit: str) -> int:
         return sum(bool(self.rows(assumed, *place, limit)) for place in self.places())
@@ -99,9 +115,10 @@ def page(source: Figures) -> str:
     lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
     lines += [
         "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
-        "is behind. Then the device's speed over the fastest other system's: its range over locality and prices (the",
-        "first lines of the table of wins), and under how many of them the device wins. joint and device use the",
-        "device; cache: an expert cache whose misses are fetched or computed on the host; all: every expert on it.",
+        "is behind; in brackets the part of choices found on the GPU: others wait for device or host. Then the device",
+        "over the fastest other system: the range of that ratio over locality and prices (the first lines of the table",
+        "of wins), and the assumptions among them that change the side that wins. joint and device use the device;",
+        "cache: an expert cache whose misses are fetched or computed on the host; all: every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
@@ -118,12 +135,16 @@ def _said(rows: list[Row]) -> str:
     if not rows:
         return "nothing fits"
     first, second = rows[0], next((row for row in rows if row.side != rows[0].side), None)
-    text = f"{first.name} {first.tokens_per_s:.0f}"
-    text = f"**{text}**" if first.side == "device" else text
     if second is None:
-        return text
+        return _named(first)
     ahead = 100 * (first.tokens_per_s / second.tokens_per_s - 1)
-    return f"{text}, {ahead:.0f} % before {second.name} {second.tokens_per_s:.0f}"
+    return f"{_named(first)}, {ahead:.0f} % before {_named(second).replace('*', '')}"
+
+
+def _named(row: Row) -> str:
+    text = f"{row.name} {row.tokens_per_s:.0f}"
+    text = f"**{text}**" if row.side == "device" else text
+    return text if row.on_gpu is None else f"{text} ({100 * row.on_gpu:.0f} %)"
 
 
 def _cells(known: Map, limit: str) -> list[str]:
@@ -138,14 +159,16 @@ def _cells(known: Map, limit: str) -> list[str]:
             if not ratios:
                 told.append(text)
                 continue
-            band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
-            told.append(text + band)
+            decides = ", ".join(known.decided_by(model, size, limit))
+            told.append(
+                f"{text}; {min(ratios):.2f} to {max(ratios):.2f}, {f'not with {decides}' if decides else 'always'}"
+            )
         lines.append(f"| {size} | " + " | ".join(told) + " |")
     return lines
 
 
 def _wins(known: Map) -> list[str]:
-    """How many cells, and which, under every assumption."""
+    """How many cells under every assumption, and which ones that are not as fitted."""
     limits = list(known.figures["limits"])
     lines = [
         "| assumed | " + " | ".join(f"at {limit}' loss" for limit in limits) + " |",
@@ -154,8 +177,11 @@ def _wins(known: Map) -> list[str]:
     for assumed in [*known.figures["band"], *known.figures["devices"]]:
         counts = []
         for limit in limits:
-            listed = ", ".join(f"{model} {size}" for model, size in known.won(assumed, limit)) or "none"
-            counts.append(f"{len(known.won(assumed, limit))} of {known.filled(assumed, limit)}: {listed}")
+            won, fitted = (set(known.won(name, limit)) for name in (assumed, AS_FITTED))
+            changed = [f"{sign} {model} {size}" for sign, which in (("+", won - fitted), ("-", fitted - won))
+                       for model, size in known.places() if (model, size) in which]  # fmt: skip
+            told = ": " + ", ".join(changed) if changed else ""
+            counts.append(f"{len(won)} of {known.filled(assumed, limit)}{told}")
         lines.append(f"| {assumed} | " + " | ".join(counts) + " |")
     return lines
 
@@ -213,12 +239,65 @@ def _history(known: Map) -> list[str]:
         "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
         "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
         "",
-        "| model | GB | before | H100 rates | now |",
-        "|---|---|---|---|---|",
+        "| model | GB | before | H100 rates | now | why another side wins |",
+        "|---|---|---|---|---|---|",
     ]
     limit = list(known.figures["limits"])[-1]
     for model, size in known.places():
         before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
-        now = (_said(known.rows(assumed, model, size, limit)) for assumed in (SAME_GPU, AS_FITTED))
-        lines.append(f"| {model} | {size} | {before} | {' | '.join(now)} |")
+        rows = [known.rows(assumed, model, size, limit) for assumed in (SAME_GPU, AS_FITTED)]
+        told = " | ".join(map(_said, rows))
+        lines.append(f"| {model} | {size} | {before} | {told} | {_step_that_decided(before, *rows)} |")
     return lines
+
+
+def _step_that_decided(before: str, same_gpu: list[Row], now: list[Row]) -> str:
+    sides = [before.startswith("device"), *(rows[0].side == "device" for rows in (same_gpu, now) if rows)]
+    if before == "-" or len(sides) < 3:
+        return "-"
+    steps = ("rivals, prices and routing", "the card's rates")
+    changed = [step for step, was, became in zip(steps, sides, sides[1:], strict=False) if was != became]
+    return ", then ".join(changed) or "the same side"
+
+
+def compared(before: Map, now: Map) -> list[str]:
+    """Cell by cell as fitted: winner and runner-up of both maps, and how far each side moved."""
+    lines = ["| model | GB | loss of | before | now | why |", "|---|---|---|---|---|---|"]
+    for (model, size), limit in ((place, limit) for place in now.places() for limit in now.figures["limits"]):
+        was, became = (known.rows(AS_FITTED, model, size, limit) for known in (before, now))
+        if was or became:
+            told = " | ".join(map(_said, (was, became)))
+            lines.append(f"| {model} | {size} | {limit} | {told} | {_what_moved(was, became)} |")
+    return lines
+
+
+def _what_moved(was: list[Row], became: list[Row]) -> str:
+    """Speeds of the best row of each side that leads in either map, then whether another side wins."""
+    best = [{row.side: row for row in reversed(rows)} for rows in (was, became)]
+    leading = dict.fromkeys(row.side for rows in (was[:2], became[:2]) for row in rows)
+    told = []
+    for side in leading:
+        old, new = (rows.get(side) for rows in best)
+        if old is None or new is None:
+            told.append(f"{side} {'is new' if old is None else 'no longer leads or fits'}")
+        else:
+            told.append(f"{side} {100 * (new.tokens_per_s / old.tokens_per_s - 1):+.1f} %")
+    sides = [rows[0].side if rows else "nothing" for rows in (was, became)]
+    turned = "the same side wins" if sides[0] == sides[1] else f"{sides[1]} instead of {sides[0]}"
+    return f"{turned}: {', '.join(told)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="a commit that has docs/measured/map.json")
+    given = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    kept = ["git", "show", f"{given.commit}:docs/measured/map.json"]
+    before = json.loads(subprocess.run(kept, cwd=root, capture_output=True, text=True, check=True).stdout)
+    now = load_measured(root / "docs" / "measured")["map"]
+    print(f"Before: {before['commit']}, {before['date']}. Now: {now.commit}, {now.date}.\n")
+    print("\n".join(compared(Map(Figures(**before)), Map(now))))
+
+
+if __name__ == "__main__":
+    main()
