@@ -51,7 +51,7 @@ class Map:
 
     def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
         """Fastest first; none where nothing fits."""
-        if assumed not in (*self.figures["band"], *self.figures["devices"], *self.figures["prices"]):
+        if assumed not in (*self.figures["band"], *self.figures["devices"], *self.figures.get("prices", ())):
             raise LookupError(f"docs/measured/map.json has no cells of {assumed!r}: run `make map`")
         return self._rows.get((assumed, model, size, limit), [])
 
