@@ -114,11 +114,11 @@ def page(source: Figures) -> str:
     known = Map(source)
     lines = [f"# {source.question}", "", f"Simulated. {about(source)}", ""]
     lines += [
-        "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up, another system,",
-        "is behind; in brackets the part of choices found on the GPU: others wait for device or host. Then the device",
-        "over the fastest other system: the range of that ratio over locality and prices (the first lines of the table",
-        "of wins), and the assumptions among them that change the side that wins. joint and device use the device;",
-        "cache: an expert cache whose misses are fetched or computed on the host; all: every expert on the GPU.",
+        "A cell says who is fastest at batch 1 within a limit of loss, and by how much the runner-up is behind. In",
+        "brackets: the part of choices found on the GPU; others wait for device or host. Then the device over the",
+        "fastest other system: its range over locality and prices, the first lines of the table of wins. Then those of",
+        "them that change the side that wins. joint and device use the device. cache: an expert cache whose misses are",
+        "fetched or computed on the host. all: every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]

@@ -168,5 +168,5 @@ def losses_by_width(loss: LossTable, unit: str) -> NDArray[np.float64]:
 
 
 def unit_of(loss: LossTable) -> str:
-    """What joint plans count losses in: nats where the replicas say how much losses matter."""
+    """The unit of losses in joint plans: nats where the replicas say how much losses matter."""
     return OF_ONE_BIT if loss.nats is None else NATS

@@ -2,8 +2,8 @@
 
 The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
 host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. By default it is the fastest
-plan whose expected loss is at most that of the paper's plan at the same K and average bits; `least` = loss asks for
-the least loss in the paper's time instead. Both losses are nats a token where the replicas were made with text.
+plan whose expected loss is at most that of the paper's plan at the same K and average bits. With `least` = loss it is
+that of least loss in the paper's time. Both losses are nats a token where the replicas were made with text.
 
     max_loss        another limit: nats a token; refused where the losses say nothing of nats
     max_gate_loss   another limit: of the column `loss`, in units of what every expert loses at 1 bit
@@ -215,7 +215,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
 
 
 def _lost(batches: Batches, losses: NDArray[np.float64], bits: NDArray[np.uint8]) -> float:
-    """What decode tokens lose at these bits [G, B, D, L, k], in the unit of `losses` [L, E, 17]."""
+    """Loss of decode tokens at these bits [G, B, D, L, k], in the unit of `losses` [L, E, 17]."""
     each = losses[np.arange(len(losses))[:, None], batches.ids, bits] * batches.weights * batches.pairs
     return float(each.sum() / (batches.valid.sum() * len(losses)))
 
