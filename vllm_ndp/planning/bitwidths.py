@@ -53,8 +53,8 @@ _NATS_AT = "1.7 nats a token at 1 bit, 0.5 at 1.5, 0.14 at 2, 0.03 at 3"
 """Rise in negative log-likelihood with every expert cold. Source: docs/log/quality.md, tiny-mixtral."""
 
 MOST_TRUSTED_NATS = 0.3
-"""Up to here plans of tiny-mixtral lost half to five fourths of what was predicted, above it up to one and a half times
-as much; plans of tiny-qwen3-moe lose up to twice as much anywhere. Source: benchmarks/predicted_loss.py."""
+"""Up to here plans of tiny-mixtral lost 0.6 to 1.5 times what was predicted for uncovered subjects, above it up to 1.9
+times; plans of tiny-qwen3-moe lose up to twice as much anywhere. Source: benchmarks/predicted_loss.py."""
 
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
