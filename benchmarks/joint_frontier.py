@@ -75,9 +75,9 @@ class Cell:
             "paper": [row for bits in AVG_BITS for row in self.rows("context_aware", avg_bits=bits)],
             "balanced": [row for bits in AVG_BITS for row in self.rows("balanced", avg_bits=bits, spill_bits=3)],
             "GPU only": self.rows("quantized")
-            + [row for loss in LOSSES for row in self.rows("joint", tiers="gpu", max_loss=loss)],
-            "joint": [row for loss in LOSSES for row in self.rows("joint", max_loss=loss)],
-            "joint, oracle": [row for loss in LOSSES for row in self.rows("joint", "oracle", max_loss=loss)],
+            + [row for loss in LOSSES for row in self.rows("joint", tiers="gpu", max_gate_loss=loss)],
+            "joint": [row for loss in LOSSES for row in self.rows("joint", max_gate_loss=loss)],
+            "joint, oracle": [row for loss in LOSSES for row in self.rows("joint", "oracle", max_gate_loss=loss)],
         }
         return {
             name: sorted((row.loss, 1e3 / row.decode_tokens_per_s) for row in rows)[::-1]
@@ -91,7 +91,7 @@ class Cell:
             for rival in self.rows("balanced", avg_bits=bits, spill_bits=3):
                 limit = rival.loss
                 for _ in range(4):  # what is expected and what comes differ by a few percent
-                    (row,) = self.rows("joint", max_loss=limit)
+                    (row,) = self.rows("joint", max_gate_loss=limit)
                     if row.loss <= rival.loss:
                         break
                     limit *= 0.99 * rival.loss / row.loss

@@ -31,7 +31,7 @@ from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.joint_menu import relative_losses
+from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, losses_by_width
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
 from vllm_ndp.traces.trace import Trace
 
@@ -58,7 +58,7 @@ def stepwise(trace: Trace, loss: LossTable, bits_for: str, avg_bits: float) -> t
     host = RecordedRun(trace, setup, rules)
     runs = [host.run(step) for step in host.steps.tolist()][len(trace.prompt_len) :]
     decode_ps = runs[-1].time.end_ps - runs[0].time.start_ps
-    table, lost, weight = relative_losses(loss), 0.0, 0.0
+    table, lost, weight = losses_by_width(loss, OF_ONE_BIT), 0.0, 0.0
     for sequence, request in zip(trace.sequences, host.engine.requests, strict=True):
         assert request.plan is not None
         here = np.arange(LAYERS)[:, None]

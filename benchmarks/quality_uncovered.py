@@ -49,9 +49,9 @@ from quality_served import served_nll
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from uncovered_text import FOLDS, text_without
+from uncovered_text import FOLDS, replicas_without
 
-from ndp_device.calibration.build import build_calibrated, build_tuned, run_job
+from ndp_device.calibration.build import build_tuned, run_job
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.reference import ReferenceKernel
 from ndp_device.replicas.format import LayerReplicas, ReplicaFiles
@@ -118,10 +118,7 @@ class Study:
         cache.mkdir(parents=True, exist_ok=True)
 
     def replicas(self, arm: Arm, fold: int) -> Path:
-        text = self.cache / f"without-{'-'.join(FOLDS[fold])}.txt"
-        text.write_text(text_without(MODEL, FOLDS[fold]))
-        base = self.cache / f"{arm.solver}-{arm.shrink:g}-{fold}"
-        build_calibrated(self.model_dir, base, text, solver=arm.solver, shrink=arm.shrink)
+        base, text = replicas_without(fold, self.model_dir, MODEL, self.cache, arm.solver, arm.shrink)
         if arm.solver == "auto-gptq":
             return with_one_bit(base)
         made = base

@@ -1,4 +1,4 @@
-"""Which part of the bundled calibration text is of which domain, so that some can be left out. Runs no model.
+"""Which part of the bundled calibration text is of which domain, so that some can be left out, and replicas without it.
 
 models/tiny-mixtral/calibration.txt is a mixture of eight domains whose seams are not marked. Each paragraph gets the
 domain under whose held-out text its tokens are most likely, and changing the domain from one paragraph to the next has
@@ -14,12 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from ndp_device.calibration.build import SolverName, build_calibrated
+
 FOLDS = (("c", "dict", "german"), ("prose", "python", "xml"))
 """Each half of the domains is measured with replicas whose calibration text has nothing of it."""
 
 _CHANGE = 25.0
 """Nats; a paragraph of some 10 tokens that speaks clearly for another domain outweighs it."""
 _UNSEEN = 0.2
+
+
+def replicas_without(
+    fold: int, model_dir: Path, texts: Path, cache: Path, solver: SolverName = "nested", shrink: float = 0.0
+) -> tuple[Path, Path]:
+    """(replicas calibrated on the text beside the model `texts` less all of a fold's domains, that text), in the
+    cache."""
+    cache.mkdir(parents=True, exist_ok=True)
+    text, replicas = cache / f"without-{'-'.join(FOLDS[fold])}.txt", cache / f"{solver}-{shrink:g}-{fold}"
+    text.write_text(text_without(texts, FOLDS[fold]))
+    build_calibrated(model_dir, replicas, text, solver=solver, shrink=shrink)
+    return replicas, text
 
 
 def text_without(model_dir: Path, domains: tuple[str, ...]) -> str:

@@ -87,7 +87,7 @@ def message_us(model: str, assumed: Assumed) -> list[float]:
 
 def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
     """Of each limit of loss: the best row of the two fastest sides, of the device, and of the paper's plan; each as
-    [name, side, tokens/s, loss], fastest first."""
+    [name, side, tokens/s, loss, part of choices on the GPU], fastest first."""
     for limit, loss in LIMITS.items():
         within = [row for row in cell.rows if row.loss <= loss * (1 + 1e-6)]
         best: dict[str, Summary] = {}
@@ -102,8 +102,9 @@ def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
             yield {"assumed": name, "model": cell.model, "gb": cell.memory_gb, "limit": limit, "rows": rows}
 
 
-def _said(row: Summary) -> tuple[str, str, float, float]:
-    return _name(row), _side(row), round(row.decode_tokens_per_s, 2), round(row.loss, 4)
+def _said(row: Summary) -> tuple[str, str, float, float, float]:
+    numbers = round(row.decode_tokens_per_s, 2), round(row.loss, 4), round(row.hit_mass, 3)
+    return _name(row), _side(row), *numbers
 
 
 def _side(row: Summary) -> str:

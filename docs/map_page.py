@@ -1,14 +1,31 @@
-"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, and what would make the device win."""
+"""docs/map.md from docs/measured/map.json: who wins each cell, by how much, why, and what would make the device win.
+
+python docs/map_page.py COMMIT      cell by cell, the map as it was kept at a commit, today's, and what changed
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from measured_figures import Figures, about
+from measured_figures import Figures, about, load_measured
 
-AS_FITTED = "as fitted"
+BEFORE = {
+    "mixtral-8x7b": ("device 90", "device 126", "device 126", "4 bits 373", "4 bits 373", "4 bits 373", "4 bits 373"),
+    "qwen3-30b-a3b": ("device 504", "device 635", "4 bits 955", "4 bits 955", "8 bits 759", "8 bits 759", "8 bits 759"),
+    "gpt-oss-120b": ("-", "device 285", "device 309", "device 333", "device 364", "4 bits 668", "4 bits 668"),
+    "qwen3-235b-a22b": ("-", "-", "device 61", "device 65", "device 72", "device 85", "device 90"),
+    "deepseek-v3": ("-", "-", "-", "-", "device 38", "device 41", "device 43"),
+}
+"""The map of 2026-11-22, loss at most that of 3 bits, at 8, 16, 24, 32, 48, 80 and 96 GB with H100 rates."""
+
+
+AS_FITTED, SAME_GPU = "as fitted", "H100 rates at every size"
 
 
 class Row(NamedTuple):
@@ -18,6 +35,8 @@ class Row(NamedTuple):
     side: str
     tokens_per_s: float
     loss: float
+    on_gpu: float | None = None
+    """Part of decode's choices that are found in GPU memory."""
 
 
 class Map:
@@ -32,7 +51,7 @@ class Map:
 
     def rows(self, assumed: str, model: str, size: int, limit: str) -> list[Row]:
         """Fastest first; none where nothing fits."""
-        if assumed not in (*self.figures["band"], *self.figures["devices"], *self.figures["prices"]):
+        if assumed not in (*self.figures["band"], *self.figures["devices"], *self.figures.get("prices", ())):
             raise LookupError(f"docs/measured/map.json has no cells of {assumed!r}: run `make map`")
         return self._rows.get((assumed, model, size, limit), [])
 
@@ -49,6 +68,13 @@ class Map:
     def won(self, assumed: str, limit: str) -> list[tuple[str, int]]:
         there = [(place, self.rows(assumed, *place, limit)) for place in self.places()]
         return [place for place, rows in there if rows and rows[0].side == "device"]
+
+    def decided_by(self, model: str, size: int, limit: str) -> list[str]:
+        """Assumptions of the band under which the other side wins the cell."""
+        ratios = {assumed: self.ratio(assumed, model, size, limit) for assumed in self.figures["band"]}
+        fitted = ratios.get(AS_FITTED)
+        known = [] if fitted is None else [(name, ratio) for name, ratio in ratios.items() if ratio is not None]
+        return [name for name, ratio in known if (ratio > 1) != (fitted > 1)]
 
     def filled(self, assumed: str, limit: str) -> int:
         return sum(bool(self.rows(assumed, *place, limit)) for place in self.places())
@@ -88,10 +114,11 @@ def page(source: Figures) -> str:
     known = Map(source)
     lines = [f"# {source.question}", "", f"For researchers. Simulated. {about(source)}", ""]
     lines += [
-        "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. Then",
-        "comes the device's speed over the fastest other system's: the range over locality and prices, and under",
-        "how many of them the device wins. `joint` and `device` use the device. `cache` is a GPU cache of experts",
-        "whose misses are fetched or computed on the host. `all` has every expert on the GPU.",
+        "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. In",
+        "brackets: the share of choices found on the GPU. Then comes the device's speed over the fastest other",
+        "system's: the range over locality and prices, and the assumptions with which another side wins. `joint` and",
+        "`device` use the device. `cache` is a GPU cache of experts whose misses are fetched or computed on the host.",
+        "`all` has every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
@@ -99,7 +126,8 @@ def page(source: Figures) -> str:
         lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
     lines += ["## Cells that the device wins", "", summary(source), ""]
     lines += ["## Over the price of a message", "", *_prices(known), ""]
-    return "\n".join([*lines, "## What would make the device win", "", *_changes(known)]) + "\n"
+    lines += ["## What would make the device win", "", *_changes(known), ""]
+    return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
 
 
 def _said(rows: list[Row]) -> str:
@@ -107,12 +135,16 @@ def _said(rows: list[Row]) -> str:
     if not rows:
         return "nothing fits"
     first, second = rows[0], next((row for row in rows if row.side != rows[0].side), None)
-    text = f"{first.name} {first.tokens_per_s:.0f}"
-    text = f"**{text}**" if first.side == "device" else text
     if second is None:
-        return text
+        return _named(first)
     ahead = 100 * (first.tokens_per_s / second.tokens_per_s - 1)
-    return f"{text}, {ahead:.0f} % before {second.name} {second.tokens_per_s:.0f}"
+    return f"{_named(first)}, {ahead:.0f} % before {_named(second).replace('*', '')}"
+
+
+def _named(row: Row) -> str:
+    text = f"{row.name} {row.tokens_per_s:.0f}"
+    text = f"**{text}**" if row.side == "device" else text
+    return text if row.on_gpu is None else f"{text} ({100 * row.on_gpu:.0f} %)"
 
 
 def _cells(known: Map, limit: str) -> list[str]:
@@ -127,8 +159,10 @@ def _cells(known: Map, limit: str) -> list[str]:
             if not ratios:
                 told.append(text)
                 continue
-            band = f"; {min(ratios):.2f} to {max(ratios):.2f}, {sum(r > 1 for r in ratios)} of {len(ratios)}"
-            told.append(text + band)
+            decides = ", ".join(known.decided_by(model, size, limit))
+            told.append(
+                f"{text}; {min(ratios):.2f} to {max(ratios):.2f}, {f'not with {decides}' if decides else 'always'}"
+            )
         lines.append(f"| {size} | " + " | ".join(told) + " |")
     return lines
 
@@ -179,3 +213,72 @@ def _marked(ratio: float | None) -> str:
     if ratio is None:
         return "-"
     return f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
+
+
+def _history(known: Map) -> list[str]:
+    lines = [
+        "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
+        "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
+        "",
+        "| model | GB | before | H100 rates | now | why another side wins |",
+        "|---|---|---|---|---|---|",
+    ]
+    limit = list(known.figures["limits"])[-1]
+    for model, size in known.places():
+        before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
+        rows = [known.rows(assumed, model, size, limit) for assumed in (SAME_GPU, AS_FITTED)]
+        told = " | ".join(map(_said, rows))
+        lines.append(f"| {model} | {size} | {before} | {told} | {_step_that_decided(before, *rows)} |")
+    return lines
+
+
+def _step_that_decided(before: str, same_gpu: list[Row], now: list[Row]) -> str:
+    sides = [before.startswith("device"), *(rows[0].side == "device" for rows in (same_gpu, now) if rows)]
+    if before == "-" or len(sides) < 3:
+        return "-"
+    steps = ("rivals, prices and routing", "the card's rates")
+    changed = [step for step, was, became in zip(steps, sides, sides[1:], strict=False) if was != became]
+    return ", then ".join(changed) or "the same side"
+
+
+def compared(before: Map, now: Map) -> list[str]:
+    """Cell by cell as fitted: winner and runner-up of both maps, and how far each side moved."""
+    lines = ["| model | GB | loss of | before | now | why |", "|---|---|---|---|---|---|"]
+    for (model, size), limit in ((place, limit) for place in now.places() for limit in now.figures["limits"]):
+        was, became = (known.rows(AS_FITTED, model, size, limit) for known in (before, now))
+        if was or became:
+            told = " | ".join(map(_said, (was, became)))
+            lines.append(f"| {model} | {size} | {limit} | {told} | {_what_moved(was, became)} |")
+    return lines
+
+
+def _what_moved(was: list[Row], became: list[Row]) -> str:
+    """Speeds of the best row of each side that leads in either map, then whether another side wins."""
+    best = [{row.side: row for row in reversed(rows)} for rows in (was, became)]
+    leading = dict.fromkeys(row.side for rows in (was[:2], became[:2]) for row in rows)
+    told = []
+    for side in leading:
+        old, new = (rows.get(side) for rows in best)
+        if old is None or new is None:
+            told.append(f"{side} {'is new' if old is None else 'no longer leads or fits'}")
+        else:
+            told.append(f"{side} {100 * (new.tokens_per_s / old.tokens_per_s - 1):+.1f} %")
+    sides = [rows[0].side if rows else "nothing" for rows in (was, became)]
+    turned = "the same side wins" if sides[0] == sides[1] else f"{sides[1]} instead of {sides[0]}"
+    return f"{turned}: {', '.join(told)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="a commit that has docs/measured/map.json")
+    given = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    kept = ["git", "show", f"{given.commit}:docs/measured/map.json"]
+    before = json.loads(subprocess.run(kept, cwd=root, capture_output=True, text=True, check=True).stdout)
+    now = load_measured(root / "docs" / "measured")["map"]
+    print(f"Before: {before['commit']}, {before['date']}. Now: {now.commit}, {now.date}.\n")
+    print("\n".join(compared(Map(Figures(**before)), Map(now))))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
-from map_page import AS_FITTED, Map, page, renewed
+from map_page import AS_FITTED, Map, compared, page, renewed
 from map_picture import picture
 from measured_figures import Figures, load_measured
 
@@ -47,9 +47,37 @@ def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
             {"assumed": "1 TB/s inside", "rows": [["joint", "device", 60.0, 0.0], cache]},
         )
     )
-    assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, 1 of 2 |" in text
+    assert "| 8 | cache 4 bits 50, 25 % before joint 40; 0.80 to 1.60, not with host 80 GB/s |" in text
     assert "| mixtral-8x7b | 8 | 0.80 | 0.40 | **1.20** |" in text
     assert "| host 80 GB/s | 1 of 1 | 1 of 1 |" in text
+
+
+def test_a_cell_says_how_many_choices_each_side_finds_on_the_gpu():
+    rows = [["joint", "device", 40.0, 0.0, 0.36], ["cache 4 bits", "expert_cache", 32.0, 0.0, 0.51]]
+    text = page(small({"assumed": AS_FITTED, "rows": rows}))
+    assert "| 8 | **joint 40** (36 %), 25 % before cache 4 bits 32 (51 %); 1.25 to 1.25, always |" in text
+
+
+def test_the_history_of_a_cell_names_the_step_that_changed_the_side_that_wins():
+    """Mixtral at 8 GB: the device won before. It still does beside today's rivals, and loses on the card's rates."""
+    device, cache = ["joint", "device", 40.0, 0.0], ["cache 4 bits", "expert_cache", 32.0, 0.0]
+    text = page(
+        small(
+            {"assumed": "H100 rates at every size", "rows": [device, cache]},
+            {"assumed": AS_FITTED, "rows": [["cache 4 bits", "expert_cache", 50.0, 0.0], device]},
+        )
+    )
+    told = "**joint 40**, 25 % before cache 4 bits 32 | cache 4 bits 50, 25 % before joint 40 | the card's rates |"
+    assert f"| mixtral-8x7b | 8 | device 90 | {told}" in text
+
+
+def test_two_maps_stand_side_by_side_with_what_moved():
+    cache = ["cache 4 bits", "expert_cache", 50.0, 0.0]
+    was = Map(small({"assumed": AS_FITTED, "rows": [cache, ["joint", "device", 40.0, 0.0]]}))
+    now = Map(small({"assumed": AS_FITTED, "rows": [["joint", "device", 60.0, 0.0], cache]}))
+    line = next(line for line in compared(was, now) if "4 bits |" in line)
+    assert line.endswith("| device instead of expert_cache: expert_cache +0.0 %, device +50.0 % |")
+    assert compared(was, was)[-1].endswith("| the same side wins: expert_cache +0.0 %, device +0.0 % |")
 
 
 def test_prices_of_messages_stand_cheapest_first_with_the_cells_that_the_device_wins():

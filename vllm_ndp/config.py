@@ -384,7 +384,9 @@ class NdpSettings:
 
     def recorded(self) -> dict[str, Any]:
         """All settings for a trace, with the losses and the bit rule in force, whose defaults may change."""
-        return {**asdict(self), "losses": self.losses, "bit_rule": self.bit_rule_in_force}
+        said = {**asdict(self), "losses": self.losses, "bit_rule": self.bit_rule_in_force}
+        nats = said.pop("max_loss")
+        return said if nats is None else said | {"avg_bits": {"max_loss": nats}}
 
     def resolve_offload_bits(self, num_experts: int) -> int:
         """Bits of hot experts that run on the device, 0 where none ever does.

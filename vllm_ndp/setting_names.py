@@ -40,8 +40,10 @@ Notice = Callable[[str], None]
 def by_field(raw: Mapping[str, Any], notice: Notice) -> dict[str, Any]:
     """Values by the names of NdpSettings' fields. Raises ConfigError for an unknown name, with the nearest one."""
     values = with_new_names(raw, RENAMED, notice)
+    if "max_loss" in values:
+        raise ConfigError('unknown ndp setting \'max_loss\': write {"avg_bits": {"max_loss": NATS}}')
     for name in values:
-        if name not in (*TOP, *MOVED, "device", "device_keys", "max_loss"):
+        if name not in (*TOP, *MOVED, "device", "device_keys"):
             raise ConfigError(f"unknown ndp setting {name!r}: {_hint(name, TOP, 'known settings are ')}")
     values = _budget(_devices(_grouped(values, notice), notice))
     debug = _debug(values.pop("debug", {}))
@@ -103,7 +105,7 @@ def _budget(values: dict[str, Any]) -> dict[str, Any]:
     asked = values.get("avg_bits")
     if not isinstance(asked, Mapping):
         return values
-    if set(asked) != {"max_loss"} or values.get("max_loss") is not None:
+    if set(asked) != {"max_loss"}:
         raise ConfigError(f"ndp setting 'avg_bits' must be a number or {{\"max_loss\": NATS}}, got {dict(asked)!r}")
     return values | {"avg_bits": float(WIDTHS[-1]), "max_loss": asked["max_loss"]}
 

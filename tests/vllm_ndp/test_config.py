@@ -30,7 +30,9 @@ def test_no_settings_are_the_defaults(nothing: object):
 
 
 def test_defaults_given_by_name_are_the_defaults():
-    assert NdpSettings.from_mapping(dataclasses.asdict(NdpSettings())) == NdpSettings()
+    by_name = dataclasses.asdict(NdpSettings())
+    assert by_name.pop("max_loss") is None, "a value of avg_bits"
+    assert NdpSettings.from_mapping(by_name) == NdpSettings()
 
 
 def test_settings_cannot_be_changed_after_they_were_checked():
@@ -412,13 +414,17 @@ def test_prices_are_not_measured_where_nothing_is_decided_by_them(others: dict[s
 def test_a_budget_of_nats_is_a_value_of_avg_bits():
     settings = NdpSettings.from_mapping({"avg_bits": {"max_loss": 0.05}})
     assert (settings.avg_bits, settings.max_loss) == (4.0, 0.05)
-    assert NdpSettings.from_mapping(settings.recorded()).max_loss == 0.05
+    recorded = settings.recorded()
+    assert recorded["avg_bits"] == {"max_loss": 0.05}
+    assert NdpSettings.from_mapping(recorded).max_loss == 0.05
+    assert "max_loss" not in NdpSettings().recorded() | recorded
 
 
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
         ({"avg_bits": {"nats": 0.05}}, "'avg_bits' must be a number or"),
+        ({"max_loss": 0.05}, r"unknown ndp setting 'max_loss': write {\"avg_bits\": {\"max_loss\": NATS}}"),
         ({"avg_bits": {"max_loss": 0.05}, "policy_options": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
         ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
     ],

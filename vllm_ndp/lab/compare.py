@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -188,12 +188,18 @@ class Workload:
         return self._batches[batch]
 
 
+@lru_cache(maxsize=1)
+def _costs(hardware: str, overrides: tuple[tuple[str, str | int], ...], model: str) -> Costs:
+    """Comparisons that follow each other on one machine share what is computed of it once."""
+    return Costs(load_hardware(hardware, **dict(overrides)), model_named(model))
+
+
 class Replays:
     """One workload under one CompareSettings. Everything that can be refused is refused by the constructor."""
 
     def __init__(self, workload: Workload, settings: CompareSettings, loss: LossTable | None = None) -> None:
         p = workload.trace.provenance
-        self.costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+        self.costs = _costs(settings.hardware, tuple(settings.overrides.items()), settings.model)
         self.costs.require(p.num_experts, p.top_k)
         self._workload, self._settings = workload, settings
         self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)

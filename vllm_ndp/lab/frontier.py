@@ -165,7 +165,7 @@ def _joint(workload: Workload, settings: CompareSettings, most: float, loss: Los
         systems=("joint",),
         policies=("prefill_shrunk",),
         policy_options={"calibrate": True},
-        options={"max_loss": most},
+        options={"max_gate_loss": most},
     )
     try:
         replays = Replays(workload, at, loss)

@@ -243,9 +243,11 @@ def _refuse_unknown(name: str, options: Mapping[str, Any], known: Collection[str
 
 
 def _maker(name: str) -> PolicyMaker:
+    if name in (*POLICIES,):
+        return POLICIES[name]
     foreign = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     _known("policy", name, (*POLICIES, *foreign))
-    maker: PolicyMaker = POLICIES[name] if name in POLICIES else foreign[name].load()
+    maker: PolicyMaker = foreign[name].load()
     return maker
 
 

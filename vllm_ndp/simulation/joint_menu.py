@@ -25,6 +25,8 @@ from vllm_ndp.simulation.host_cpu import HostCpu
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 TIER_SETS = ("gpu+device", "gpu+host+device", "gpu+host", "gpu")
+NATS, OF_ONE_BIT = "nats", "units of 1 bit"
+"""What a plan's loss is in: nats a token, or what each expert loses at 1 bit, the mean over layers."""
 STEPS_TO_COME = 256
 """Decode steps over which moving is weighed unless it is said otherwise: a guess, about an answer's length."""
 _SHARES = 65
@@ -131,19 +133,19 @@ class Menu:
         self,
         importance: NDArray[np.float64],
         rows: int,
-        relative: NDArray[np.float64],
+        losses: NDArray[np.float64],
         budgets: Mapping[str, float],
         moved: NDArray[np.float64],
         move_ps: float,
     ) -> JointProblem:
-        """Make the problem for a step of so many rows that choose experts with this mean importance [L, E]. `relative`
-        [L, E, 17]: losses by width. `moved` [C, L, E]: bytes over the link. `move_ps`: what each adds to a step."""
+        """Make the problem for a step of so many rows that choose experts with this mean importance [L, E]. `losses`
+        [L, E, 17]: by width. `moved` [C, L, E]: bytes over the link. `move_ps`: what each adds to a step."""
         chance = np.minimum(self.costs.shape.top_k * importance, 1.0)
         shares = np.linspace(0.0, 1.0, _SHARES)
         return JointProblem(
             self.choices,
             np.stack([np.interp(chance, shares, each) for each in self._expected[rows]]),
-            np.moveaxis(importance[:, :, None] * relative[:, :, self.bits], 2, 0) / len(importance),
+            np.moveaxis(importance[:, :, None] * losses[:, :, self.bits], 2, 0) / len(importance),
             budgets,
             moved,
             move_ps,
@@ -152,10 +154,19 @@ class Menu:
         )
 
 
-def relative_losses(loss: LossTable) -> NDArray[np.float64]:
-    """[L, E, 17] by width, in units of each expert's loss at 1 bit; 8 bits, which no replica has, extrapolated."""
+def losses_by_width(loss: LossTable, unit: str) -> NDArray[np.float64]:
+    """[L, E, 17], what every token would lose by an expert of a width in all layers; 8 bits, which no replica has,
+    extrapolated."""
     layers, experts = loss.mse.shape[:2]
     table = np.zeros((layers, experts, FULL_PRECISION_BITS + 1))
-    table[:, :, 1:5] = loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
+    if unit == NATS and loss.nats is not None:
+        table[:, :, 1:5] = loss.mse * (layers * loss.nats * loss.layer_weights[:, None, None])
+    else:
+        table[:, :, 1:5] = loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
     table[:, :, 8] = table[:, :, 4] * nominal_loss(5)
     return table
+
+
+def unit_of(loss: LossTable) -> str:
+    """The unit of losses in joint plans: nats where the replicas say how much losses matter."""
+    return OF_ONE_BIT if loss.nats is None else NATS

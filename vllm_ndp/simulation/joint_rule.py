@@ -1,7 +1,7 @@
 """The joint plan of a live run: tier and width of every expert, for the requests that run, on modelled hardware.
 
     GPU memory of K full-precision experts per layer -> the fastest plan that is expected to lose no more than the
-    paper's plan with the same memory and average bits
+    paper's plan with the same memory and average bits, in nats where the replicas were made with text
 
 As the lab's system `joint`, with the widths that a live run has kernels for. A pure function of scores and of the plan
 before, so that plugin and exact replay plan alike. Knows prices and losses. Does not know requests or tensors.
@@ -22,7 +22,7 @@ from vllm_ndp.planning.joint import least_time
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
 from vllm_ndp.planning.replanner import Assigned
 from vllm_ndp.simulation.costs import Costs
-from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, relative_losses
+from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, losses_by_width, unit_of
 from vllm_ndp.simulation.prices import MeasuredPrices
 
 LIVE_WIDTHS = {"gpu": (16, 4, 3, 2), "host": (16,), "device": (4, 3, 2, 1)}
@@ -45,7 +45,7 @@ class JointRule:
         machine; None: of the simulated hardware. `num_devices`: that share a layer's experts."""
         layers, experts = loss.mse.shape[:2]
         widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
-        self._costs, self._relative = costs, relative_losses(loss)
+        self._costs, self._losses = costs, losses_by_width(loss, unit_of(loss))
         self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
         self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices, num_devices))
         self._bytes_per_s = costs.hardware.link.bulk_bytes_per_s if prices is None else prices.bulk_bytes_per_s
@@ -63,7 +63,7 @@ class JointRule:
         if before is not None:
             moved = np.moveaxis(menu.moved_bytes[before], 2, 0)
         move_ps = PS_PER_S / self._bytes_per_s / STEPS_TO_COME
-        problem = menu.problem(importance, rows, self._relative, self._budgets, moved, move_ps)
+        problem = menu.problem(importance, rows, self._losses, self._budgets, moved, move_ps)
         on_device, on_gpu = menu.index("device"), menu.index("gpu")
         cold = on_device[np.minimum(bits.bits, WIDTHS[-1])]  # a policy may want 16, which is no choice here
         papers = np.where(placement.hot, on_gpu[FULL_PRECISION_BITS], cold)

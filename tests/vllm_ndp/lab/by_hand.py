@@ -72,6 +72,7 @@ def run(
     costs: Costs,
     num_hot: int,
     prior: list[list[float]] | None = None,
+    loss: LossTable | None = None,
     **own: float | str,
 ) -> Outcome:
     layers, experts = batches.shape[3], batches.num_experts
@@ -81,7 +82,7 @@ def run(
     options = ReplayOptions(
         policy=load_policy("prefill", PolicySettings(prior=known)),
         budget=Budget(num_hot, 2.0),
-        loss=LossTable.nominal(layers, experts),
+        loss=loss or LossTable.nominal(layers, experts),
         prior=known,
         own=own,
     )

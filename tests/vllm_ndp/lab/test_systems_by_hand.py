@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from by_hand import HARDWARE, US, C, F, chosen, machine, run, trace
 
+from ndp_device.errors import ConfigError
 from ndp_device.timing.spec import load_hardware
 from vllm_ndp.lab.systems.ktransformers import most_used
 from vllm_ndp.lab.systems.quantized import widest_that_fits
+from vllm_ndp.planning.bitwidths import LossTable
 
 PROMPT = chosen([[0, 1]])
 CPU = 20 * US  # an expert read from host memory
@@ -383,9 +385,27 @@ def test_joint_keeps_all_four_experts_at_8_bits_where_three_fit_at_16():
     nothing waits for the device. At most 1e-4 may be lost: 8 bits lose 4.4^-7 = 3e-5."""
     batches = trace(PROMPT, chosen([[0, 1]], [[2, 3]]))
     costs = machine()
-    outcome = run("joint", batches, costs, 3, max_loss=1e-4)
+    outcome = run("joint", batches, costs, 3, max_gate_loss=1e-4)
     assert outcome.moe_ps.ravel() == near([2 * C * costs.replica_bytes(8) / 6e6] * 2)
     assert (outcome.hot_pairs, outcome.loss) == (4, pytest.approx(4.4**-7, rel=1e-3))
+
+
+def test_a_limit_of_joint_is_in_nats_where_the_losses_are_and_refused_where_they_are_not():
+    """A loss of 1 in every layer does 2 nats: four experts at 8 bits lose 2 x 4.4^-7 = 6e-5 nats. With less allowed
+    one at 16 must be where a token needs it."""
+    batches, costs = trace(PROMPT, chosen([[0, 1]], [[2, 3]])), machine()
+    known = LossTable(LossTable.nominal(1, 4).mse, nats=2.0)
+    outcome = run("joint", batches, costs, 3, loss=known, max_loss=1e-4)
+    assert [outcome.notes[name] for name in ("planned_loss", "lost")] == [pytest.approx(2 * 4.4**-7, rel=1e-3)] * 2
+    assert outcome.policy.endswith("loss in nats")
+    assert run("joint", batches, costs, 3, loss=known, max_loss=5e-5).notes["planned_loss"] <= 5e-5
+    assert run("joint", batches, costs, 3, loss=known, max_gate_loss=5e-5).notes["lost"] == pytest.approx(
+        4.4**-7, rel=1e-3
+    )
+    with pytest.raises(ConfigError, match="max_loss is in nats, of which these losses say nothing"):
+        run("joint", batches, costs, 3, max_loss=1e-4)
+    with pytest.raises(ConfigError, match="limit one plan: drop one"):
+        run("joint", batches, costs, 3, loss=known, max_loss=1e-4, max_gate_loss=1e-4)
 
 
 def test_joint_without_gpu_memory_computes_everything_on_the_device():

@@ -20,7 +20,7 @@ from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.beside_decode import copies_beside_decode
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.joint_menu import Menu, relative_losses
+from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, Menu, losses_by_width
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 
@@ -59,7 +59,7 @@ def decisions() -> dict[str, str]:
     problem = JointProblem(choices, work, lost, {"gpu": 5000.0 * LAYERS * EXPERTS})
     nothing_moves = np.zeros((len(menu.choices), LAYERS, EXPERTS))
     room = {"gpu": 0.2 * costs.shape.expert_bytes * LAYERS * EXPERTS}
-    whole = menu.problem(scores[0].values, 8, relative_losses(loss), room, nothing_moves, 0.0)
+    whole = menu.problem(scores[0].values, 8, losses_by_width(loss, OF_ONE_BIT), room, nothing_moves, 0.0)
     watch = DriftWatch(DriftRules(), hot.hot, ImportanceScore.from_weights(load))
     noticed = [watch.see(ids[step % 6][step : step + 3]) for step in range(36)]
     balancer = Balancer(costs, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from ndp_device.timing.spec import load_hardware
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget, Placement
-from vllm_ndp.planning.policies import load_policy
+from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.replanner import PlanChange, PlannerRules, Replanner
 from vllm_ndp.simulation.costs import Costs, model_named
-from vllm_ndp.simulation.joint_menu import Menu, relative_losses
+from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, Menu, losses_by_width
 from vllm_ndp.simulation.joint_rule import LIVE_WIDTHS, JointRule
 
 MIXTRAL = model_named("mixtral-8x7b")
@@ -37,7 +38,7 @@ def score(seed: int) -> ImportanceScore:
 def lost(change: PlanChange[str], importance: np.ndarray) -> float:
     bits = change.plans["a"].bits.bits
     widths = np.where(change.placement.hot, change.placement.widths, bits)
-    table = relative_losses(LOSS)
+    table = losses_by_width(LOSS, OF_ONE_BIT)
     return float((importance * np.take_along_axis(table, widths[:, :, None].astype(np.int64), axis=2)[:, :, 0]).sum())
 
 
@@ -59,6 +60,19 @@ def test_a_joint_plan_holds_more_experts_in_the_same_memory_at_no_more_loss(num_
         assert place.warm.any() <= ("host" in tiers)
         assert (change.plans["a"].bits.bits[place.cold] <= 4).all()
     assert planner.placement.hot.sum() > LAYERS * num_hot, "four bits in place of 16 leave room for more"
+
+
+def test_a_joint_plan_loses_no_more_nats_than_were_asked_for_whatever_its_layers_weigh():
+    """The first layer's losses matter fifteen times as much as the last one's."""
+    known = LossTable(LOSS.mse, np.array([3.0, 0.6, 0.2, 0.2]), nats=0.5)
+    policy = load_policy("prefill", PolicySettings(bit_rule="layers"))
+    for num_hot, nats in itertools.product((1, 2, 4), (0.02, 0.1)):
+        joint = JointRule(COSTS, "gpu+device", known, num_hot)
+        rules = PlannerRules(policy, Budget(num_hot, 4.0, max_loss=nats), known, joint=joint)
+        for seed in range(4):
+            change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(seed)})
+            widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+            assert known.predicted_nats(score(seed), widths) <= nats * (1 + 1e-6)
 
 
 def test_only_what_changes_tier_or_width_moves_and_the_same_prompt_again_moves_nothing():

@@ -68,7 +68,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "context_aware": ("prefill",),
     "balanced": ("spill_bits", "prefill"),
     "adaptive": ("frequency", "memory_tokens", "prefill"),
-    "joint": ("tiers", "max_loss", "least", "move_gb", "steps"),
+    "joint": ("tiers", "max_loss", "max_gate_loss", "least", "move_gb", "steps"),
     "replanned": ("execution", "spill_bits", "once_in"),
     "monde": ("h_rounding",),
     "hobbit": ("t1", "t2", "low_slots", "layer_weight", "ahead"),

@@ -2,8 +2,11 @@
 
 The GPU may hold experts at 16, 8, 4, 3 or 2 bits, the device computes at 16 or 4-1, with `tiers` gpu+host+device the
 host's CPU takes part at 16, 8 or 4. One plan per group, made when its prompts are done. By default it is the fastest
-plan whose expected loss is at most that of the paper's plan at the same K and average bits. `max_loss` names another
-limit, `least` = loss asks for the least loss in the paper's time instead.
+plan whose expected loss is at most that of the paper's plan at the same K and average bits. With `least` = loss it is
+that of least loss in the paper's time. Both losses are nats a token where the replicas were made with text.
+
+    max_loss        another limit: nats a token; refused where the losses say nothing of nats
+    max_gate_loss   another limit: of the column `loss`, in units of what every expert loses at 1 bit
 
 Moving: experts that the prompts streamed and that stay at 16 or 8 bits (rounded on arrival) cost nothing under `kept`.
 All others cross the link, 8 bits as 16. Replicas cross at their width: only the planes and scales that are not there
@@ -34,10 +37,27 @@ from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.host_cpu import HostCpu
-from vllm_ndp.simulation.joint_menu import TIER_SETS, Menu, relative_losses
+from vllm_ndp.simulation.joint_menu import NATS, OF_ONE_BIT, TIER_SETS, Menu, losses_by_width, unit_of
 from vllm_ndp.simulation.memory import all_experts_bytes, beside_device_memory, slots_bytes
 
 GPU_BITS = (16, 8, 4, 3, 2)
+
+
+def limit_of(options: ReplayOptions) -> tuple[str, float | None]:
+    """(unit of losses, the most that is asked for; None: what the paper's plan loses)."""
+    asked = [name for name in ("max_loss", "max_gate_loss") if name in options.own]
+    if len(asked) == 2:
+        raise ConfigError("options max_loss, in nats, and max_gate_loss, in units of 1 bit, limit one plan: drop one")
+    if not asked:
+        return unit_of(options.loss), None
+    if asked == ["max_gate_loss"]:
+        return OF_ONE_BIT, options.number("max_gate_loss", 0.0, 0.0, 1.0)
+    if unit_of(options.loss) != NATS:
+        raise ConfigError(
+            "option max_loss is in nats, of which these losses say nothing: give --replicas made with text, or "
+            "--option max_gate_loss=X, in units of what experts lose at 1 bit"
+        )
+    return NATS, options.number("max_loss", 0.0, 0.0, 100.0)
 
 
 def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
@@ -78,7 +98,8 @@ class JointPlans:
         if np.isfinite(most):
             self._budgets["link"] = most * 1e9 / self._factor
         self._steps = options.number("steps", float((batches.rows > 0).sum() / len(batches.rows)), 1, 1e9)
-        self._relative = relative_losses(options.loss)
+        self.unit, self._limit = limit_of(options)
+        self.losses = losses_by_width(options.loss, self.unit)
         self._least = options.word("least", "time", ("time", "loss"))
         # Before anything is known every expert is alike.
         uniform = ImportanceScore.from_weights(np.ones((layers, batches.num_experts)))
@@ -106,11 +127,13 @@ class JointPlans:
                 moved[wide] = np.where(streamed, 0.0, moved[wide])
         link = self._costs.hardware.link.bulk_bytes_per_s
         budgets = self._budgets if current is not None else {"gpu": self._budgets["gpu"]}
-        problem = menu.problem(values, self._rows, self._relative, budgets, moved, PS_PER_S / link / self._steps)
-        if "max_loss" in options.own:
-            return least_time(problem, options.number("max_loss", 0.0, 0.0, 1.0))
+        problem = menu.problem(values, self._rows, self.losses, budgets, moved, PS_PER_S / link / self._steps)
+        if self._limit is not None:
+            return least_time(problem, self._limit)
         if "device" not in menu.tiers:
-            raise ConfigError(f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_loss=X")
+            raise ConfigError(
+                f"tiers {menu.tiers} have no plan of the paper to compare with: give --option max_gate_loss=X"
+            )
         paper = self._papers(scores, values)
         if self._least == "loss":
             return least_loss(problem, problem.time_ps(paper))
@@ -142,14 +165,14 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     menu = planner.menu
     on_gpu, on_host, on_device = (menu.where(tier) for tier in ("gpu", "host", "device"))
     chosen, before = np.zeros((2, g, layers, batches.num_experts), np.int64)
-    moved = np.zeros(g)
+    moved, planned = np.zeros((2, g))
     for group in range(g):
         before[group] = planner.current
         known = (batches.decodes if options.clairvoyant else batches.prompts)[group]
         scores = [options.policy.score(stats) for stats in known]
         prompts = np.any([stats.counts > 0 for stats in batches.prompts[group]], axis=0)
         plan, moved[group] = planner.plan(scores, prompts & ~on_gpu[planner.current])
-        chosen[group] = plan.chosen
+        chosen[group], planned[group] = plan.chosen, plan.loss
     loads = batches.loads
     groups, which = np.arange(g)[:, None, None, None], np.arange(layers)[None, None, :, None]
     slots = chosen[groups, which, loads.experts]  # [G, D, L, S]
@@ -170,7 +193,7 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
     whole = [round(each / costs.shape.expert_bytes) for each in bytes_moved]
     return Outcome(
         system="joint",
-        policy=f"{options.policy_name}, {menu.tiers}",
+        policy=f"{options.policy_name}, {menu.tiers}, loss in {planner.unit}",
         moe_ps=np.maximum(np.maximum(gpu, device), host),
         device_ps=device,
         gpu_ps=gpu,
@@ -183,8 +206,18 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         cold_pairs=int(narrow.sum()),
         loss=gate_loss(batches, widths, options),
         traffic=_traffic(menu, costs, b, slots, loads.rows, rows, pairs),
-        notes={"chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist()},
+        notes={
+            "chosen": np.bincount(chosen.ravel(), minlength=len(menu.choices)).tolist(),
+            "planned_loss": float(np.mean(planned)),
+            "lost": _lost(batches, planner.losses, bits),
+        },
     )
+
+
+def _lost(batches: Batches, losses: NDArray[np.float64], bits: NDArray[np.uint8]) -> float:
+    """Loss of decode tokens at these bits [G, B, D, L, k], in the unit of `losses` [L, E, 17]."""
+    each = losses[np.arange(len(losses))[:, None], batches.ids, bits] * batches.weights * batches.pairs
+    return float(each.sum() / (batches.valid.sum() * len(losses)))
 
 
 def _traffic(
@@ -217,6 +250,7 @@ JOINT = System(
     "joint",
     (
         "one plan per group; the fastest that is expected to lose no more than the paper's at the same memory and bits",
+        "losses are nats where the replicas were made with text, else in units of what each expert loses at 1 bit",
         "8-bit experts are rounded from 16 on arrival; their loss is extrapolated from 4 bits at 4.4x per bit",
         "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
         "moving is weighed against as many steps to come as the trace's groups have on average",
