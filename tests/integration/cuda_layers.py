@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
@@ -224,9 +226,9 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     splitter = Splitter(tiers, top_k, rules, weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
-    step = Step(
-        1, {span.request.request_id: span for span in spans}, StepParts(sizes, clock, splitter, locator, sidecar)
-    )
+    send = None if messenger is None else partial(Arrival, messenger.lane, gpu.pinned)
+    step_parts = StepParts(sizes, clock, splitter, locator, sidecar, send)
+    step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(
         layers=slots,
         wait=lambda layer: None,
@@ -259,6 +261,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
         before = len(gpu.waits)
         x = layer.forward(x, weights, ids)
         by_layer.append(len(gpu.waits) - before)
+        ids.zero_()  # a captured piece's outputs lie where later pieces write theirs
     waits, launches = list(gpu.waits), gpu.launches
     gpu.waits.clear()
     report = step.report()

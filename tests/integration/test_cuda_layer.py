@@ -108,7 +108,7 @@ def test_host_waits_per_layer_before_and_after(num_slots: int, eager: int, async
     assert run(mixtral(num_slots), asynchronous=True).waits_by_layer == [asynchronous] * LAYERS
 
 
-def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_step_ends() -> None:
+def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_report_is_asked_for() -> None:
     assert run(mixtral(8), asynchronous=True).waits_at_end == 1
     assert run(mixtral(4), asynchronous=True).waits_at_end == 0
 

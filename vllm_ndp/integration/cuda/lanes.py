@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 
 Pinned = Callable[..., torch.Tensor]
 """(shape..., dtype=...) -> memory of the host that a lane can copy from and to by itself."""
@@ -127,6 +128,21 @@ def pinned_for(device: torch.device) -> Pinned:
         return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
     return allocate
+
+
+class Arrival:
+    """A tensor on its way to the host; nobody waits until somebody asks."""
+
+    def __init__(self, lane: Lane, pinned: Pinned, source: torch.Tensor) -> None:
+        """source: of the main stream, which has been told to write it; nobody may write it afterwards."""
+        self._source, self._here = source, pinned(*source.shape, dtype=source.dtype)
+        lane.follow_main()
+        lane.copy(self._here, source)
+        self._mark = lane.mark()
+
+    def values(self) -> NDArray[Any]:
+        self._mark.wait_on_host()
+        return self._here.numpy()
 
 
 def thread_of(device: torch.device, cores: Collection[int]) -> Callable[[], None]:

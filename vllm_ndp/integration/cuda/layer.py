@@ -2,8 +2,8 @@
 
 Splits on the GPU, sends off the packet and launches the hot experts. Only then waits for the device and the host's CPU,
 which compute the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its
-counts are read when the step ends. Gives what the eager layer gives, but for the rounding of rows that both computed.
-Knows one layer's slots and the messenger; does not know how plans are made.
+counts are read when somebody asks for the step's report. Gives what the eager layer gives, but for the rounding of rows
+that both computed. Knows one layer's slots and the messenger; does not know how plans are made.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AsideLayer:
             step.begin_layer()
             step.end_layer(self.index, self._split(step, found), None)
 
-        step.end_later(topk_ids.to(torch.int32), end)
+        step.end_later(self.index, end)
         return out
 
     def _run_hot(

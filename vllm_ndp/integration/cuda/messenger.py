@@ -67,7 +67,7 @@ class Messenger:
     ) -> None:
         """start_thread: called once in the thread, before anything else. Raises what it raises."""
         self.most_rows = most_rows
-        self._lane, self._form = lane, form
+        self.lane, self._form = lane, form
         size = packet_bytes(most_rows, *form)
         self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host_memory = pinned(size, dtype=torch.uint8)
@@ -102,9 +102,9 @@ class Messenger:
             raise RuntimeError("a packet is under way: take what came of it first")
         self._under_way = True
         size = buffers.here.num_bytes
-        self._lane.follow_main()
-        self._lane.copy(self._host_memory[:size], self._memory[:size])
-        self._asked.put((buffers, self._lane.mark(), ask))
+        self.lane.follow_main()
+        self.lane.copy(self._host_memory[:size], self._memory[:size])
+        self._asked.put((buffers, self.lane.mark(), ask))
 
     def take(self) -> Taken:
         """Wait for the thread. Raises what went wrong in it."""
@@ -157,5 +157,5 @@ class Messenger:
             return Taken(packet, answer, None)
         # The device lends the memory of a large answer until the next message: a copy on the lane would read it later.
         self._host_sums.numpy()[: len(sums)] = sums
-        self._lane.copy(self._sums[: len(sums)], self._host_sums[: len(sums)])
-        return Taken(packet, answer, self._lane.mark())
+        self.lane.copy(self._sums[: len(sums)], self._host_sums[: len(sums)])
+        return Taken(packet, answer, self.lane.mark())
