@@ -1,6 +1,6 @@
 """MoE layers on a pretended or a real GPU, eager or asynchronous: our own code around arithmetic that is easy to read.
 
-Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger with its thread, the sidecar,
+Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger, the sidecar,
 the step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
 """
 
@@ -202,13 +202,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
-        messenger = Messenger(
-            gpu.lane(),
-            gpu.pinned,
-            gpu.device,
-            RowForm(top_k, HIDDEN, setup.dtype),
-            start_thread=lambda: gpu.__enter__(),
-        )
+        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype))
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
     sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)
@@ -226,7 +220,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     splitter = Splitter(tiers, top_k, rules, weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
-    send = None if messenger is None else partial(Arrival, messenger.lane, gpu.pinned)
+    send = None if messenger is None else partial(Arrival, gpu.lane(), gpu.pinned)
     step_parts = StepParts(sizes, clock, splitter, locator, sidecar, send)
     step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(
@@ -266,8 +260,6 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     gpu.waits.clear()
     report = step.report()
     assert report is not None
-    if messenger is not None:
-        messenger.close()
     return Outcome(
         peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(),
         clock.now_ps,

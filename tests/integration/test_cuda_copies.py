@@ -16,8 +16,6 @@ from real_gpu import KINDS, gpu_of
 from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
-from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.packet import RowForm
 from vllm_ndp.integration.migration import Migrator
 
 
@@ -166,17 +164,6 @@ def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     with pytest.raises(OSError, match="the pool is gone"):
         migrator.wait(0)
     migrator.close()
-
-
-def test_a_thread_that_cannot_start_is_said_at_once_and_not_waited_for() -> None:
-    """As where the cores that it is bound to are not those of the container."""
-    cpu = torch.device("cpu")
-
-    def start() -> None:
-        raise OSError("no such cores")
-
-    with pytest.raises(OSError, match="no such cores"):
-        Messenger(HostLane(), pinned_for(cpu), cpu, RowForm(2, 8, torch.float32), start_thread=start)
 
 
 def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:

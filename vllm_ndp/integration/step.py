@@ -84,8 +84,9 @@ class Step:
     spans: dict[str, Span]
     parts: StepParts
     before: Before = field(default_factory=Before)
-    close_earlier: Callable[[], object] = object
-    """Is called before this step takes the clock and the splitter, which serve one step at a time."""
+    close_until: Callable[[int], object] = lambda number: None
+    """Is called with the number of the step before, when this one takes the clock and the splitter: they serve one step
+    at a time."""
     started: bool = field(default=False, init=False)
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
     device: DeviceWork = field(default_factory=DeviceWork, init=False)
@@ -136,7 +137,7 @@ class Step:
     def _begin(self) -> None:
         if self._begun:
             return
-        self.close_earlier()
+        self.close_until(self.number - 1)
         self._begun = True
         rows, slot_mapping = self.located
         self.parts.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)

@@ -24,12 +24,12 @@ _MOST_LATE = 2
 class LateReport:
     """Report of a step that waited for nothing: made when the scheduler reads it, which has the step's tokens then."""
 
-    def __init__(self, step: Step, settle: Callable[[LateReport], None]) -> None:
+    def __init__(self, step: Step, settle: Callable[[int], None]) -> None:
         self.step, self._settle = step, settle
         self.made: StepReport | None = None
 
     def get(self) -> StepReport:
-        self._settle(self)
+        self._settle(self.step.number)
         assert self.made is not None
         return self.made
 
@@ -54,7 +54,7 @@ class StepLog:
             return self._close(step)
         step.send_routing()
         if len(self._late) == _MOST_LATE:
-            self.settle(self._late[0])
+            self.settle(self._late[0].step.number)
         self._late.append(LateReport(step, self.settle))
         return self._late[-1]
 
@@ -65,9 +65,9 @@ class StepLog:
         is_here = made.vllm_config.parallel_config.distributed_executor_backend == "uni"
         return is_here and self.recorder is None and not planner.replanner.follows
 
-    def settle(self, last: LateReport | None = None) -> None:
-        """Make the reports that are late, in order, up to this one."""
-        while self._late and (last is None or last in self._late):
+    def settle(self, last: int | None = None) -> None:
+        """Make the reports that are late, in order, up to that of this step."""
+        while self._late and (last is None or self._late[0].step.number <= last):
             late = self._late.popleft()
             late.made = self._close(late.step)
 

@@ -7,8 +7,7 @@ does not know layers, experts or requests.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -143,14 +142,3 @@ class Arrival:
     def values(self) -> NDArray[Any]:
         self._mark.wait_on_host()
         return self._here.numpy()
-
-
-def thread_of(device: torch.device, cores: Collection[int]) -> Callable[[], None]:
-    """Return the start function of a thread that uses lanes of this device: streams and devices are per thread."""
-
-    def start() -> None:
-        os.sched_setaffinity(0, cores)  # 0: this thread; the one that makes it may be bound to a single core
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    return start
