@@ -1,8 +1,8 @@
 """One forward pass as data: whose rows run, where each pair ran, its simulated time, its report.
 
 All layers of a step run under one plan epoch. Acts on nothing: layers tell it what they did. A step whose layers
-waited for nothing leaves the clock and the splitter alone until its report is asked for, maybe after the next step has
-run. Knows no tensors but the step's KV entries; no device, no slots.
+waited for nothing leaves the clock and the splitter alone until somebody asks for its report. The next step may have
+run then. Knows no tensors but the step's KV entries; no device, no slots.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Step:
         self.parts.clock.begin_layer()
 
     def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
-        """A layer has run, and what its router chose is not on the host yet: `end` begins and ends it with that [T, k],
+        """A layer has run, and its router's choices [T, k] are not on the host yet. `end` begins and ends it with them
         when somebody asks."""
         self._later.append((layer, end))
 
@@ -167,8 +167,8 @@ class Step:
         return self.started and not self._begun
 
     def send_routing(self) -> None:
-        """Every layer has been launched: what routers chose sets off to the host, out of memory that no later layer
-        writes, as pieces of a graph write each other's."""
+        """Every layer has been launched: the routers' choices set off to the host. They come from the sidecar, because
+        pieces of a graph write over each other's memory."""
         assert self.parts.send is not None
         self._arriving = self.parts.send(self.parts.sidecar.ids_at(self.located[1]))
 

@@ -46,7 +46,7 @@ class StepLog:
         self._counted = (0, 0, 0)  # of the planner, by the reports so far
 
     def close(self, step: Step) -> StepReport | LateReport | None:
-        """What happened in a step, once, as the leader tells it. Waits for no step that waited for nothing itself."""
+        """Report of a step, once, as the leader tells it. Waits for no step that waited for nothing itself."""
         if self._late and self._late[-1].step is step:
             return None
         if not (step.waits_for_nothing and self._may_be_late):

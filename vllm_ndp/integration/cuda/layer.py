@@ -1,8 +1,8 @@
 """One MoE layer of a decode step with one wait for the GPU: what `moe_layer` does for few rows, in another order.
 
 Splits on the GPU, brings the packet to the host, sends it and launches the hot experts. Only then waits for the device
-and the host's CPU, which compute the rest. With every expert here there is nothing to send: the layer waits for nothing
-then, and its counts are read when somebody asks for the step's report. Gives what the eager layer gives, but for the
+and the host's CPU, which compute the rest. With every expert here there is nothing to send, and nothing to wait for.
+The layer's counts are then read when somebody asks for the step's report. Gives what the eager layer gives, but for the
 rounding of rows that both computed. Knows one layer's slots and the messenger; does not know how plans are made.
 """
 
@@ -137,8 +137,8 @@ class AsideLayer:
     def _sums(
         self, packet: HostFields, split: Split, call: DeviceCall | None, left: NDArray[np.int64]
     ) -> NDArray[np.float32] | None:
-        """Of the rows that left, [n, H]: the host's CPU computes its own, then the device is waited for, at most until
-        the deadline. None where nobody here computed any."""
+        """Sums of the rows that left, [n, H]. The host's CPU computes its own, then waits for the device's, at most
+        until the deadline. None where nobody here computed any."""
         found = []
         if split.warm and self._host is not None:
             rows = _places(left, split.warm)
@@ -158,7 +158,7 @@ def _rows_that_left(split: Split) -> NDArray[np.int64]:
 
 
 def _places(left: NDArray[np.int64], pairs: Pairs) -> NDArray[np.int64]:
-    """Of the rows of some pairs, among those that left."""
+    """Places of some pairs' rows among those that left."""
     return np.searchsorted(left, pairs.sent_rows)
 
 

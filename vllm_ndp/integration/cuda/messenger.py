@@ -3,7 +3,7 @@
     main stream   split -> packet, packet out               hot experts ............   sums in, add
     host          launches ................ wait | send | launches ......... receive | launches
 
-The host waits for the packet, which is the only wait for the GPU in a layer. What takes longest begins first: the
+The host waits for the packet, which is the only wait for the GPU in a layer. The longest work begins first: the
 device computes while the host launches the hot experts. One thread does all of it, because launches hold the
 interpreter, so that another thread would send only after them. Each buffer exists once: a packet has arrived only when
 the main stream has added what came back for the layer before. Knows buffers. Does not know what is hot, nor how the
