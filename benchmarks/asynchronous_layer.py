@@ -3,10 +3,10 @@
     python benchmarks/asynchronous_layer.py                    the hot experts release the GIL for 150 us
     python benchmarks/asynchronous_layer.py --holds-gil        they hold it for 150 us, as launches from Python do
 
-Real are engine, layer, messenger with its thread, link, device process and shared memory; batch 1, half of the bundled
-model's experts hot. In place of the hot experts the main thread sleeps. Streams are the host's: `split`, `packet` and
-`add` are torch operators here, and launches on a GPU. The bundled experts are so small that `device` is its handling
-and the way there and back. `fixed` is what the layer costs with hot experts that take no time: all parts in turn.
+Real are engine, layer, messenger, link, device process and shared memory; batch 1, half of the bundled model's experts
+hot. In place of the hot experts the thread sleeps. Streams are the host's: `split`, `packet` and `add` are torch
+operators here, and launches on a GPU. The bundled experts are so small that `device` is its handling and the way there
+and back, less what passes beside the hot experts. `fixed` is the layer less the hot experts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-repl
 PARTS = {
     "sidecar": ("begin", "noted"),
     "split": ("noted", "split"),
-    "packet": ("split", "off"),
-    "wake": ("off", "woke"),  # the thread
-    "split again": ("woke", "host split"),  # in the thread, for the account
+    "packet": ("split", "fetched"),
+    "split again": ("fetched", "host split"),  # for the message and the account
     "encode, send": ("host split", "sent"),
-    "device": ("sent", "answered"),  # its handling, and both ways
-    "sums": ("answered", "done"),
-    "hand over": ("free", "taken"),  # to the main thread, if it waits
-    "add": ("taken", "added"),
+    "hot experts": ("sent", "hot end"),
+    "device": ("hot end", "answered"),  # its handling, and both ways
+    "sums": ("answered", "brought"),
+    "add": ("brought", "added"),
     "account": ("added", "end"),
 }
 """Name -> the stamps that it lies between."""
@@ -41,7 +40,7 @@ _TIMER_SLACK = 29  # of prctl: sleeps end within a microsecond
 
 
 class Stamps:
-    """Times in ns of the layer that runs, by name, from both threads; those of layers with an answer are kept."""
+    """Times in ns of the layer that runs, by name; those of layers with an answer are kept."""
 
     def __init__(self) -> None:
         self.layers: list[dict[str, int]] = []
@@ -81,9 +80,8 @@ def watch(stamps: Stamps) -> None:
     split = stamps.stamped(routing.split, "", "split")
     add_rows = stamps.stamped(routing.add_rows, "", "added")
     layer.routing_for = lambda device: routing.Routing(split, add_rows)
-    stamps.on(messenger.Messenger, "begin", after="off")
-    stamps.on(messenger.Messenger, "_answer", before="woke", after="done")
-    stamps.on(messenger.Messenger, "take", after="taken")
+    stamps.on(messenger.Packet, "fetch", after="fetched")
+    stamps.on(messenger.Messenger, "bring", after="brought")
     stamps.on(layer.AsideLayer, "_split", after="host split")
     stamps.on(layer.AsideLayer, "_run_hot", after="hot end")
     stamps.on(DeviceLink, "send", after="sent")
@@ -110,10 +108,10 @@ def stand_in(microseconds: float, *, holds_gil: bool) -> None:
 
 
 def parts_of(layer: dict[str, int]) -> dict[str, float]:
-    """Microseconds of each part; what the whole layer took; and what it would with hot experts that take no time."""
-    layer = layer | {"free": max(layer["done"], layer["hot end"])}
+    """Microseconds of each part; of the whole layer; and of all of it but the hot experts."""
     found = {name: (layer[end] - layer[start]) / 1e3 for name, (start, end) in PARTS.items()}
-    return {**found, "fixed": sum(found.values()), "layer": (layer["end"] - layer["begin"]) / 1e3}
+    whole = (layer["end"] - layer["begin"]) / 1e3
+    return {**found, "fixed": whole - found["hot experts"], "layer": whole}
 
 
 def run(stamps: Stamps, num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:

@@ -53,7 +53,7 @@ def streams(run: Run) -> dict[str, Any]:
     """The property tests of layers, lanes and marks, on real streams, events and kernels."""
     if not engines.on_gpu():
         raise LeftOutError("streams and events are a GPU's; without one the same tests run on a pretended GPU")
-    files = [str(TESTS / f"test_cuda_{name}.py") for name in ("layer", "copies", "rows")]
+    files = [str(TESTS / f"test_cuda_{name}.py") for name in ("layer", "copies", "streaming", "rows")]
     return {"tests": passed([*files, "-m", "gpu"], 'go on with "layers": "eager"')}
 
 

@@ -1,6 +1,6 @@
 """MoE layers on a pretended or a real GPU, eager or asynchronous: our own code around arithmetic that is easy to read.
 
-Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger with its thread, the sidecar,
+Real are the layer, the slots' kernel but for vLLM's operator, the split, the messenger, the sidecar,
 the step and its clock, and the device link but for its client, which computes here. Knows the plugin; knows no test.
 """
 
@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, Span, TrackedRequest
+from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.cuda.low_bit_slots import Fp8Rows, Int4Groups, LowBitSlots
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import RowForm
@@ -200,13 +202,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     link = device_link(Client(every, lambda layer: layer not in setup.silent), num_layers, setup.dtype)
     messenger = None
     if asynchronous:
-        messenger = Messenger(
-            gpu.lane(),
-            gpu.pinned,
-            gpu.device,
-            RowForm(top_k, HIDDEN, setup.dtype),
-            start_thread=lambda: gpu.__enter__(),
-        )
+        messenger = Messenger(gpu.pinned, gpu.device, RowForm(top_k, HIDDEN, setup.dtype))
     model = GpuModel(HARDWARE, replace(MIXTRAL, num_layers=num_layers, decoder=MIXTRAL.decoder[:num_layers]))
     clock = StepClock(model)
     sidecar = RoutingSidecar(num_layers, top_k, gpu.device, ENTRIES, 1)
@@ -224,9 +220,9 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     splitter = Splitter(tiers, top_k, rules, weighs_input=setup.weighs_input, aliases=False)
     sizes = ModelSizes(num_layers, num_experts, top_k)
     locator: Any = SimpleNamespace(locate=lambda spans_by_name: (BatchRows(tuple(spans)), entries), settle=lambda: None)
-    step = Step(
-        1, {span.request.request_id: span for span in spans}, StepParts(sizes, clock, splitter, locator, sidecar)
-    )
+    send = None if messenger is None else partial(Arrival, gpu.lane(), gpu.pinned)
+    step_parts = StepParts(sizes, clock, splitter, locator, sidecar, send)
+    step = Step(1, {span.request.request_id: span for span in spans}, step_parts)
     hot = SimpleNamespace(
         layers=slots,
         wait=lambda layer: None,
@@ -259,12 +255,11 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
         before = len(gpu.waits)
         x = layer.forward(x, weights, ids)
         by_layer.append(len(gpu.waits) - before)
+        ids.zero_()  # a captured piece's outputs lie where later pieces write theirs
     waits, launches = list(gpu.waits), gpu.launches
     gpu.waits.clear()
     report = step.report()
     assert report is not None
-    if messenger is not None:
-        messenger.close()
     return Outcome(
         peek(x).clone(), waits, by_layer, len(gpu.waits), launches, link.client.messages, step.pairs_by_request(),
         clock.now_ps,

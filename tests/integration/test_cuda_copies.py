@@ -15,9 +15,7 @@ from real_gpu import KINDS, gpu_of
 
 from vllm_ndp.integration.cuda import copies
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
-from vllm_ndp.integration.cuda.lanes import HostLane, pinned_for
-from vllm_ndp.integration.cuda.messenger import Messenger
-from vllm_ndp.integration.cuda.packet import RowForm
+from vllm_ndp.integration.cuda.lanes import Arrival, HostLane, pinned_for
 from vllm_ndp.integration.migration import Migrator
 
 
@@ -47,6 +45,18 @@ def test_what_was_copied_is_there_for_the_stream_and_the_host_waits_for_full_buf
         again = torch.randn(shapes[0])
         moves.copy_all([(targets[0], again)])  # the buffers are used again
         assert torch.equal(peek(targets[0]), again.to(dtype))
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_what_sets_off_to_the_host_costs_no_wait_until_somebody_asks_for_it(on: str) -> None:
+    gpu = gpu_of(on)
+    with torch.no_grad(), gpu:
+        numbers, lane = gpu.tensor(torch.arange(1 << 12, dtype=torch.int16)), gpu.lane()
+        under_way = [Arrival(lane, gpu.pinned, numbers + step) for step in range(3)]
+        assert gpu.waits == []
+        for step in (2, 0, 1):
+            assert under_way[step].values()[:3].tolist() == [step, step + 1, step + 2]
+        assert on != "pretended" or len(gpu.waits) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,17 +176,6 @@ def test_a_move_that_fails_is_raised_where_its_layer_waits() -> None:
     with pytest.raises(OSError, match="the pool is gone"):
         migrator.wait(0)
     migrator.close()
-
-
-def test_a_thread_that_cannot_start_is_said_at_once_and_not_waited_for() -> None:
-    """As where the cores that it is bound to are not those of the container."""
-    cpu = torch.device("cpu")
-
-    def start() -> None:
-        raise OSError("no such cores")
-
-    with pytest.raises(OSError, match="no such cores"):
-        Messenger(HostLane(), pinned_for(cpu), cpu, RowForm(2, 8, torch.float32), start_thread=start)
 
 
 def test_memory_of_the_host_is_the_host_s_whatever_the_default_device_is() -> None:

@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from cuda_layers import Outcome, Setup, run
+from cuda_layers import Client, Outcome, Setup, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_gpu import GPUS
+
+from vllm_ndp.integration.hot_slots import CudaSlotKernel
 
 LAYERS = 3
 
@@ -108,9 +110,29 @@ def test_host_waits_per_layer_before_and_after(num_slots: int, eager: int, async
     assert run(mixtral(num_slots), asynchronous=True).waits_by_layer == [asynchronous] * LAYERS
 
 
-def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_step_ends() -> None:
+def test_counts_of_layers_that_waited_for_nothing_arrive_in_one_copy_when_the_report_is_asked_for() -> None:
     assert run(mixtral(8), asynchronous=True).waits_at_end == 1
     assert run(mixtral(4), asynchronous=True).waits_at_end == 0
+
+
+def test_what_routers_chose_is_counted_though_later_layers_write_over_it() -> None:
+    """The simulated time depends on how many experts were read."""
+    compare(run(mixtral(8), asynchronous=True), run(mixtral(8), asynchronous=False))
+
+
+def test_the_device_is_asked_before_the_hot_experts_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To launch holds the interpreter for 150 us, in which the device computes already."""
+    order = list[str]()
+
+    def noted(owner: type, name: str, what: str) -> None:
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (order.append(what), inner(*args))[1])
+
+    noted(Client, "begin_execute", "asked")
+    noted(CudaSlotKernel, "run_named", "launched")
+    noted(Client, "finish_execute", "answered")
+    run(mixtral(4), asynchronous=True)
+    assert order == ["asked", "launched", "answered"] * LAYERS
 
 
 def test_a_row_that_is_not_sent_costs_the_eager_layer_two_waits_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from engines import PROMPTS, REPLICAS, engine, greedy, token_ids
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.connector import NdpConnector
+from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.cuda import limits
 from vllm_ndp.integration.report import StepReport
+from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
 
 pytestmark = pytest.mark.vllm
@@ -60,6 +63,29 @@ def ask_for_reports_as_runner_v2_does(monkeypatch: pytest.MonkeyPatch) -> list[S
     monkeypatch.setattr(NdpConnector, "build_connector_worker_meta", lambda self: None)
     monkeypatch.setattr(NdpWorker, "sample_tokens", sample_tokens)
     return late
+
+
+def test_reports_of_steps_with_every_expert_hot_may_be_asked_for_after_the_next_step_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {**PAPER, "hot_experts": 8}
+    with engine(settings={**settings, "layers": "eager"}) as llm:
+        tokens, wanted = token_ids(greedy(llm, PROMPTS, 16)), llm.collective_rpc("ndp_totals")[0]
+    late: list[LateReport] = []
+
+    def keep(self: NdpConnector) -> None:
+        if isinstance(report := current_controller().take_report(), LateReport):
+            assert report.made is None, "somebody waited for the step's counts"
+            late.append(report)
+
+    monkeypatch.setattr(NdpConnector, "build_connector_worker_meta", keep)
+    with engine(settings={**settings, "layers": "asynchronous"}) as llm:
+        assert token_ids(greedy(llm, PROMPTS, 16)) == tokens
+        assert [report.made is None for report in late[-3:]] == [False, True, True]
+        reports = [report.get() for report in reversed(late)][::-1]
+        assert llm.collective_rpc("ndp_totals")[0] == wanted
+    assert len(reports) == 15
+    assert all(first.end_ps == then.start_ps == then.before_ps for first, then in pairwise(reports))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streamed prefill on the pretended GPU: one expert arrives while another computes, and the results stay the same."""
+"""Streamed prefill on a pretended or a real GPU: an expert arrives while one computes, and results stay the same."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cuda_layers import expert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pretend_gpu import GPU, PretendGpu, WatchedLane, peek
+from real_gpu import KINDS, gpu_of
 
 from vllm_ndp.integration.cuda.copies import CopiesByThread, PinnedCopies
 from vllm_ndp.integration.experts_pool import ExpertWeights
@@ -109,29 +110,30 @@ class Outcome:
     ahead: int
 
 
-def run_on_gpu(setup: Setup) -> Outcome:
-    gpu = PretendGpu()
+def run_on_gpu(setup: Setup, on: str = "pretended") -> Outcome:
+    gpu = gpu_of(on)
     with torch.no_grad(), gpu:
-        lane = WatchedLane(gpu)
+        lane = WatchedLane(gpu) if isinstance(gpu, PretendGpu) else gpu.lane()
         copies = PinnedCopies(lane, gpu.pinned, buffer_bytes=setup.buffer_bytes)
         x = gpu.tensor(rows_of(setup))
         streamer, slots = streamer_of(setup, CopiesByThread(lambda device: copies), x.device)
         for part in (*streamer._staging[0][:2], *streamer._staging[1][:2], *slots.held):
-            if part is not None:
+            if part is not None and isinstance(gpu, PretendGpu):
                 gpu.watch(part)
         hot = lambda: slots.kernel.run(x, slots.held, *in_slot_0(x))  # noqa: E731
         totals = calls(setup, streamer, slots, x, before=hot)
         return Outcome(
             [peek(total).clone() for total in totals], [peek(t).clone() for t in slots.held if t is not None],
-            slots.expert_in.tolist(), list(gpu.waits), lane.ahead,
+            slots.expert_in.tolist(), list(gpu.waits), lane.ahead if isinstance(lane, WatchedLane) else 0,
         )  # fmt: skip
 
 
-def run_plainly(setup: Setup) -> Outcome:
-    """One staging slot in the host's memory, every copy done before the next line."""
-    streamer, slots = streamer_of(setup, None, torch.device("cpu"))
-    totals = calls(setup, streamer, slots, rows_of(setup))
-    return Outcome(totals, [part for part in slots.held if part is not None], slots.expert_in.tolist(), [], 0)
+def run_plainly(setup: Setup, on: str) -> Outcome:
+    """One staging slot, every copy done before the next line: where the same kernels compute."""
+    device = torch.device("cuda" if on == "cuda" else "cpu")
+    streamer, slots = streamer_of(setup, None, device)
+    totals = [peek(total) for total in calls(setup, streamer, slots, rows_of(setup).to(device))]
+    return Outcome(totals, [peek(part) for part in slots.held if part is not None], slots.expert_in.tolist(), [], 0)
 
 
 def streamer_of(setup: Setup, copies: CopiesByThread | None, device: torch.device) -> tuple[StagingStreamer, HotSlots]:
@@ -164,11 +166,12 @@ def in_slot_0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+@pytest.mark.parametrize("on", KINDS)
 @settings(max_examples=30)
 @given(setups())
-def test_experts_that_take_turns_give_the_bits_of_one_at_a_time(setup: Setup) -> None:
+def test_experts_that_take_turns_give_the_bits_of_one_at_a_time(on: str, setup: Setup) -> None:
     """As late as a lane may run, numbers would be wrong; as early as it may, the watch would raise."""
-    mine, wanted = run_on_gpu(setup), run_plainly(setup)
+    mine, wanted = run_on_gpu(setup, on), run_plainly(setup, on)
     assert all(torch.equal(a, b) for a, b in zip(mine.totals, wanted.totals, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(mine.slots, wanted.slots, strict=True))
     assert mine.expert_in == wanted.expert_in

@@ -32,7 +32,7 @@ from vllm_ndp.integration.batch import RequestTracker
 from vllm_ndp.integration.checkpoint_dir import model_dir
 from vllm_ndp.integration.compat import say
 from vllm_ndp.integration.cuda import limits
-from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for, thread_of
+from vllm_ndp.integration.cuda.lanes import make_lane, pinned_for
 from vllm_ndp.integration.cuda.late_check import LateCheck
 from vllm_ndp.integration.cuda.layer import FixedOutput
 from vllm_ndp.integration.cuda.messenger import Messenger
@@ -199,8 +199,6 @@ class Assembly:
         planner = PlanRunner(replanner, requests, hot, device, clock)
         planner.start()
         messenger = self.make_messenger(device.facts.offload_bits)
-        if messenger is not None:
-            opened.callback(messenger.close)
         splitter = self.make_splitter(device, costs, prices)
         views, stream = HotViews(splitter, self._held.w13.device), StreamedExperts(hot, planner)
         first = self.attached[0]
@@ -463,13 +461,7 @@ class Assembly:
         if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda):
             return None
         device, shape = weights.device, self.pool.shape
-        return Messenger(
-            make_lane(device),
-            pinned_for(device),
-            device,
-            RowForm(shape.top_k, shape.hidden_size, weights.dtype),
-            start_thread=thread_of(device, compat.engine_cores()),
-        )
+        return Messenger(pinned_for(device), device, RowForm(shape.top_k, shape.hidden_size, weights.dtype))
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device

@@ -27,6 +27,7 @@ from vllm_ndp.integration.controller import current_controller
 from vllm_ndp.integration.report import RequestReport, StepReport, of_all_stages
 from vllm_ndp.integration.serving import spans
 from vllm_ndp.integration.serving.metrics import NdpMetrics, NdpStats
+from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.simulation.pipeline import PipelineClock
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class FinishedReports(KVConnectorMetadata):
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
-    reports: list[StepReport]
-    """Reports of one step, one from the leader of each stage."""
+    reports: list[StepReport | LateReport]
+    """Reports of one step, one from the leader of each stage. Late ones never leave their process."""
     step: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -143,7 +144,8 @@ class NdpConnector(KVConnectorBase_V1, SupportsHMA):
         now = time.time()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, StepReports):
-            step = of_all_stages(meta.reports, self._pipeline)
+            made = [report.get() if isinstance(report, LateReport) else report for report in meta.reports]
+            step = of_all_stages(made, self._pipeline)
             self._reported_step = meta.step
             self._stats.add_step(step)
             for request_id in step.pairs:

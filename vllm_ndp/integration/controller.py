@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from vllm_ndp.integration import compat, startup_table
 from vllm_ndp.integration.assembly import LoadedWorker
 from vllm_ndp.integration.batch import RowLocator, TrackedRequest
 from vllm_ndp.integration.compat import say
+from vllm_ndp.integration.cuda.lanes import Arrival, make_lane, pinned_for
 from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.recording import RunRecorder, run_provenance
 from vllm_ndp.integration.report import StepReport
@@ -26,7 +28,7 @@ from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.integration.serving import live
 from vllm_ndp.integration.serving.finished import made_of
 from vllm_ndp.integration.step import Before, ModelSizes, Step, StepParts
-from vllm_ndp.integration.step_log import StepLog
+from vllm_ndp.integration.step_log import LateReport, StepLog
 from vllm_ndp.traces.format import Scheduling
 
 if TYPE_CHECKING:
@@ -50,8 +52,11 @@ class NdpController:
         held, num_blocks = parts.hot.layers[0].held, kv_cache_config.num_blocks
         sidecar = RoutingSidecar(shape.num_layers, shape.top_k, held.w13.device, num_blocks, group.block_size)
         locator, sizes = RowLocator(worker.runner, group, worker.late_check), ModelSizes.of(shape)
-        self.steps = StepParts(sizes, worker.clock, worker.splitter, locator, sidecar)
-        if sidecar.on_host is not None and parts.messenger is None:
+        send = None
+        if parts.messenger is not None:
+            send = partial(Arrival, make_lane(held.w13.device), pinned_for(held.w13.device))
+        self.steps = StepParts(sizes, worker.clock, worker.splitter, locator, sidecar, send)
+        if sidecar.on_host is not None and send is None:
             worker.splitter.note_into(*sidecar.on_host)
         self.log = StepLog(worker, self._open_recorder(num_blocks, group.block_size))
         self.log.note_plan(0)
@@ -108,7 +113,7 @@ class NdpController:
         plan_s = time.perf_counter() - began_s if planned else None
         before = Before(began_s, plan_s, self._describe(planned))
         self._agree_among_ranks()
-        step = parts.running.step = Step(log.totals.steps, spans, self.steps, before)
+        step = parts.running.step = Step(log.totals.steps, spans, self.steps, before, log.settle)
         try:
             yield
             log.leave(step)
@@ -124,7 +129,7 @@ class NdpController:
         if ranks.size > 1:
             device.agreed = ranks.agree(devices_up=device.up, plans=self.worker.parts.planner.checksum)
 
-    def take_report(self) -> StepReport | None:
+    def take_report(self) -> StepReport | LateReport | None:
         """Return the report of the running step, or of the last one, once, as the leader tells it."""
         running = self.worker.parts.running.step
         return self.log.take_left() if running is None else self.log.close(running)
@@ -157,6 +162,7 @@ class NdpController:
         Where any rank cannot use it, all is as before, and `refused` says why in one sentence. An exception in one
         worker would leave the answers of the others in vLLM's queues.
         """
+        self.log.settle()
         refusal, made = "", self.worker.made
         settings, ranks, clock = made.settings, made.ranks, self.worker.clock
         if not settings.may_join:
@@ -192,6 +198,7 @@ class NdpController:
         return startup_table.status(self.worker, self.steps.sidecar)
 
     def totals_dict(self) -> dict[str, Any]:
+        self.log.settle()
         planner, locator, is_simulated = self.worker.parts.planner, self.steps.locator, not self.log.unsimulated
         return {
             "prefills": planner.prefills,

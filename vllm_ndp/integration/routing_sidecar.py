@@ -40,6 +40,10 @@ class RoutingSidecar:
         self._ids[layer].index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
         self._weights[layer].index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
 
+    def ids_at(self, entries: torch.Tensor) -> torch.Tensor:
+        """i16 [L, T, k], a fresh tensor where the sidecar lies, for entries i64 [T] that lie there too."""
+        return self._ids.index_select(1, entries)
+
     def read(
         self, slot_mapping: NDArray[np.int64], layer: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

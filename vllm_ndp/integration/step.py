@@ -1,8 +1,8 @@
 """One forward pass as data: whose rows run, where each pair ran, its simulated time, its report.
 
-Lives from the worker's `execute_model` to its end; all layers of a step run under one plan epoch. Acts on nothing:
-layers tell it what they did. Knows no tensors but the step's KV entries and those that a layer leaves to be read later;
-no device, no slots.
+All layers of a step run under one plan epoch. Acts on nothing: layers tell it what they did. A step whose layers
+waited for nothing leaves the clock and the splitter alone until somebody asks for its report. The next step may have
+run then. Knows no tensors but the step's KV entries; no device, no slots.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ndp_device.model_shape import ModelShape
 from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.batch import BatchRows, RowLocator, Span, TrackedRequest
+from vllm_ndp.integration.cuda.lanes import Arrival
 from vllm_ndp.integration.report import PAIR_KINDS, DeviceWork, StepReport, energy_shares
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
 from vllm_ndp.layer import account
@@ -64,6 +65,8 @@ class StepParts:
     splitter: Splitter
     locator: RowLocator
     sidecar: RoutingSidecar
+    send: Callable[[torch.Tensor], Arrival] | None = None
+    """To the host; None where no layer is asynchronous."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,19 @@ class Step:
     spans: dict[str, Span]
     parts: StepParts
     before: Before = field(default_factory=Before)
+    close_until: Callable[[int], object] = lambda number: None
+    """Is called with the number of the step before, when this one takes the clock and the splitter: they serve one step
+    at a time."""
     started: bool = field(default=False, init=False)
     """Whether a layer has run: vLLM may schedule a step that needs no forward pass."""
     device: DeviceWork = field(default_factory=DeviceWork, init=False)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(COUNTED)), np.int64), init=False)
     """[R, kinds], pairs of each request over all layers so far, as split.COUNTED names them."""
+    _begun: bool = field(default=False, init=False)
     _reported: bool = field(default=False, init=False)
-    _later: list[tuple[torch.Tensor, Callable[[NDArray[Any]], None]]] = field(default_factory=list, init=False)
+    _later: list[tuple[int, Callable[[NDArray[np.int32]], None]]] = field(default_factory=list, init=False)
+    _arriving: Arrival | None = field(default=None, init=False)
+    """What routers chose, as the sidecar has it: i16 [L, T, k]."""
 
     @cached_property
     def located(self) -> tuple[BatchRows, torch.Tensor]:
@@ -116,8 +125,21 @@ class Step:
 
     def start(self) -> None:
         """The first layer runs."""
-        rows, slot_mapping = self.located
+        _ = self.located, self._sampled  # as requests are now, not as the next step has them
         self.started = True
+
+    @cached_property
+    def _sampled(self) -> tuple[int, dict[str, int]]:
+        """Rows whose logits are wanted, and the drafts of each request that has any."""
+        drafts = {name: count for name, span in self.spans.items() if (count := span.num_drafts)}
+        return sum(span.num_sampled_rows for span in self.spans.values()), drafts
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self.close_until(self.number - 1)
+        self._begun = True
+        rows, slot_mapping = self.located
         self.parts.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
         none = np.zeros(self._shape, np.uint8)
         plans = [none if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
@@ -130,24 +152,36 @@ class Step:
             self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 
     def begin_layer(self) -> None:
-        if self._later:
-            self._catch_up()
+        self._begin()
+        self._catch_up()
         self.parts.clock.begin_layer()
 
-    def end_later(self, found: torch.Tensor, end: Callable[[NDArray[Any]], None]) -> None:
-        """A layer has run, and what it found is not on the host yet: `end` begins and ends it, when somebody asks.
+    def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
+        """A layer has run, and its router's choices [T, k] are not on the host yet. `end` begins and ends it with them
+        when somebody asks."""
+        self._later.append((layer, end))
 
-        found: of one shape in all layers of a step, because they arrive in one copy.
-        """
-        self._later.append((found, end))
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Whether every layer so far is one of `end_later`."""
+        return self.started and not self._begun
+
+    def send_routing(self) -> None:
+        """Every layer has been launched: the routers' choices set off to the host. They come from the sidecar, because
+        pieces of a graph write over each other's memory."""
+        assert self.parts.send is not None
+        self._arriving = self.parts.send(self.parts.sidecar.ids_at(self.located[1]))
 
     def _catch_up(self) -> None:
         if not self._later:
             return
+        if self._arriving is None:
+            self.send_routing()
+        assert self._arriving is not None
         later, self._later = self._later, []
-        arrived = torch.stack([found for found, _ in later]).cpu().numpy()
-        for (_, end), found in zip(later, arrived, strict=True):
-            end(found)
+        arrived, self._arriving = self._arriving.values().astype(np.int32), None
+        for layer, end in later:
+            end(arrived[layer])
 
     def split(self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor, *, with_device: bool) -> Split:
         """Where each pair of a layer runs. topk_ids and topk_weights [T, k]: as the router gave them."""
@@ -172,10 +206,11 @@ class Step:
             return None
         self.parts.locator.settle()
         self._reported = True
+        self._begin()
         self._catch_up()
         clock, per_row = self.parts.clock, self.parts.sizes.pairs_per_row
-        time = clock.end_step(sum(span.num_sampled_rows for span in self.spans.values()))
-        drafts = {name: count for name, span in self.spans.items() if (count := span.num_drafts)}
+        num_sampled, drafts = self._sampled
+        time = clock.end_step(num_sampled)
         pairs = self.pairs_by_request()
         device = self.device.sums()
         report = StepReport(
@@ -188,7 +223,7 @@ class Step:
 
     def abandon(self) -> None:
         """An error ended the step: its simulated time does not count."""
-        if self.started and not self._reported:
+        if self._begun and not self._reported:
             self.parts.clock.abandon_step()
         self._reported = True
 

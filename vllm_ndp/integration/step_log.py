@@ -6,6 +6,8 @@ Knows steps that have run, the planner's counters and the device's round trips. 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from vllm_ndp.integration.assembly import LoadedWorker
@@ -15,6 +17,22 @@ from vllm_ndp.integration.serving.finished import FinishedRequests
 from vllm_ndp.integration.step import Step
 from vllm_ndp.integration.totals import Totals
 
+_MOST_LATE = 2
+"""Reports: vLLM launches one step while another one's tokens are on their way."""
+
+
+class LateReport:
+    """Report of a step that waited for nothing: made when the scheduler reads it, which has the step's tokens then."""
+
+    def __init__(self, step: Step, settle: Callable[[int], None]) -> None:
+        self.step, self._settle = step, settle
+        self.made: StepReport | None = None
+
+    def get(self) -> StepReport:
+        self._settle(self.step.number)
+        assert self.made is not None
+        return self.made
+
 
 class StepLog:
     def __init__(self, worker: LoadedWorker, recorder: RunRecorder | None) -> None:
@@ -22,12 +40,39 @@ class StepLog:
         self._worker, self.recorder = worker, recorder
         self.totals, self.finished = Totals(), FinishedRequests()
         self.unsimulated = worker.unsimulated  # what ran so far and is in no simulated clock
-        self._left: StepReport | None = None  # of the step that has ended, where nobody has asked for it yet
+        self._late = deque[LateReport]()  # in the order of their steps
+        self._left: StepReport | LateReport | None = None  # of the step that has ended, if nobody has asked for it yet
         self._ended_ps = 0
         self._counted = (0, 0, 0)  # of the planner, by the reports so far
 
-    def close(self, step: Step) -> StepReport | None:
-        """Close the step's simulated clock; what happened in it, once, as the leader tells it."""
+    def close(self, step: Step) -> StepReport | LateReport | None:
+        """Report of a step, once, as the leader tells it. Waits for no step that waited for nothing itself."""
+        if self._late and self._late[-1].step is step:
+            return None
+        if not (step.waits_for_nothing and self._may_be_late):
+            self.settle()
+            return self._close(step)
+        step.send_routing()
+        if len(self._late) == _MOST_LATE:
+            self.settle(self._late[0].step.number)
+        self._late.append(LateReport(step, self.settle))
+        return self._late[-1]
+
+    @property
+    def _may_be_late(self) -> bool:
+        """Nobody reads the step's entries before the next one, and the scheduler is in this process."""
+        made, planner = self._worker.made, self._worker.parts.planner
+        is_here = made.vllm_config.parallel_config.distributed_executor_backend == "uni"
+        return is_here and self.recorder is None and not planner.replanner.follows
+
+    def settle(self, last: int | None = None) -> None:
+        """Make the reports that are late, in order, up to that of this step."""
+        while self._late and (last is None or self._late[0].step.number <= last):
+            late = self._late.popleft()
+            late.made = self._close(late.step)
+
+    def _close(self, step: Step) -> StepReport | None:
+        """Close the step's simulated clock."""
         if (closed := step.report()) is None:
             return None
         report, time_of_step = closed
@@ -50,7 +95,7 @@ class StepLog:
         """The step has ended, whether or not somebody asked for its report: model runner V2 asks when it samples."""
         self._left = self.close(step)
 
-    def take_left(self) -> StepReport | None:
+    def take_left(self) -> StepReport | LateReport | None:
         left, self._left = self._left, None
         return left
 

@@ -7,11 +7,11 @@ does not know layers, experts or requests.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 
 Pinned = Callable[..., torch.Tensor]
 """(shape..., dtype=...) -> memory of the host that a lane can copy from and to by itself."""
@@ -129,12 +129,16 @@ def pinned_for(device: torch.device) -> Pinned:
     return allocate
 
 
-def thread_of(device: torch.device, cores: Collection[int]) -> Callable[[], None]:
-    """Return the start function of a thread that uses lanes of this device: streams and devices are per thread."""
+class Arrival:
+    """A tensor on its way to the host; nobody waits until somebody asks."""
 
-    def start() -> None:
-        os.sched_setaffinity(0, cores)  # 0: this thread; the one that makes it may be bound to a single core
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    def __init__(self, lane: Lane, pinned: Pinned, source: torch.Tensor) -> None:
+        """source: of the main stream, which has been told to write it; nobody may write it afterwards."""
+        self._source, self._here = source, pinned(*source.shape, dtype=source.dtype)
+        lane.follow_main()
+        lane.copy(self._here, source)
+        self._mark = lane.mark()
 
-    return start
+    def values(self) -> NDArray[Any]:
+        self._mark.wait_on_host()
+        return self._here.numpy()

@@ -1,21 +1,19 @@
-"""One MoE layer of a decode step without waiting for the GPU: what `moe_layer` does for few rows, in another order.
+"""One MoE layer of a decode step with one wait for the GPU: what `moe_layer` does for few rows, in another order.
 
-Splits on the GPU, sends off the packet and launches the hot experts. Only then waits for the device and the host's CPU,
-which compute the rest. With every expert here there is nothing to send: the layer waits for nothing then, and its
-counts are read when the step ends. Gives what the eager layer gives, but for the rounding of rows that both computed.
-Knows one layer's slots and the messenger; does not know how plans are made.
+Splits on the GPU, brings the packet to the host, sends it and launches the hot experts. Only then waits for the device
+and the host's CPU, which compute the rest. With every expert here there is nothing to send, and nothing to wait for.
+The layer's counts are then read when somebody asks for the step's report. Gives what the eager layer gives, but for the
+rounding of rows that both computed. Knows one layer's slots and the messenger; does not know how plans are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
@@ -28,17 +26,6 @@ from vllm_ndp.layer.split import Pairs, Split
 
 ComputeHere = Callable[[torch.Tensor, torch.Tensor, Pairs], None]
 """Adds to `out` what the pairs of a call without an answer give: (out, x, pairs)."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of the thread: the layer's split, the call to the device, its result, and the sums of the rows that left.
-    `call` is None where the device is not asked here; `sums` is None where nobody here computed any."""
-
-    split: Split
-    call: DeviceCall | None = None
-    result: ExecuteResult | None = None
-    sums: NDArray[np.float32] | None = None
 
 
 class AsideLayer:
@@ -82,30 +69,27 @@ class AsideLayer:
         if self.holds_everything:
             return self._run_everything(step, x, topk_weights, topk_ids, beside)
         step.begin_layer()
-        messenger, buffers = self._messenger, self._messenger.buffers(len(x))
-        packet = buffers.here
-        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, packet, self._elsewhere)
-        submit_ps = step.parts.clock.now_ps
-        messenger.begin(buffers, lambda arrived: self._ask(step, submit_ps, arrived))
+        packet = self._messenger.packet(len(x))
+        here = packet.here
+        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere)
+        arrived = packet.fetch()
+        split = self._split(step, *arrived.addresses)
+        left = _rows_that_left(split)
+        call = self._send(step, arrived, split.device, left)
         try:
             beside()
-            out = self._run_hot(x, topk_weights, packet.slots, are_named=self._elsewhere >= 0)
+            out = self._run_hot(x, topk_weights, here.slots, are_named=self._elsewhere >= 0)
+            sums = self._sums(arrived, split, call, left)
         except BaseException:
-            messenger.abandon()
+            if call is not None:
+                call.abandon()
             raise
-        taken = messenger.take()
-        result, answered = None, True
-        if taken.answer is None:  # nothing leaves
-            split = self._split(step, taken.packet.ids)
-        else:
-            split, call = taken.answer.split, taken.answer.call
-            result, answered = taken.answer.result, call is None or taken.answer.result is not None
-            if taken.answer.sums is not None:
-                partial = messenger.sums(taken)
-                self._routing.add_rows(out, partial, packet.sent_rows[: len(partial)])
-            if not answered:
-                self._compute_here(out, x, split.device)
-        step.end_layer(self.index, split, result, answered=answered)
+        if sums is not None:
+            self._routing.add_rows(out, self._messenger.bring(sums), here.sent_rows[: len(sums)])
+        answered = call is None or call.answer is not None
+        if not answered:
+            self._compute_here(out, x, split.device)
+        step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
         return out
 
     def _run_everything(
@@ -122,9 +106,10 @@ class AsideLayer:
 
         def end(found: NDArray[np.int32]) -> None:
             step.begin_layer()
-            step.end_layer(self.index, self._split(step, found), None)
+            weights = np.ones(found.shape, np.float32)  # nothing leaves with them
+            step.end_layer(self.index, self._split(step, found.ctypes.data, weights.ctypes.data), None)
 
-        step.end_later(topk_ids.to(torch.int32), end)
+        step.end_later(self.index, end)
         return out
 
     def _run_hot(
@@ -138,31 +123,43 @@ class AsideLayer:
             return self._kernel.run_named(x, self._held, topk_weights, slots)
         return self._kernel.run(x, self._held, topk_weights, slots)
 
-    def _split(self, step: Step, ids: NDArray[np.int32], weights: NDArray[np.float32] | None = None) -> Split:
-        """The same as on the GPU, for the account. ids [T, k]; weights [T, k]: needed where something leaves."""
-        ids = np.ascontiguousarray(ids)
-        weights = np.ones(ids.shape, np.float32) if weights is None else np.ascontiguousarray(weights)
-        return step.split(self.index, torch.from_numpy(ids), torch.from_numpy(weights), with_device=False)
+    def _split(self, step: Step, topk_ids: int, topk_weights: int) -> Split:
+        """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""
+        return step.parts.splitter.split(self.index, topk_ids, topk_weights, with_device=False)
 
-    # -- in the messenger's thread ---------------------------------------------------------------------------------
+    def _send(self, step: Step, packet: HostFields, pairs: Pairs, left: NDArray[np.int64]) -> DeviceCall | None:
+        """Send the device its rows of a packet, which has `left`; None where nothing is asked of it here."""
+        if not pairs or self._link is None:
+            return None
+        rows = packet.x[: len(left)] if len(pairs.sent_rows) == len(left) else packet.x[_places(left, pairs)]
+        return self._link.send(step, self.index, step.parts.clock.now_ps, rows, pairs)
 
-    def _ask(self, step: Step, submit_ps: int, packet: HostFields) -> Answer:
-        """Send the device its rows of a packet; the host's CPU computes its own meanwhile. Then wait for the device, at
-        most until the deadline."""
-        split, call, result = self._split(step, packet.ids, packet.weights), None, None
-        left = split.device.sent_rows  # in order, as the packet has them
-        if split.warm:
-            left = np.union1d(left, split.warm.sent_rows)
-        of_device, of_host = (np.searchsorted(left, part.sent_rows) for part in (split.device, split.warm))
-        if split.device and self._link is not None:
-            rows = packet.x[: len(left)] if len(of_device) == len(left) else packet.x[of_device]
-            call = self._link.send(step, self.index, submit_ps, rows, split.device)
+    def _sums(
+        self, packet: HostFields, split: Split, call: DeviceCall | None, left: NDArray[np.int64]
+    ) -> NDArray[np.float32] | None:
+        """Sums of the rows that left, [n, H]. The host's CPU computes its own, then waits for the device's, at most
+        until the deadline. None where nobody here computed any."""
         found = []
         if split.warm and self._host is not None:
-            found.append((of_host, self._host.execute(self.index, as_float32(packet.x[of_host]), split.warm)))
+            rows = _places(left, split.warm)
+            found.append((rows, self._host.execute(self.index, as_float32(packet.x[rows]), split.warm)))
         if call is not None and (result := call.result()) is not None:
-            found.append((of_device, result.y))
-        return Answer(split, call, result, _added(found, len(left)))
+            if not split.warm:
+                return result.y
+            found.append((_places(left, split.device), result.y))
+        return _added(found, len(left))
+
+
+def _rows_that_left(split: Split) -> NDArray[np.int64]:
+    """In order, as a packet has them."""
+    if not split.warm:
+        return split.device.sent_rows
+    return np.union1d(split.device.sent_rows, split.warm.sent_rows)
+
+
+def _places(left: NDArray[np.int64], pairs: Pairs) -> NDArray[np.int64]:
+    """Places of some pairs' rows among those that left."""
+    return np.searchsorted(left, pairs.sent_rows)
 
 
 def _added(found: list[tuple[NDArray[np.int64], NDArray[np.float32]]], num_rows: int) -> NDArray[np.float32] | None:
