@@ -2,13 +2,16 @@
 
 A Mixtral-shaped model with random weights, real width, few layers; same weights, same prompts, same number of cores
 for everyone (for the plugin: engine and device together). Each system runs in a process of its own, one at a time, in
-rounds. Wall clock only, prefill and decode apart; beside it the memory of engine and device.
+rounds. Wall clock only, prefill and decode apart; beside it the memory of engine and device, and the processor time of
+each of their threads.
 
     python benchmarks/make_random_mixtral.py MODEL --hidden 4096 --intermediate 14336 --layers 2 --experts 8
     vllm-ndp quantize MODEL --out REPLICAS
     python benchmarks/gguf_mixtral.py MODEL GGUF                    # for llama.cpp only
     python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 2]
 
+Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. Systems
+named ...-avx2 use no wider vectors in our kernels or, with --llama-avx2, another build of llama.cpp.
 Random weights route almost evenly, so half of the decode pairs of "4 of 8 hot" are cold; a trained model's prompts
 choose better. A system's figure is its fastest round; of a round, the mean of the steps beside which other programs
 used at most a tenth of a core, or of all steps, marked ~, where there are too few such ones. Prints a table, then one
@@ -35,6 +38,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from end_to_end_systems import Job, run
+from end_to_end_threads import table_of_threads
 from measured import Measurement, add_json_option
 from rich.console import Console
 from rich.table import Table
@@ -54,13 +58,14 @@ class System:
 
     kind: str  # vllm | int4 | llama
     bits: float  # of the experts that are not hot
-    hot: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    hot: float | None = None  # share of the experts
+    settings: Mapping[str, Any] = field(default_factory=dict)  # `hot_experts` as a share
     file: str = ""
     linear_bits: float = 16
+    avx2: bool = False
 
 
-def _plugin(hot: int, bits: float, **settings: Any) -> System:
+def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
@@ -69,13 +74,15 @@ SYSTEMS: dict[str, System] = {
     "defaults": System("vllm", 4, 0, {}),
     "defaults-linear8": System("vllm", 4, 0, {"debug": {"linear_bits": 8}}, linear_bits=8),
     "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
-    "defaults-before": System("vllm", 3, 4, {"hardware": "h100-ndp512"}),
-    "all-hot": System("vllm", 16, 8, {"hot_experts": 8, "cold_precision": "full"}),
-    "hot4-cold3": _plugin(4, 3),
-    "hot4-cold3-balanced": _plugin(4, 3, execution="balanced"),
-    "hot4-cold2": _plugin(4, 2),
-    "hot4-cold4": _plugin(4, 4),
-    "hot2-cold3": _plugin(2, 3),
+    "defaults-avx2": System("vllm", 4, 0, {}, avx2=True),
+    "defaults-linear4-avx2": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4, avx2=True),
+    "defaults-before": System("vllm", 3, 1 / 2, {"hardware": "h100-ndp512"}),
+    "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
+    "hot4-cold3": _plugin(1 / 2, 3),
+    "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
+    "hot4-cold2": _plugin(1 / 2, 2),
+    "hot4-cold4": _plugin(1 / 2, 4),
+    "hot2-cold3": _plugin(1 / 4, 3),
     "hot0-cold4": _plugin(0, 4),
     "hot0-cold3": _plugin(0, 3),
     "hot0-cold2": _plugin(0, 2),
@@ -84,8 +91,9 @@ SYSTEMS: dict[str, System] = {
     "llama-q4_k": System("llama", 4, file="q4_k"),
     "llama-q3_k": System("llama", 3, file="q3_k"),
     "llama-q2_k": System("llama", 2, file="q2_k"),
+    "llama-q4_0-avx2": System("llama", 4, file="q4_0", avx2=True),
 }
-"""By name, in the order of the table; hot4-cold3: 4 of 8 experts hot in bf16, the others at 3 bits on average.
+"""By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
 defaults: what a server chooses that is told nothing; defaults-linear8: with linear layers at 8 bits;
 defaults-before: by simulated prices, half of the experts hot."""
 
@@ -109,6 +117,8 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         path = arguments.gguf / f"{system.file}.gguf"
         if not path.exists():
             raise Unavailable(f"{path.name} is missing: run benchmarks/gguf_mixtral.py")
+        if system.avx2 and arguments.llama_avx2 is None:
+            raise Unavailable("--llama-avx2 was not given")
         model = str(path)
     elif system.hot is not None:
         settings = {"pool": "packed", "deadline_ms": LONG_DEADLINE_MS, **system.settings}
@@ -116,6 +126,8 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
             if arguments.replicas is None:
                 raise Unavailable("--replicas was not given")
             settings["replicas"] = str(arguments.replicas)
+        if "hot_experts" in settings:
+            settings["hot_experts"] = round(settings["hot_experts"] * config_of(arguments)["num_local_experts"])
         engine = {"quantization": "ndp", "additional_config": {"ndp": settings}}
     return Job(
         name,
@@ -126,7 +138,27 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         arguments.prompt_tokens,
         arguments.tokens,
         engine,
+        arguments.long_prompt,
     )
+
+
+def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((arguments.model / "config.json").read_text())
+    return config
+
+
+def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Of the system's process."""
+    system = SYSTEMS[name]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
+    if system.hot is None and system.kind == "vllm":
+        # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))
+    if system.avx2 and system.kind == "vllm":
+        environment["NDP_ISA"] = "avx2"
+    elif system.avx2:
+        environment |= {"LLAMA_CPP_LIB_PATH": str(arguments.llama_avx2), "LD_LIBRARY_PATH": str(arguments.llama_avx2)}
+    return environment
 
 
 def why_no_int4() -> str:
@@ -141,13 +173,9 @@ def why_no_int4() -> str:
 def run_child(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
     """Raises Unavailable with the child's last words."""
     command = [sys.executable, __file__, "--child", job.to_json()]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
-    if SYSTEMS[job.name].hot is None and job.kind == "vllm":
-        # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=environment_of(job.name, arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -284,11 +312,16 @@ def summarise(
     hot_share = pairs.get("hot_pairs", 0) / decode_pairs if decode_pairs else 1.0
     entry: dict[str, Any] = {"system": name, "batches": batches, "memory": rounds[-1]["memory"], "rounds": len(rounds)}
     entry |= {key: rounds[-1][key] for key in ("status", "llama_cpp_python", "file_bytes") if key in rounds[-1]}
+    if long := [seconds for one in rounds for seconds in one.get("long_prompt_s", [])]:
+        entry["long_prompt"] = {
+            "tokens": arguments.long_prompt,
+            "prefill_tokens_per_s": arguments.long_prompt / min(long),
+        }
+    entry["threads"] = rounds[-1]["passes"][str(arguments.batches[0])][-1].get("threads", [])
     if decode_pairs:
         entry |= {"hot_share": round(hot_share, 3), "pairs": pairs}
     if "1" in batches:
-        config = json.loads((arguments.model / "config.json").read_text())
-        num_bytes = floor_bytes(system, config, hot_share, entry.get("file_bytes", 0))
+        num_bytes = floor_bytes(system, config_of(arguments), hot_share, entry.get("file_bytes", 0))
         entry["bytes_per_token"] = round(num_bytes)
         entry["fraction_of_limit"] = round(1e3 * num_bytes / limit / batches["1"]["decode_step_ms"], 3)
     return entry
@@ -315,6 +348,7 @@ def table_of(entries: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
     columns = ["system"]
     columns += [f"decode tok/s, batch {batch} (x stock)" for batch in arguments.batches]
     columns += [f"prefill tok/s, batch {batch}" for batch in arguments.batches]
+    columns += [f"one prompt of {arguments.long_prompt}"] * (arguments.long_prompt > 0)
     columns += ["of limit, batch 1", "hot share", "engine GiB", "device GiB"]
     for name in columns:
         table.add_column(name, justify="left" if name == "system" else "right")
@@ -330,6 +364,8 @@ def table_of(entries: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
             beside = f" ({speed / stock[batch]['decode_tokens_per_s']:.2f})" if stock else ""
             row.append(f"{noisy}{speed:.1f}{beside}")
         row += [f"{entry['batches'][str(batch)]['prefill_tokens_per_s']:.0f}" for batch in arguments.batches]
+        if arguments.long_prompt:
+            row.append(f"{entry['long_prompt']['prefill_tokens_per_s']:.0f}" if "long_prompt" in entry else "")
         row.append(f"{entry['fraction_of_limit']:.0%}" if "fraction_of_limit" in entry else "")
         row.append(f"{entry['hot_share']:.0%}" if "hot_share" in entry else "")
         memory = entry["memory"]
@@ -351,6 +387,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8,32", help="sequences at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=32, help="decode steps of a pass")
+    parser.add_argument("--long-prompt", type=int, default=512, help="tokens of one more prompt alone; 0: none")
+    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="libraries of llama.cpp built without AVX-512")
     parser.add_argument("--passes", type=int, default=3, help="measured passes at batch 1")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
@@ -369,7 +407,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--batches must be whole numbers with commas between them, got {arguments.batches!r}")
     numbers = [*arguments.batches, arguments.prompt_tokens, arguments.passes, arguments.rounds]
-    if min(numbers) < 1 or arguments.tokens < 2:
+    if min(numbers) < 1 or arguments.tokens < 2 or arguments.long_prompt < 0:
         parser.error("--batches, --prompt-tokens, --passes and --rounds must be at least 1 and --tokens at least 2")
     usable = sorted(os.sched_getaffinity(0))
     wanted = arguments.cores or len(usable)
@@ -410,14 +448,16 @@ def main() -> None:
         else {"system": name, "unavailable": reasons[name]}
         for name in arguments.systems
     ]
-    config = json.loads((arguments.model / "config.json").read_text())
+    config = config_of(arguments)
     measured = {entry["system"]: entry for entry in entries if "batches" in entry}
     title = (
         f"{config['hidden_size']} x {config['intermediate_size']}, {config['num_hidden_layers']} layers, "
         f"{len(arguments.cores)} cores, {limit / 1e9:.1f} GB/s, load {min(loads):.1f} to {max(loads):.1f}; "
         f"{arguments.prompt_tokens} + {arguments.tokens} tokens; random weights, so routing is almost even"
     )
-    Console(width=200).print(table_of(entries, arguments, title))
+    console = Console(width=200)
+    console.print(table_of(entries, arguments, title))
+    console.print(table_of_threads(entries, arguments.batches[0]))
     figures = {
         "cores": len(arguments.cores),
         "limit_gb_per_s": round(limit / 1e9, 2),

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from end_to_end_threads import Spent, Thread, command_of, descendants, rows_of_step, thread_times
 from numpy.typing import NDArray
 
 KV_BYTES = 256 << 20
 CORES = frozenset(os.sched_getaffinity(0))  # asked first: OpenMP may bind this thread to one of them later
 LOOK_EVERY_S = 0.25
+LONG_PASSES = 3  # the first gets kernels ready
 FIRST_TOKEN_ID = 3  # below: unknown, begin and end of text
 
 
@@ -36,6 +38,17 @@ class Job:
     prompt_tokens: int
     tokens: int
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vllm.LLM
+    long_prompt: int = 0  # tokens of a prompt of which only the first answer is measured; 0: none
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence; a few to spare."""
+        return max(self.prompt_tokens + self.tokens, self.long_prompt) + 32
+
+    @property
+    def most_at_once(self) -> int:
+        """Tokens of a step."""
+        return max(max(self.batches) * self.prompt_tokens, self.long_prompt)
 
     @classmethod
     def parse(cls, text: str) -> Job:
@@ -53,6 +66,7 @@ class Pass:
     prefill_s: float
     steps_s: list[float]  # decode steps, each one token for every sequence
     foreign: list[float]  # beside each of them, and first beside the prefill: cores that other programs used
+    threads: list[dict[str, Any]] = field(default_factory=list)  # processor time of a decode step
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -66,7 +80,11 @@ def run(job: Job) -> dict[str, Any]:
         for batch, count in zip(job.batches, job.passes, strict=True):
             prompts = [_prompts(rng, batch, job.prompt_tokens, system.vocabulary) for _ in range(count)]
             passes[batch] = [asdict(system.run(prompt, job.tokens)) for prompt in prompts]
-        return {"passes": passes, "memory": system.memory(), **system.facts()}
+        long = [
+            _prompts(rng, 1, job.long_prompt, system.vocabulary) for _ in range(LONG_PASSES if job.long_prompt else 0)
+        ]
+        long_s = [system.run(prompt, 1).prefill_s for prompt in long]
+        return {"passes": passes, "long_prompt_s": long_s, "memory": system.memory(), **system.facts()}
     finally:
         system.close()
 
@@ -84,9 +102,9 @@ class VllmSystem:
         self._llm = LLM(
             job.model,
             dtype="bfloat16",
-            max_model_len=job.prompt_tokens + job.tokens + 32,
+            max_model_len=job.longest,
             max_num_seqs=max(job.batches),
-            max_num_batched_tokens=max(job.batches) * job.prompt_tokens,
+            max_num_batched_tokens=job.most_at_once,
             kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             disable_log_stats=True,
@@ -162,13 +180,13 @@ class LlamaSystem:
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {job.model}: write it again with benchmarks/gguf_mixtral.py")
         parameters = llama_cpp.llama_context_default_params()
-        sequences, length = max(job.batches), job.prompt_tokens + job.tokens + 32
-        parameters.n_ctx = sequences * length
+        sequences = max(job.batches)
+        parameters.n_ctx = sequences * job.longest
         parameters.n_seq_max = sequences
-        parameters.n_batch = sequences * job.prompt_tokens
+        parameters.n_batch = job.most_at_once
         parameters.n_threads = parameters.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
-        self._batch = llama_cpp.llama_batch_init(sequences * job.prompt_tokens, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(job.most_at_once, 0, 1)
         self.vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._file_bytes = Path(job.model).stat().st_size
         self._rng = np.random.default_rng(1)
@@ -229,6 +247,7 @@ class StepClock:
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._foreign: list[float] = []
+        self._after_prefill: dict[Thread, Spent] = {}
         self._looked = self._seen = 0.0
         self._look()
         self._began = time.perf_counter()
@@ -239,11 +258,15 @@ class StepClock:
         self._began = now
         if len(self._seconds) == 1 or now - self._looked >= LOOK_EVERY_S:
             self._note()
+        if len(self._seconds) == 1:
+            self._after_prefill = thread_times(os.getpid())
 
     def to_pass(self) -> Pass:
         if len(self._foreign) < len(self._seconds):
             self._note()
-        return Pass(self._seconds[0], self._seconds[1:], self._foreign)
+        steps = len(self._seconds) - 1
+        threads = rows_of_step(self._after_prefill, thread_times(os.getpid()), steps) if steps else []
+        return Pass(self._seconds[0], self._seconds[1:], self._foreign, threads)
 
     def _note(self) -> None:
         looked, seen = self._looked, self._seen
@@ -267,21 +290,6 @@ class StepClock:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ours += int(fields[11]) + int(fields[12])
         return (busy - ours) / os.sysconf("SC_CLK_TCK")
-
-
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """This process and all below it."""
-    yield pid
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            yield from descendants(int(child))
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 def memory_of(pid: int) -> dict[str, int]:

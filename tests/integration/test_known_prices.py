@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_a_machine_measures_once_for_each_shape() -> None:
 def test_a_kernel_that_is_held_back_has_prices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured({}) == 1
     monkeypatch.setenv("NDP_ISA", "avx2")
+    assert [measured({}), measured({})] == [1, 0]
+
+
+def test_a_version_that_brings_a_faster_kernel_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prices of the kernel before would send prompts where they take longer."""
+    assert measured({}) == 1
+    paths = [*known_prices._native.supported_isas(), "faster"]
+    monkeypatch.setattr(known_prices, "_native", SimpleNamespace(supported_isas=lambda: paths))
     assert [measured({}), measured({})] == [1, 0]
 
 

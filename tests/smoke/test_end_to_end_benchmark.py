@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ MODEL = ROOT / "models" / "tiny-mixtral"
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import end_to_end  # noqa: E402
 import end_to_end_systems  # noqa: E402
+import end_to_end_threads  # noqa: E402
 
 MIXTRAL = {
     "hidden_size": 4096,
@@ -123,6 +128,7 @@ def test_table_and_json_hold_measured_and_missing_systems() -> None:
     stock = {"passes": {"1": [one_pass(0.2)]}, "memory": memory, "load": 0.1}
     plugin = {
         "passes": {"1": [one_pass(0.1)]},
+        "long_prompt_s": [9.0, 4.0],
         "memory": memory,
         "status": status,
         "pairs": {"hot_pairs": 30, "cold_pairs": 10, "prefill_pairs": 99},
@@ -139,7 +145,62 @@ def test_table_and_json_hold_measured_and_missing_systems() -> None:
     output = StringIO()
     Console(file=output, width=250).print(end_to_end.table_of(entries, arguments, "title"))
     assert "10.0 (2.00)" in output.getvalue()
+    assert entries[1]["long_prompt"] == {"tokens": 512, "prefill_tokens_per_s": 128}
+    assert "one prompt of 512" in output.getvalue()
     assert "not available: no AMX" in output.getvalue()
+
+
+def test_processor_time_is_that_of_the_thread_that_computed() -> None:
+    before = end_to_end_threads.thread_times(os.getpid())
+    numbers: list[int] = []
+
+    def compute() -> None:
+        numbers.append(threading.get_native_id())
+        while time.thread_time() < 0.1:
+            pass
+        done.wait()
+
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(compute)
+        while end_to_end_threads.thread_times(os.getpid()).get(_thread(numbers), _IDLE).ran < 0.1:
+            time.sleep(0.01)
+        after = end_to_end_threads.thread_times(os.getpid())
+        done.set()
+        computing.result()
+    spent = end_to_end_threads.spent_between(before, after)[_thread(numbers)]
+    assert spent.ran >= 0.1
+    rows = end_to_end_threads.rows_of_step(before, after, steps=10)
+    assert {(row["process"], row["thread"]) for row in rows if row["ms"] >= 10} >= {("front-end", _comm())}
+    output = StringIO()
+    table = end_to_end_threads.table_of_threads([{"system": "defaults", "threads": rows}], batch=1)
+    Console(file=output, width=200).print(table)
+    assert "front-end" in output.getvalue()
+
+
+_IDLE = end_to_end_threads.Spent(0, 0, 0)
+
+
+def _comm() -> str:
+    return Path("/proc/self/comm").read_text().strip()
+
+
+def _thread(numbers: list[int]) -> end_to_end_threads.Thread:
+    return end_to_end_threads.Thread("front-end", _comm(), numbers[0] if numbers else 0)
+
+
+def test_a_share_of_the_experts_is_a_number_of_this_model_s_and_avx2_is_a_matter_of_the_environment(
+    tmp_path: Path,
+) -> None:
+    arguments = end_to_end.parse(["--model", str(MODEL), "--replicas", str(tmp_path), "--long-prompt", "64"])
+    experts = json.loads((MODEL / "config.json").read_text())["num_local_experts"]
+    for name, count in (("all-hot", experts), ("hot4-cold3", experts // 2), ("hot0-cold4", 0)):
+        job = end_to_end.job_of(name, arguments)
+        assert job.engine["additional_config"]["ndp"]["hot_experts"] == count
+        assert (job.longest, job.most_at_once) == (96, 1024)
+    assert "hot_experts" not in end_to_end.job_of("defaults-avx2", arguments).engine["additional_config"]["ndp"]
+    assert end_to_end.environment_of("defaults-avx2", arguments)["NDP_ISA"] == "avx2"
+    assert end_to_end.environment_of("defaults", arguments).get("NDP_ISA") == os.environ.get("NDP_ISA")
 
 
 def test_a_job_survives_the_way_to_its_process() -> None:

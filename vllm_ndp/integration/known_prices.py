@@ -20,6 +20,7 @@ import msgspec
 from ndp_device import strict_json
 from ndp_device.cache import prices_file
 from ndp_device.errors import ConfigError
+from ndp_device.kernels import _native
 from vllm_ndp.integration.compat import say
 
 P = TypeVar("P")
@@ -59,7 +60,8 @@ def processor() -> dict[str, str]:
     lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
     fields = {name.strip(): value.strip() for name, _, value in lines}
     limits = {name: os.environ[name] for name in _ISA_VARIABLES if name in os.environ}
-    return {"name": fields.get("model name", ""), "flags": fields.get("flags", "")} | limits
+    paths = ",".join(_native.supported_isas())  # a version that brings a faster one measures again
+    return {"name": fields.get("model name", ""), "flags": fields.get("flags", ""), "kernels": paths} | limits
 
 
 def _digest(facts: Mapping[str, Any]) -> str:

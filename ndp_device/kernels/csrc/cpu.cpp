@@ -20,6 +20,12 @@ bool has_avx512vnni() {
            __builtin_cpu_supports("avx512vnni");
 }
 
+bool has_avx512bf16() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kBfloat16 = 1u << 5;
+    return has_avx512vnni() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kBfloat16) != 0;
+}
+
 // AMX needs the processor (tile and int8), the operating system's state saving, and this process's permission.
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -42,6 +48,7 @@ bool always() { return true; }
 constexpr Path kPaths[] = {
 #if defined(__x86_64__)
     {"amx", amx_kernels, has_amx},
+    {"avx512bf16", avx512bf16_kernels, has_avx512bf16},
     {"avx512vnni", avx512vnni_kernels, has_avx512vnni},
     {"avx2", avx2_kernels, has_avx2},
     // The AMX path with its tile instructions done in software: for tests on machines without AMX, never chosen.

@@ -131,8 +131,10 @@ struct Engine::Job {
     int tokens;
     QuantizedView w13, w2;
     Quantized x, h;
-    float* x_rows;  // full precision: [tokens][hidden]
+    float* x_rows;  // full precision: [tokens][hidden], split where the path does that
     float* hidden;  // [tokens][padded intermediate]
+    float* h_rows;  // full precision: the same, or split
+    bool* rests;    // [tokens], whether a split row left anything; its hidden units are then kept as exactly
     int padded;
 };
 
@@ -204,6 +206,10 @@ QuantizeJob Engine::quantize_job(const float* row, const PackedMatrix& matrix, c
             to.view.tokens};
 }
 
+bool Engine::splits_rows(const PreparedExpert& expert) const {
+    return kernels_.split_row && expert.full && expert.full_w13.dtype == DType::bfloat16;
+}
+
 // Every row is quantized once for all experts that read it in one order, grouping and number of limbs, then copied to each.
 void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std::vector<Job>& jobs) {
     struct Destination {
@@ -226,8 +232,11 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         const Job& first = *destinations->front().job;
         const int first_token = destinations->front().token;
         if (first.expert->full) {
-            for (const Destination& to : *destinations)
-                std::memcpy(to.job->x_rows + static_cast<ptrdiff_t>(to.token) * hidden, row, sizeof(float) * hidden);
+            for (const Destination& to : *destinations) {
+                float* own = to.job->x_rows + static_cast<ptrdiff_t>(to.token) * hidden;
+                if (splits_rows(*to.job->expert)) to.job->rests[to.token] = kernels_.split_row(row, hidden, true, own);
+                else std::memcpy(own, row, sizeof(float) * hidden);
+            }
             return;
         }
         const QuantizeJob done = quantize_job(row, first.expert->w13, first.x, first_token);
@@ -284,11 +293,12 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
 void Engine::quantize_hidden(std::vector<Job>& jobs) {
     std::vector<std::pair<const Job*, int>> tasks;
     for (const Job& job : jobs)
-        for (int t = 0; t < job.tokens && !job.expert->full; ++t) tasks.emplace_back(&job, t);
+        for (int t = 0; t < job.tokens && (!job.expert->full || job.h_rows != job.hidden); ++t) tasks.emplace_back(&job, t);
     run(static_cast<int>(tasks.size()), [&](int task, int) {
         const auto [job, token] = tasks[task];
-        kernels_.quantize(
-            quantize_job(job->hidden + static_cast<ptrdiff_t>(token) * job->padded, job->expert->w2, job->h, token));
+        const ptrdiff_t at = static_cast<ptrdiff_t>(token) * job->padded;
+        if (job->expert->full) kernels_.split_row(job->hidden + at, job->padded, job->rests[token], job->h_rows + at);
+        else kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
     });
 }
 
@@ -326,7 +336,7 @@ void Engine::multiply(const Job& job, bool down, int first, int last, float* y, 
         kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride,
                           thread_scratch_[thread]);
     } else if (down) {
-        kernels_.multiply_full(job.expert->full_w2, job.hidden, job.padded, job.tokens, first, last, y, stride);
+        kernels_.multiply_full(job.expert->full_w2, job.h_rows, job.padded, job.tokens, first, last, y, stride);
     } else {
         kernels_.multiply_full(job.expert->full_w13, job.x_rows, job.expert->hidden, job.tokens, first, last, y,
                                stride);
@@ -401,6 +411,11 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         job.hidden = arena_.take<float>(static_cast<size_t>(job.tokens) * job.padded);
         if (job.expert->full) {
             job.x_rows = arena_.take<float>(static_cast<size_t>(job.tokens) * hidden);
+            job.h_rows = job.hidden;
+            if (splits_rows(*job.expert)) {
+                job.h_rows = arena_.take<float>(static_cast<size_t>(job.tokens) * job.padded);
+                job.rests = arena_.take<bool>(job.tokens);
+            }
         } else {
             job.w13 = job.expert->w13.view();
             job.w2 = job.expert->w2.view();

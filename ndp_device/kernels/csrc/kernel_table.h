@@ -98,6 +98,9 @@ struct KernelTable {
                      void* scratch);
     void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, int first, int last,
                           float* y, ptrdiff_t y_stride);
+    // Null, or writes what multiply_full reads in place of a row of floats where weights are bfloat16: as many bytes.
+    // With `rest` it keeps what the nearest bfloat16 leave, and returns whether that is anything.
+    bool (*split_row)(const float* x, int cols, bool rest, float* to);
     void (*quantize)(const QuantizeJob&);
     // h[16 * u + r] of the gate y[32 * u + r] and the up y[32 * u + 16 + r]
     void (*activate)(const float* y, int units, const Activation&, float* h);
@@ -122,6 +125,7 @@ constexpr size_t scratch_bytes(int padded_group) {
 const KernelTable& portable_kernels();
 const KernelTable& avx2_kernels();
 const KernelTable& avx512vnni_kernels();
+const KernelTable& avx512bf16_kernels();
 const KernelTable& amx_kernels();
 const KernelTable& amx_emulated_kernels();
 

@@ -1,6 +1,7 @@
 #include "thread_pool.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -42,7 +43,10 @@ bool spin_until(Done&& done) {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) : threads_(threads) {
-    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { worker_loop(thread); });
+    for (int thread = 1; thread < threads; ++thread) {
+        workers_.emplace_back([this, thread] { worker_loop(thread); });
+        pthread_setname_np(workers_.back().native_handle(), "ndp-kernel");  // for top -H and the like
+    }
 }
 
 ThreadPool::~ThreadPool() {
