@@ -20,6 +20,7 @@ from ndp_device.calibration.calibrated import FloatExpert
 from ndp_device.calibration.streamed import StreamedForward
 from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import dequantize
+from ndp_device.widths import REPLICA_WIDTHS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ def nats_per_loss(
 ) -> NDArray[np.float64]:
     """[L] from sequences [S, T] and a model without experts (streamed.load_without_experts)."""
     bits = min(files.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
+    column = REPLICA_WIDTHS.index(bits)
     forward = StreamedForward(model, token_ids, checkpoint.shape.num_layers)
     losses = []
     for layer, batch in enumerate(forward.layers(len(token_ids))):
@@ -53,7 +55,7 @@ def nats_per_loss(
             batch.answer_branch(expert, replica, model.device)
         files.release(layer)
         counts = np.bincount(batch.expert_ids[: len(token_ids)].numpy().ravel(), minlength=checkpoint.shape.num_experts)
-        losses.append(max(float(np.average(files.layer_losses(layer)[1][:, bits - 1], weights=counts)), _LEAST_LOSS))
+        losses.append(max(float(np.average(files.layer_losses(layer)[1][:, column], weights=counts)), _LEAST_LOSS))
     weights: NDArray[np.float64] = _divergences(forward, len(token_ids), len(losses)) / np.array(losses)
     return weights
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.activation import SILU, Activation
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class QuantizedMatrix:
     """What this is a view of; None where it has planes of its own. A changed copy (`replace`) is a view of nothing."""
 
     def __post_init__(self) -> None:
-        if self.bits not in WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
+        if self.bits not in REPLICA_WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
             raise ValueError(
                 f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8], "
                 f"got {self.planes.dtype}{list(self.planes.shape)}"

@@ -193,7 +193,9 @@ class Replays:
 
     def __init__(self, workload: Workload, settings: CompareSettings, loss: LossTable | None = None) -> None:
         p = workload.trace.provenance
-        self.costs = Costs(load_hardware(settings.hardware, **settings.overrides), model_named(settings.model))
+        has_bytes = loss is not None and loss.at_8 is not None
+        hardware = load_hardware(settings.hardware, **settings.overrides)
+        self.costs = Costs(hardware, model_named(settings.model), has_bytes=has_bytes)
         self.costs.require(p.num_experts, p.top_k)
         self._workload, self._settings = workload, settings
         self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -26,7 +26,8 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 @dataclass(frozen=True)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
-    average over the model. With max_loss, they keep as many fewer as are predicted to lose that many nats a token."""
+    average over the model, or all of them 8. With max_loss, they keep as many fewer as are predicted to lose that many
+    nats a token."""
 
     num_hot: int
     avg_bits: float
@@ -36,14 +37,14 @@ class Budget:
     def __post_init__(self) -> None:
         if min(self.num_hot, self.num_warm) < 0:
             raise ConfigError(f"num_hot and num_warm must be at least 0, got {self.num_hot} and {self.num_warm}")
-        if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
-            raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
+        if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1] or self.avg_bits == BYTE_BITS):
+            raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]} or be {BYTE_BITS}, got {self.avg_bits}")
         if self.max_loss is not None and not 0 < self.max_loss < math.inf:
             raise ConfigError(f"max_loss must be a number of nats above 0, got {self.max_loss}")
 
     def with_more_bits(self, more: float) -> Budget:
-        """The same with a higher average, at most that of the widest replica."""
-        return replace(self, avg_bits=min(self.avg_bits + more, float(WIDTHS[-1])))
+        """The same with a higher average, at most that of the widest nested replica."""
+        return replace(self, avg_bits=max(self.avg_bits, min(self.avg_bits + more, float(WIDTHS[-1]))))
 
     def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bits above 1 that each layer may spend, from its number of cold experts [L].
@@ -170,7 +171,7 @@ class BitwidthPlan:
             raise ValueError(f"bits must be one of {list(_ALLOWED_BITS)}, got {np.unique(self.bits).tolist()}")
 
     def width_mask(self) -> NDArray[np.uint8]:
-        """[L, E]: bit b-1 is set where the expert has width b (1..4), bit 4 where it has full precision."""
+        """[L, E]: the flag of each expert's width (ndp_device/widths.py)."""
         return _FLAG_OF_BITS[self.bits]
 
 
@@ -213,6 +214,6 @@ class Plan:
         """At most num_hot hot experts in every layer, and no more quantized bits than the average allows."""
         cold = self.bits.bits[self.placement.cold].astype(np.int64)
         allowed = int(self.placement.num_cold.sum() + budget.increments(self.placement.num_cold).sum())
-        quantized = bool((cold <= WIDTHS[-1]).all())
+        quantized = bool((cold < FULL_PRECISION_BITS).all())
         room = (self.placement.num_hot <= budget.num_hot) & (self.placement.warm.sum(axis=1) <= budget.num_warm)
         return bool(room.all()) and quantized and int(cold.sum()) <= allowed
