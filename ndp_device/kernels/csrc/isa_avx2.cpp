@@ -65,18 +65,31 @@ NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cv
 struct WideStep {
     __m256i even, odd;
 
+    NDP_INLINE WideStep() {}
     explicit NDP_INLINE WideStep(const int8_t* columns) {
         int32_t four;
         std::memcpy(&four, columns, 4);
         even = _mm256_srai_epi16(_mm256_set1_epi32(static_cast<int32_t>(static_cast<uint32_t>(four) << 8)), 8);
         odd = _mm256_srai_epi16(_mm256_set1_epi32(four), 8);
     }
-    NDP_INLINE __m256i add_to(__m256i sum, __m256i codes) const {
-        const __m256i low = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), even);
-        const __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd);
-        return _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
-    }
 };
+
+// Adds one step's products of ROWS rows with the codes at `codes` and, for the second block, `block_bytes` further.
+template <int ROWS>
+NDP_INLINE void add_wide_step(const uint8_t* codes, ptrdiff_t block_bytes, const WideStep (&x)[ROWS],
+                              __m256i (&sums)[ROWS][4]) {
+    NDP_UNROLL(4)
+    for (int part = 0; part < 4; ++part) {
+        const __m256i w = load<__m256i>(codes + part / 2 * block_bytes + part % 2 * 32);
+        const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(w, 8);
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            sums[row][part] = _mm256_add_epi32(sums[row][part], _mm256_madd_epi16(even, x[row].even));
+            sums[row][part] = _mm256_add_epi32(sums[row][part], _mm256_madd_epi16(odd, x[row].odd));
+            asm volatile("" : "+x"(sums[row][part]));  // or g++ adds products up in trees, out of registers
+        }
+    }
+}
 
 // Adds one step's products of ROWS rows with both blocks. The steps of the second block begin at codes + block_bytes.
 template <int ROWS>
@@ -133,14 +146,10 @@ template <int ROWS>
 void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, __m256i (*dots)[4]) {
     __m256i sums[ROWS][4] = {};
     for (int step = 0; step < steps; ++step) {
-        for (int row = 0; row < ROWS; ++row) {
-            const WideStep x(first + (row * steps + step) * 4);
-            NDP_UNROLL(4)
-            for (int part = 0; part < 4; ++part) {
-                const uint8_t* at = codes + (part / 2 * steps + step) * 64 + part % 2 * 32;
-                sums[row][part] = x.add_to(sums[row][part], load<__m256i>(at));
-            }
-        }
+        WideStep x[ROWS];
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) x[row] = WideStep(first + (row * steps + step) * 4);
+        add_wide_step<ROWS>(codes + step * 64, steps * 64, x, sums);
     }
     std::memcpy(dots, sums, sizeof sums);
 }
@@ -249,13 +258,10 @@ NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int 
     for (int step = 0; step < steps; ++step, codes += kUnitRows * 4) {
         __builtin_prefetch(codes + kGemvLead);
         __builtin_prefetch(codes + kGemvLead + 64);
+        WideStep columns[LIMBS];
         NDP_UNROLL(2)
-        for (int limb = 0; limb < LIMBS; ++limb) {
-            const WideStep columns(x + limb * padded + step * 4);
-            NDP_UNROLL(4)
-            for (int part = 0; part < 4; ++part)
-                sums[limb][part] = columns.add_to(sums[limb][part], load<__m256i>(codes + part * 32));
-        }
+        for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
+        add_wide_step<LIMBS>(codes, 64, columns, sums);
     }
     std::memcpy(dots, sums, sizeof sums);
 }
