@@ -69,8 +69,9 @@ struct WideStep {
     explicit NDP_INLINE WideStep(const int8_t* columns) {
         int32_t four;
         std::memcpy(&four, columns, 4);
-        even = _mm256_srai_epi16(_mm256_set1_epi32(static_cast<int32_t>(static_cast<uint32_t>(four) << 8)), 8);
-        odd = _mm256_srai_epi16(_mm256_set1_epi32(four), 8);
+        const __m256i all = _mm256_set1_epi32(four);
+        even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+        odd = _mm256_srai_epi16(all, 8);
     }
 };
 
@@ -151,7 +152,11 @@ void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, __
         for (int row = 0; row < ROWS; ++row) x[row] = WideStep(first + (row * steps + step) * 4);
         add_wide_step<ROWS>(codes + step * 64, steps * 64, x, sums);
     }
-    std::memcpy(dots, sums, sizeof sums);
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[row][part] = sums[row][part];
+    }
 }
 
 // multiply_panel with 32-byte registers: g++ keeps 64-byte vectors in memory here, which costs ten times the time.
@@ -263,7 +268,11 @@ NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int 
         for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
         add_wide_step<LIMBS>(codes, 64, columns, sums);
     }
-    std::memcpy(dots, sums, sizeof sums);
+    NDP_UNROLL(2)
+    for (int limb = 0; limb < LIMBS; ++limb) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[limb][part] = sums[limb][part];
+    }
 }
 
 // One row: codes stay in registers. The same sums in the same order as own_products.
