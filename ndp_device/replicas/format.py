@@ -113,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(bits for bits in self.bits if bits in WIDTHS) if self.container == "nested" else ()
 
     def prefix(self, expert: int, bits: int) -> str:
-        """Of the tensors of an expert at one width."""
+        """How the names of the tensors of an expert at one width begin."""
         return f"{expert}" if bits in self.nested_bits else f"{expert}.{bits}"
 
     @property

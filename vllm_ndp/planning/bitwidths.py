@@ -119,7 +119,7 @@ class LossTable:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the replicas."""
+        """Bits that the replicas have."""
         return WIDTHS if self.at_8 is None else REPLICA_WIDTHS
 
     @cached_property

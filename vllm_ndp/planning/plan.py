@@ -26,8 +26,8 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 @dataclass(frozen=True)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones keep avg_bits bits on
-    average over the model, or all of them 8. With max_loss, they keep as many fewer as are predicted to lose that many
-    nats a token."""
+    average over the model. An average of 8 is 8 for each of them. With max_loss, they keep as many fewer as are
+    predicted to lose that many nats a token."""
 
     num_hot: int
     avg_bits: float
