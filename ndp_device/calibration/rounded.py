@@ -1,7 +1,8 @@
 """A matrix at 8 bits: every weight rounded to the nearest of its group's 256 even levels. No data, no solver.
 
 The levels reach from the group's least weight to its largest. On text the loss is within its error of none
-(docs/log/calibration.md, "8 bits"), so a solver could not show that its codes are better. Knows numpy arrays. Does not know experts or files.
+(docs/log/calibration.md, "8 bits"), so a solver could not show that its codes are better. Knows numpy arrays. Does not
+know experts or files.
 """
 
 from __future__ import annotations
