@@ -34,8 +34,8 @@ class QuantizedLinear(torch.nn.Module):
 
     def __init__(self, kernel: NativeKernel, linear: torch.nn.Linear, bits: int) -> None:
         super().__init__()
-        matrices, self.error = quantize(linear.weight.data.bfloat16(), bits)
-        self.kernel, self.prepared = kernel, kernel.prepare_matrices(matrices)
+        matrix, self.error = quantize(linear.weight.data.bfloat16(), bits)
+        self.kernel, self.prepared = kernel, kernel.prepare_matrix(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.kernel.multiply(x.reshape(-1, x.shape[-1]).numpy(), self.prepared)

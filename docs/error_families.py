@@ -70,7 +70,7 @@ FAMILIES = (
     ),
     Family(
         "A setting out of its range",
-        "The value cannot be what was meant: there are only 1 to 4 bits, or the model has fewer experts.",
+        "The value cannot be what was meant: there are only 1 to 4 bits and 8, or the model has fewer experts.",
         "Give a value from the range in the sentence.",
         files="vllm_ndp/config.py vllm_ndp/setting_names.py",
     ),

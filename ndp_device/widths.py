@@ -1,17 +1,24 @@
 """The bit widths an expert can have, its activations, how a plan writes a set of widths, and who shares a scale.
 
-    bits    1  2  3  4   16 = the checkpoint's own weights, whatever their dtype
-    flag    1  2  4  8   16 = the flag of the i-th width is 1 << i
+    bits    1  2  3  4   16 = the checkpoint's own weights, whatever their dtype    8
+    flag    1  2  4  8   16 = the flag of the i-th width is 1 << i                 32
 
 Standard library only: host and device, planning and timing all read it.
 """
 
 from __future__ import annotations
 
-WIDTHS = (1, 2, 3, 4)
-"""Bits of a quantized replica."""
+from collections.abc import Collection
 
-LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2}
+WIDTHS = (1, 2, 3, 4)
+"""Bits of a quantized replica that a budget deals out; one nested code can serve them all."""
+
+BYTE_BITS = 8
+"""Of a replica beside those, for which loss hardly shows; only some replica sets have it."""
+
+REPLICA_WIDTHS = (*WIDTHS, BYTE_BITS)
+
+LIMBS: dict[int, int] = {1: 1, 2: 1, 3: 1, 4: 2, 8: 2}
 """int8 limbs of the activations a replica meets: 1 where text does not show the difference (docs/log/kernels.md)."""
 
 LIMB_BITS = {1: 8, 2: 15}
@@ -19,11 +26,8 @@ LIMB_BITS = {1: 8, 2: 15}
 
 FULL_PRECISION_BITS = 16
 
-PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS)
+PLAN_BITS = (*WIDTHS, FULL_PRECISION_BITS, BYTE_BITS)
 """Widths that a plan may name; bit i of a plan's flags stands for the i-th."""
-
-TIMED_BITS = (*WIDTHS, 8, FULL_PRECISION_BITS)
-"""Widths that the timing model can price: those of plans, and 8 bits of other published systems."""
 
 FLAG_OF_BITS = bytes(1 << PLAN_BITS.index(bits) if bits in PLAN_BITS else 0 for bits in range(256))
 """FLAG_OF_BITS[bits] is the flag that stands for a width in a plan, 0 for what is none."""
@@ -31,6 +35,11 @@ FLAG_OF_BITS = bytes(1 << PLAN_BITS.index(bits) if bits in PLAN_BITS else 0 for 
 ALL_FLAGS = (1 << len(PLAN_BITS)) - 1
 
 _WIDE = 1024
+
+
+def loss_columns(bits: Collection[float | None]) -> tuple[int, ...]:
+    """The widths that a loss table of replicas at these widths has a column for."""
+    return REPLICA_WIDTHS if BYTE_BITS in bits else WIDTHS
 
 
 def default_group_size(hidden_size: int, intermediate_size: int) -> int:

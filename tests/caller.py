@@ -15,7 +15,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.transport import checksum
 
 ALL = np.full((LAYERS, EXPERTS), 31, np.uint8)
-"""A plan that asks for every width of every expert."""
+"""A plan that asks for every expert in full precision and at every width that all replicas have."""
 
 
 class Caller:

@@ -82,7 +82,7 @@ def test_refusals_of_vllms_features_are_whole_sentences_and_say_what_to_drop() -
 
 def test_a_sentence_of_the_catalogue_has_its_advice_apart() -> None:
     found = {one.text: one for one in site_pages.sentences()}
-    one = found["ndp setting 'offload_bits' must be 1, 2, 3 or 4, got …"]
+    one = found["ndp setting 'offload_bits' must be 1, 2, 3, 4 or 8, got …"]
     assert (one.error, one.file, one.advice) == ("ConfigError", "vllm_ndp/config.py", "")
     together = [one for text, one in found.items() if text.startswith("quantization 'ndp' does not work together with")]
     assert "vllm_ndp/integration/compat.py" in {one.file for one in together}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ndp_device import transport
 from ndp_device.errors import ConfigError
-from ndp_device.widths import DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
 from vllm_ndp.planning.bitwidths import OVER_LAYERS, LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
@@ -65,7 +65,7 @@ class NdpSettings:
     """Experts per layer kept on the GPU in full precision; None = half of them."""
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts: 16 = the checkpoint's own weights. With fewer bits, the same GPU memory holds more experts.
-    On CPU: 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
+    On CPU: 8, 4, 3, 2 or 1, from replicas. On a GPU: 8 (FP8) or 4, quantized on arrival for vLLM's own kernels."""
     linear_bits: int | None = None
     """Bits of the other linear layers on CPU: attention projections, dense and shared MLPs, the output matrix. 8 or 4:
     quantized at start-up; None = as in the checkpoint. Layers that the checkpoint stores quantized keep vLLM's
@@ -80,21 +80,21 @@ class NdpSettings:
     """Experts per layer that the host's CPU computes in full precision in decode: the most important after the hot
     ones."""
     avg_bits: float = DEFAULT_AVG_BITS
-    """Average bits that a request's cold pairs read, 1 to 4 (bits that its cold experts keep, under bit rules that count
-    those). Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the smallest average whose
-    predicted loss is at most that many nats per token."""
+    """Average bits that a request's cold pairs read, 1 to 4, or 8 for all of them (bits that its cold experts keep,
+    under bit rules that count those). Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
+    smallest average whose predicted loss is at most that many nats per token."""
     max_loss: float | None = None
     """Nats of `avg_bits`, if it bounds the loss."""
     bits_for: str = "auto"
     """`request`: each request has its own bits; `batch`: all running requests share one assignment. `auto`: one
     assignment from 4 running requests on, with half a bit more on average, which is faster and loses less."""
     cold_precision: str = "quantized"
-    """`quantized`: the device computes from 1-4 bit replicas; `full`: from the checkpoint (identity mode)."""
+    """`quantized`: the device computes from 1-8 bit replicas; `full`: from the checkpoint (identity mode)."""
     execution: str = "auto"
     """Where hot experts run in decode. `paper`: always on the GPU; `balanced`: on the device at `offload_bits` if that
     shortens the layer's simulated time; `auto`: balanced, unless nothing is quantized."""
     offload_bits: int | None = None
-    """Bits of a hot expert while it runs on the device; None = 3."""
+    """Bits of a hot expert while it runs on the device; None = 3, or 8 beside `avg_bits` 8."""
     device_hosts: int = 1
     """Hosts that share the device, this one included; balanced execution counts the device's time once for each."""
     layers: str = "auto"
@@ -169,7 +169,7 @@ class NdpSettings:
                 )
         if self.hot_experts is not None and self.hot_experts < 0:
             raise ConfigError(f"ndp setting 'hot_experts' must be 0 or more, got {self.hot_experts}")
-        if self.slot_bits not in (*PLAN_BITS, 8):
+        if self.slot_bits not in PLAN_BITS:
             raise ConfigError(f"ndp setting 'slot_bits' must be 16, 8, 4, 3, 2 or 1, got {self.slot_bits}")
         if self.linear_bits not in (None, 8, 4):
             raise ConfigError(f"ndp setting 'linear_bits' must be 8, 4 or null, got {self.linear_bits}")
@@ -190,8 +190,8 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'warm_experts' must be 0 or more, got {self.warm_experts}")
         if self.max_moves is not None and self.max_moves < 0:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
-        if not 1.0 <= self.avg_bits <= 4.0:
-            raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4, got {self.avg_bits}")
+        if not 1.0 <= self.avg_bits <= 4.0 and self.avg_bits != BYTE_BITS:
+            raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4 or be 8, got {self.avg_bits}")
         if self.max_loss is not None and (self.bit_rule_in_force != OVER_LAYERS or self.losses != "relative"):
             raise ConfigError(
                 "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' and relative losses, got "
@@ -202,8 +202,8 @@ class NdpSettings:
                 "ndp setting 'replicas' has no effect with cold_precision 'full', which computes from the checkpoint: "
                 "drop one of the two"
             )
-        if self.offload_bits is not None and self.offload_bits not in WIDTHS:
-            raise ConfigError(f"ndp setting 'offload_bits' must be 1, 2, 3 or 4, got {self.offload_bits}")
+        if self.offload_bits is not None and self.offload_bits not in REPLICA_WIDTHS:
+            raise ConfigError(f"ndp setting 'offload_bits' must be 1, 2, 3, 4 or 8, got {self.offload_bits}")
         if self.offload_bits is not None and (self.execution == "paper" or self.cold_precision == "full"):
             raise ConfigError(
                 f"ndp setting 'offload_bits' has no effect with execution {self.execution!r} and cold_precision "
@@ -402,7 +402,8 @@ class NdpSettings:
                 f"got cold_precision {self.cold_precision!r} and {num_hot} of {num_experts} experts hot{warm}: use "
                 "'auto'"
             )
-        return (self.offload_bits or DEFAULT_OFFLOAD_BITS) if possible and self.execution != "paper" else 0
+        default = BYTE_BITS if self.avg_bits == BYTE_BITS else DEFAULT_OFFLOAD_BITS
+        return (self.offload_bits or default) if possible and self.execution != "paper" else 0
 
     def make_policy(self) -> Policy:
         """The placement policy these settings name. Raises ConfigError for options it does not have."""
@@ -481,7 +482,7 @@ class NdpSettings:
         return self.hot_experts
 
     def needs_replicas(self, num_experts: int, *, in_slots: bool = True) -> bool:
-        """Whether some experts run as replicas of 1 to 4 bits. in_slots: that is what quantized slots hold here."""
+        """Whether some experts run as replicas of 1 to 8 bits. in_slots: that is what quantized slots hold here."""
         hot = self.has_quantized_slots and in_slots
         return self.cold_precision == "quantized" and (self.num_cold(num_experts) > 0 or hot)
 

@@ -41,7 +41,7 @@ from ndp_device.replicas.format import (
     write_layer,
     write_manifest,
 )
-from ndp_device.widths import WIDTHS, default_group_size
+from ndp_device.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS, default_group_size
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,8 @@ def build_data_free(
     checkpoint = CheckpointExperts(model_dir)
     if data_free.native is None:
         _say_how_slow(checkpoint.shape)
-    track_weights = {width: TRACK_WEIGHTS[width] for width in _checked_bits(bits)}
+    bits = _checked_bits(bits)
+    track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     group_size = _checked_group_size(group_size, checkpoint.shape)
     manifest = Manifest.with_form(
         checkpoint.layout.activations,
@@ -90,7 +91,7 @@ def build_data_free(
         model=checkpoint.shape,
         model_digest=model_digest(model_dir),
         container="nested",
-        bits=tuple(track_weights),
+        bits=bits,
         group_size=group_size,
         source="data-free",
         solver={"name": "least-squares", "track_weights": list(track_weights.values())},
@@ -98,7 +99,9 @@ def build_data_free(
     )
 
     def make_layer(layer: int, advance: Callable[[], None]) -> LayerReplicas:
-        made = data_free.quantize_layer(checkpoint, layer, manifest.group_size, track_weights, advance=advance)
+        made = data_free.quantize_layer(
+            checkpoint, layer, manifest.group_size, track_weights, with_bytes=BYTE_BITS in bits, advance=advance
+        )
         checkpoint.check(layer)  # nothing may be made of a checkpoint that was cut short meanwhile
         return made
 
@@ -143,10 +146,12 @@ def build_calibrated(
     checkpoint = CheckpointExperts(model_dir)
     shape = checkpoint.shape
     group_size = _checked_group_size(group_size, shape)
-    track_weights = {width: TRACK_WEIGHTS[width] for width in bits}
+    track_weights = {width: TRACK_WEIGHTS[width] for width in bits if width in WIDTHS}
     if not 0 <= shrink < math.inf:
         raise ConfigError(f"shrink must be 0 or more, got {shrink}")
     solve = calibrated.shrunk(calibrated.load_solver(solver, group_size, track_weights), shrink)
+    if BYTE_BITS in bits:
+        solve = calibrated.with_bytes(solve, group_size)
     _refuse_quantized_beside(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     text = CalibrationText.draw(
@@ -185,8 +190,8 @@ def build_calibrated(
             num_tokens=num_sequences * sequence_length,
             group_size=group_size,
             num_widths=len(bits),
-            num_tracks=len(bits) if solver == "nested" else 1,
-            num_planes=max(bits) if solver == "nested" else sum(bits),
+            num_tracks=len(track_weights) if solver == "nested" else 1,
+            num_planes=sum(bits) - (sum(track_weights) - max(track_weights) if solver == "nested" else 0),
         )
         _say(f"calibration of {shape.name} on {device.type} needs {peak} beside the mapped checkpoint")
     passing: Iterator[tuple[int, RoutedBatch]] | None = None
@@ -436,8 +441,10 @@ def _probe_settings(shape: ModelShape, group_size: int) -> dict[str, str | int |
 
 
 def _checked_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    if not bits or not set(bits) <= set(WIDTHS):
-        raise ConfigError(f"bits must be a selection of {list(WIDTHS)}, got {list(bits)}")
+    if not set(bits) & set(WIDTHS) or not set(bits) <= set(REPLICA_WIDTHS):
+        raise ConfigError(
+            f"bits must be a selection of {list(WIDTHS)}, with {BYTE_BITS} beside them or not, got {list(bits)}"
+        )
     return tuple(sorted(set(bits)))
 
 

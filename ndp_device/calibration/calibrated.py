@@ -19,8 +19,10 @@ from ndp_device.activation import SILU, Activation
 from ndp_device.calibration import auto_gptq, gptq
 from ndp_device.calibration.hessian import blend, own_weight, second_moment
 from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.calibration.rounded import round_to_bytes
 from ndp_device.experts.expert import Biases, FullExpert, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.replicas.format import LayerReplicas
+from ndp_device.widths import BYTE_BITS
 
 Solver = Callable[[Tensor, Tensor, float], dict[int, QuantizedMatrix]]
 """(W [N, C], H [C, C], damp) -> the matrix at every width, its column order in perm."""
@@ -112,6 +114,16 @@ def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) 
         }
 
     return {"nested": nested, "independent": independent, "auto-gptq": through_auto_gptq}[name]
+
+
+def with_bytes(solver: Solver, group_size: int) -> Solver:
+    """The solver, and 8 bits beside what it makes."""
+
+    def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
+        made = solver(weights, hessian, damp)
+        return made | {BYTE_BITS: round_to_bytes(weights.cpu().numpy(), group_size)}
+
+    return solve
 
 
 def shrunk(solver: Solver, part: float) -> Solver:

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.calibration.loss_table import expert_losses
+from ndp_device.calibration.rounded import round_to_bytes
 from ndp_device.errors import ReplicaError
 from ndp_device.experts.expert import FullExpert, NestedMatrix, QuantizedExpert, QuantizedMatrix, to_float32
 from ndp_device.experts.packing import pack
 from ndp_device.replicas.checkpoint import CheckpointExperts
 from ndp_device.replicas.format import LayerReplicas
+from ndp_device.widths import BYTE_BITS
 
 Float32 = NDArray[np.float32]
 Fitted = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
@@ -54,15 +56,20 @@ def quantize_layer(
     group_size: int,
     track_weights: Mapping[int, float],
     *,
+    with_bytes: bool,
     advance: Callable[[], None],
 ) -> LayerReplicas:
-    """All experts of a layer; `advance` is called after each."""
+    """All experts of a layer; `advance` is called after each. with_bytes: at 8 bits too."""
     norm_weight = checkpoint.norm_weight(layer)
     experts, losses = [], []
     for expert in range(checkpoint.shape.num_experts):
         full = checkpoint.expert(layer, expert)
-        w13s = quantize_nested(np.concatenate([full.w1, full.w3]), group_size, track_weights, full.dtype)
-        w2s = quantize_nested(np.ascontiguousarray(full.w2), group_size, track_weights, full.dtype)
+        by_width = []
+        for weights in (np.concatenate([full.w1, full.w3]), np.ascontiguousarray(full.w2)):
+            by_width.append(quantize_nested(weights, group_size, track_weights, full.dtype))
+            if with_bytes:
+                by_width[-1][BYTE_BITS] = round_to_bytes(to_float32(weights, full.dtype), group_size)
+        w13s, w2s = by_width
         experts.append(
             {bits: QuantizedExpert(bits, w13s[bits], w2s[bits], full.biases, full.activation) for bits in w13s}
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import Float32, ReferenceExpert, ReferenceKernel
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import loss_columns
 
 ROWS_BYTES = 64 << 20
 """Products of gate and up that are held at once."""
@@ -20,14 +20,16 @@ ROWS_BYTES = 64 << 20
 def expert_losses(
     inputs: Float32, full: FullExpert, replicas: dict[int, QuantizedExpert]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [4], NaN if absent."""
+    """Inputs [T, H] -> (mean squared output error, the same over the mean squared output), each [columns]: one
+    for each of widths.loss_columns, NaN if absent."""
     kernel = ReferenceKernel()
     wanted = _outputs(kernel.prepare(full), inputs)
     energy = float(np.mean(wanted.astype(np.float64) ** 2))
-    loss = np.full(len(WIDTHS), np.nan)
+    columns = loss_columns(replicas)
+    loss = np.full(len(columns), np.nan)
     for bits, replica in replicas.items():
         error = _outputs(kernel.prepare(replica), inputs).astype(np.float64) - wanted
-        loss[WIDTHS.index(bits)] = np.mean(error**2)
+        loss[columns.index(bits)] = np.mean(error**2)
     return loss, loss / max(energy, np.finfo(np.float64).tiny)
 
 

@@ -24,7 +24,7 @@ from ndp_device.calibration.calibrated import FloatExpert, RoutedInputs, activat
 from ndp_device.calibration.streamed import expert_modules
 from ndp_device.experts.expert import QuantizedExpert, QuantizedMatrix
 from ndp_device.experts.packing import unpack
-from ndp_device.widths import FULL_PRECISION_BITS
+from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
 
 SEQUENCES_PER_STEP = 4
 RATES = {1: 3e-3, 2: 2e-3, 3: 5e-4, 4: 2e-4}
@@ -137,7 +137,7 @@ class Tuning:
         self._layers = [TrainedLayer(*each, model.device) for each in zip(full, replicas, strict=True)]
         for module, layer in zip(expert_modules(model.base_model), self._layers, strict=True):
             module.forward = layer.forward
-        self.bits = tuple(replicas[0][0])
+        self.bits = tuple(bits for bits in replicas[0][0] if bits in WIDTHS)  # 8 bits have nothing to gain
         self._draw = torch.Generator().manual_seed(seed)
 
     def improve(self, token_ids: Tensor, held_out: Tensor, num_steps: int) -> Iterator[str]:

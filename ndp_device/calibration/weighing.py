@@ -23,6 +23,7 @@ from ndp_device.calibration.calibrated import FloatExpert
 from ndp_device.calibration.streamed import StreamedForward
 from ndp_device.experts.expert import FullExpert, QuantizedExpert
 from ndp_device.kernels.reference import dequantize
+from ndp_device.widths import REPLICA_WIDTHS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,7 @@ def nats_per_loss(
     """[L] from sequences [S, T], the first of which branch, and a model without experts
     (streamed.load_without_experts)."""
     bits = min(files.manifest.bits, key=lambda width: abs(width - WEIGHED_AT))
+    column = REPLICA_WIDTHS.index(bits)
     once = len(token_ids)
     forward = StreamedForward(model, torch.cat([token_ids, token_ids]), checkpoint.shape.num_layers)
     losses = []
@@ -66,7 +68,7 @@ def nats_per_loss(
             batch.answer_branch(expert, replica, model.device)
         files.release(layer)
         counts = np.bincount(batch.expert_ids[:once].numpy().ravel(), minlength=checkpoint.shape.num_experts)
-        losses.append(max(float(np.average(files.layer_losses(layer)[1][:, bits - 1], weights=counts)), _LEAST_LOSS))
+        losses.append(max(float(np.average(files.layer_losses(layer)[1][:, column], weights=counts)), _LEAST_LOSS))
     alone = _divergences(forward, branching, 2 * once, len(losses))
     together = max(_rise(forward, token_ids), _LEAST_PART * alone.sum())
     weights: NDArray[np.float64] = alone / np.array(losses) * (together / max(alone.sum(), _LEAST_LOSS))

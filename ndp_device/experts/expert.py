@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.activation import SILU, Activation
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import FULL_PRECISION_BITS, REPLICA_WIDTHS
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class QuantizedMatrix:
     view."""
 
     def __post_init__(self) -> None:
-        if self.bits not in WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
+        if self.bits not in REPLICA_WIDTHS or self.planes.dtype != np.uint8 or self.planes.shape[:1] != (self.bits,):
             raise ValueError(
                 f"{self.bits}-bit planes must be uint8 [{self.bits}, N, C // 8], "
                 f"got {self.planes.dtype}{list(self.planes.shape)}"

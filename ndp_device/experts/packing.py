@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_BITS = 8
-"""A code is one byte; replicas use 1 to 4 bits of it."""
+"""A code is one byte; replicas use 1 to 4 bits of it, or all."""
 
 
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

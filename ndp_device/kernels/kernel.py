@@ -56,8 +56,8 @@ class Kernel(Protocol):
 class EngineKernel(Kernel, Protocol):
     """A kernel that also runs linear layers in the engine's process; those of other packages run on devices only."""
 
-    def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> Any:
-        """Matrices [N, C] of one grouping, whose sum is the layer's weights; the result has `nbytes`."""
+    def prepare_matrix(self, matrix: QuantizedMatrix) -> Any:
+        """The layer's weights [N, C]; the result has `nbytes`."""
         ...
 
     def multiply(self, x: NDArray[np.float32], prepared: Any) -> NDArray[np.float32]:

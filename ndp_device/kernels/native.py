@@ -1,6 +1,6 @@
 """The fast kernel: experts streamed at their bit width by the C++ engine in csrc/. Knows layouts and settings.
 
-An expert is converted once, when prepared: its bit planes become components of 2 or 1 bits (csrc/kernel_table.h).
+An expert is converted once, when prepared: its bit planes become components of 2, 1 or 8 bits (csrc/kernel_table.h).
 Replicas cut from one nested container share components: 2, 3 and 4 bits read the same top component. 1 and 3 bits have
 one component that nobody else reads, and can do without it by reading one bit more that they ignore (`masked`).
 Activations are quantized per row and weight group to one int8 limb (8 bits) or two (15 bits), by the expert's width:
@@ -31,7 +31,7 @@ _LINEAR_LIMBS = 1
 """Limbs of linear layers. Beside 4-bit weights, 8-bit activations add 0.3 % to the error and take two thirds of the
 time (docs/log/kernels.md)."""
 
-COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2)}
+COMPONENT_BITS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 2), 8: (8,)}
 """How a replica's bits are cut into components, top bits first. The alternatives that lost: docs/log/kernels.md."""
 
 _DTYPES = {"float32": (0, 4), "float16": (1, 2), "bfloat16": (2, 2)}  # DType in csrc/kernel_table.h, bytes
@@ -71,10 +71,10 @@ class NativeExpert:
 
 
 @dataclass(frozen=True)
-class NativeMatrices:
-    """A linear layer in the engine's layout: matrices [N, C], whose sum multiplies."""
+class NativeMatrix:
+    """A linear layer [N, C] in the engine's layout."""
 
-    natives: tuple[_native.PackedMatrix, ...]
+    native: _native.PackedMatrix
     shape: tuple[int, int]
     nbytes: int
 
@@ -159,21 +159,16 @@ class NativeKernel:
         )
         return y
 
-    def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> NativeMatrices:
-        packed = [self._pack_matrix(matrix) for matrix in matrices]
-        return NativeMatrices(tuple(native for native, _ in packed), matrices[0].shape, sum(size for _, size in packed))
-
-    def multiply(self, x: NDArray[np.float32], prepared: NativeMatrices) -> NDArray[np.float32]:
+    def multiply(self, x: NDArray[np.float32], prepared: NativeMatrix) -> NDArray[np.float32]:
         y = np.empty((len(x), prepared.shape[0]), np.float32)
-        self._engine.multiply_matrices(np.ascontiguousarray(x, np.float32), prepared.natives, _LINEAR_LIMBS, y)
+        self._engine.multiply(np.ascontiguousarray(x, np.float32), prepared.native, _LINEAR_LIMBS, y)
         return y
 
-    def _pack_matrix(self, matrix: QuantizedMatrix) -> tuple[_native.PackedMatrix, int]:
-        """And its bytes."""
+    def prepare_matrix(self, matrix: QuantizedMatrix) -> NativeMatrix:
         group, cut = _kernel_group(matrix), itertools.accumulate(COMPONENT_BITS[matrix.bits], initial=0)
         parts = [self._component(matrix, range(*ends), 1, group) for ends in itertools.pairwise(cut)]
         packed = self._assemble(matrix, parts, 1, group)
-        return packed, packed.meta_nbytes + sum(part.nbytes for part in parts)
+        return NativeMatrix(packed, matrix.shape, packed.meta_nbytes + sum(part.nbytes for part in parts))
 
     def read_stream(self, data: NDArray[np.uint8], *, streams: int, prefetch_bytes: int) -> int:
         """Read all of data the way the kernels do, with nothing computed: what a benchmark calls the limit."""

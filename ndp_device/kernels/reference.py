@@ -70,9 +70,8 @@ class ReferenceKernel:
     def parts(self, prepared: ReferenceExpert) -> Iterable[tuple[int, int]]:
         return ()
 
-    def prepare_matrices(self, matrices: Sequence[QuantizedMatrix]) -> Float32:
-        weights: Float32 = np.sum([dequantize(matrix) for matrix in matrices], axis=0, dtype=np.float32)
-        return weights
+    def prepare_matrix(self, matrix: QuantizedMatrix) -> Float32:
+        return dequantize(matrix)
 
     def multiply(self, x: Float32, prepared: Float32) -> Float32:
         return np.stack([prepared @ row for row in x]) if len(x) else np.empty((0, len(prepared)), np.float32)

@@ -33,7 +33,7 @@ from ndp_device.experts.expert import Biases, NestedMatrix, QuantizedExpert, Qua
 from ndp_device.model_shape import ModelShape
 from ndp_device.replicas.mapped import MappedFile
 from ndp_device.strict_files import open_plain
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import REPLICA_WIDTHS, WIDTHS, loss_columns
 
 FORMAT = "ndp-moe-replicas"
 VERSION = 1
@@ -46,7 +46,8 @@ _UNFINISHED = ".unfinished"
 _SURELY_LEFT_S = 60.0
 
 Container = Literal["nested", "independent"]
-"""nested: one set of planes whose first k are the k-bit replica; independent: planes of their own for every width."""
+"""nested: one set of planes whose first k are the k-bit replica, up to 4; independent: planes of their own for every
+width. 8 bits have planes of their own in both."""
 
 
 class LayerFile(msgspec.Struct, frozen=True):
@@ -93,8 +94,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return NAMED[self.activation] if isinstance(self.activation, str) else self.activation[layer]
 
     def __post_init__(self) -> None:
-        if not self.bits or list(self.bits) != sorted(set(self.bits) & set(WIDTHS)):
-            raise ValueError(f"bits must be a rising selection of {list(WIDTHS)}, got {list(self.bits)}")
+        if not self.bits or list(self.bits) != sorted(set(self.bits) & set(REPLICA_WIDTHS)):
+            raise ValueError(f"bits must be a rising selection of {list(REPLICA_WIDTHS)}, got {list(self.bits)}")
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(f"group_size must be a multiple of 8, got {self.group_size}")
         if isinstance(self.activation, str) and self.activation not in NAMED:
@@ -106,6 +107,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"layer_weights must be {self.model.num_layers} finite numbers >= 0, got {list(weights)}")
         if not isinstance(self.nats_per_loss, msgspec.UnsetType) and not 0 < self.nats_per_loss < math.inf:
             raise ValueError(f"nats_per_loss must be a finite number > 0, got {self.nats_per_loss}")
+
+    @property
+    def nested_bits(self) -> tuple[int, ...]:
+        """The widths that share planes, rising."""
+        return tuple(bits for bits in self.bits if bits in WIDTHS) if self.container == "nested" else ()
+
+    def prefix(self, expert: int, bits: int) -> str:
+        """How the names of the tensors of an expert at one width begin."""
+        return f"{expert}" if bits in self.nested_bits else f"{expert}.{bits}"
 
     @property
     def is_weighed(self) -> bool:
@@ -132,7 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class LayerReplicas:
     """Every expert of one layer at every width, with what is known about its quality.
 
-    - loss, relative_loss: float64 [E, 4], column b - 1 for b bits, NaN for a width that was not made
+    - loss, relative_loss: float64 [E, columns], one for each of widths.loss_columns, NaN for a width that was not made
     - calibration_tokens: int64 [E], the routed tokens its Hessian was summed from (0 = data-free)
     - own_weight: float64 [E], the expert's own share in its Hessian; the rest is the layer's
     """
@@ -144,7 +154,7 @@ class LayerReplicas:
     own_weight: NDArray[np.float64] = field(repr=False)
 
     def __post_init__(self) -> None:
-        table = (len(self.experts), len(WIDTHS))
+        table = (len(self.experts), len(loss_columns(self.experts[0])))
         if self.loss.shape != table or self.relative_loss.shape != table:
             raise ValueError(f"loss tables must be {list(table)}, got {self.loss.shape} and {self.relative_loss.shape}")
         for expert, replicas in enumerate(self.experts):
@@ -220,9 +230,9 @@ class ReplicaFiles:
         self._files[layer].release()
 
     def layer_losses(self, layer: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(loss, relative loss), each float64 [E, 4]."""
+        """(loss, relative loss), each float64 [E, columns]: one for each of widths.loss_columns."""
         file = self._files[layer]
-        table = (self.manifest.model.num_experts, len(WIDTHS))
+        table = (self.manifest.model.num_experts, len(loss_columns(self.manifest.bits)))
         loss, relative = file.tensor("loss"), file.tensor("relative_loss")
         if loss.shape != table or relative.shape != table:
             raise ReplicaError(f"{file.path} is damaged: its loss tables must be {list(table)}")
@@ -258,16 +268,16 @@ class ReplicaFiles:
         return digest.hexdigest()
 
     def _biases(self, file: MappedFile, expert: int, bits: int) -> Biases:
-        prefix = f"{expert}" if self.manifest.container == "nested" else f"{expert}.{bits}"
+        prefix = self.manifest.prefix(expert, bits)
         gate, up = np.split(file.tensor(f"{prefix}.b13"), 2)
         return Biases(gate, up, file.tensor(f"{prefix}.b2"))
 
     def _matrix(self, file: MappedFile, expert: int, name: str, bits: int) -> QuantizedMatrix:
-        if self.manifest.container == "independent":
-            return QuantizedMatrix(bits, *self._parts(file, f"{expert}.{bits}.{name}"))
-        key = (file, f"{expert}.{name}")
+        key = (file, f"{self.manifest.prefix(expert, bits)}.{name}")
+        if bits not in self.manifest.nested_bits:
+            return QuantizedMatrix(bits, *self._parts(*key))
         if (nested := self._nested.get(key)) is None:
-            nested = NestedMatrix(self.manifest.bits, *self._parts(file, key[1]))
+            nested = NestedMatrix(self.manifest.nested_bits, *self._parts(*key))
             self._nested[key] = nested
         return nested.at(bits)
 
@@ -322,12 +332,10 @@ def write_layer(directory: Path, layer: int, replicas: LayerReplicas, manifest: 
         if tuple(by_bits) != manifest.bits:
             raise ValueError(f"expert {expert} must come at {list(manifest.bits)} bits, got {list(by_bits)}")
         for name in ("w13", "w2"):
-            matrices = [getattr(replica, name) for replica in by_bits.values()]
-            if manifest.container == "nested":
-                tensors |= _tensors(f"{expert}.{name}", _nested(f"{expert}.{name}", matrices))
-            else:
-                for matrix in matrices:
-                    tensors |= _tensors(f"{expert}.{matrix.bits}.{name}", matrix)
+            if nested := [getattr(by_bits[bits], name) for bits in manifest.nested_bits]:
+                tensors |= _tensors(f"{expert}.{name}", _nested(f"{expert}.{name}", nested))
+            for bits in manifest.bits[len(manifest.nested_bits) :]:  # which are the narrowest
+                tensors |= _tensors(f"{manifest.prefix(expert, bits)}.{name}", getattr(by_bits[bits], name))
         tensors |= _bias_tensors(layer, expert, by_bits, manifest)
     # one entry of metadata: safetensors writes several in random order, and the same job must write the same bytes
     contents = safetensors.numpy.save(tensors, {"format": f"{FORMAT} {VERSION}, layer {layer}"})
@@ -349,7 +357,7 @@ def _bias_tensors(
         if (replica.biases is not None, replica.activation) != wanted:
             raise ValueError(f"expert {expert} has another activation or other biases than the manifest says")
         if replica.biases is not None:
-            prefix = f"{expert}" if manifest.container == "nested" else f"{expert}.{bits}"
+            prefix = manifest.prefix(expert, bits)
             tensors[f"{prefix}.b13"] = np.concatenate([replica.biases.gate, replica.biases.up])
             tensors[f"{prefix}.b2"] = np.ascontiguousarray(replica.biases.down)
     return tensors

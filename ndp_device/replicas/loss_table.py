@@ -25,7 +25,7 @@ def load_layer_weights(replicas_dir: Path) -> tuple[NDArray[np.float64] | None, 
 
 
 def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDArray[np.float64] | None, float | None]:
-    """(losses [L, E, 4], weights of layers [L], nats of a weight of 1) of one kind, relative or absolute.
+    """(losses [L, E, columns], weights of layers [L], nats of a weight of 1) of one kind, relative or absolute.
 
     Weights are measured over relative losses: absolute ones have none.
     """
@@ -34,7 +34,8 @@ def load_losses(replicas_dir: Path, kind: str) -> tuple[NDArray[np.float64], NDA
 
 
 def load_loss_table(replicas_dir: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(loss, relative loss) of a replica directory, each [L, E, 4], column b - 1 for b bits, NaN for an absent width.
+    """(loss, relative loss) of a replica directory, each [L, E, columns], one for each of widths.loss_columns, NaN for
+    an absent width.
 
     Never rising with bits: where few held-out tokens made a wider replica look worse, it counts as its narrower one.
     """

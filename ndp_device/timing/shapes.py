@@ -11,7 +11,7 @@ from ndp_device.model_shape import ModelShape, WholeModel
 from ndp_device.timing.public_models import PUBLIC_MODELS
 from ndp_device.timing.units import ceil_div
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import FULL_PRECISION_BITS, TIMED_BITS
+from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS
 
 SHAPES: Mapping[str, WholeModel] = {name: public_model(name, model.config) for name, model in PUBLIC_MODELS.items()}
 
@@ -25,8 +25,8 @@ def public_shape(name: str) -> WholeModel:
 
 def expert_bytes(hidden: int, intermediate: int, bits: int, group_size: int, *, scales: bool = True) -> int:
     """Bytes of one replica: bit planes, and a float16 scale and offset per group of inputs unless scales is False."""
-    if bits not in TIMED_BITS:
-        raise ConfigError(f"bits must be one of {list(TIMED_BITS)}, got {bits}")
+    if bits not in PLAN_BITS:
+        raise ConfigError(f"bits must be one of {sorted(PLAN_BITS)}, got {bits}")
     if group_size < 1:
         raise ConfigError(f"group size must be at least 1, got {group_size}")
     codes = ceil_div(3 * hidden * intermediate * bits, 8)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import TIMED_BITS
+from ndp_device.widths import PLAN_BITS
 
 BOUNDS = ("link", "dram", "compute", "queue")
 
@@ -37,8 +37,8 @@ class ExpertWork:
     dram_bytes: int  # packed weights with scales and offsets
 
     def __post_init__(self) -> None:
-        if self.bits not in TIMED_BITS:
-            raise ConfigError(f"bits of an expert must be one of {list(TIMED_BITS)}, got {self.bits}")
+        if self.bits not in PLAN_BITS:
+            raise ConfigError(f"bits of an expert must be one of {sorted(PLAN_BITS)}, got {self.bits}")
         for field in ("layer", "expert", "tokens", "dram_bytes"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} of an expert must not be negative, got {getattr(self, field)}")

@@ -175,11 +175,11 @@ def test_tiers_beside_ranks_that_split_layers_are_refused_before_loading(setting
         EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()
 
 
-def test_slots_of_eight_bits_are_refused_on_cpu_before_loading() -> None:
-    from vllm import EngineArgs
-
+def test_slots_of_eight_bits_are_refused_where_the_replicas_have_none() -> None:
     from ndp_device.errors import ConfigError
+    from ndp_device.kernels import load_kernel
+    from vllm_ndp.integration.quantized_slots import ReplicaFill
 
-    options = {"max_model_len": 128, "additional_config": {"ndp": {"slot_bits": 8}}}
-    with pytest.raises(ConfigError, match="'slot_bits' 8 on CPU, for which there is no kernel: use 16"):
-        EngineArgs(model=str(MODEL), quantization="ndp", **options).create_engine_config()
+    replicas = MODEL.with_name(f"{MODEL.name}-replicas")
+    with pytest.raises(ConfigError, match=r"'slot_bits' is 8, the replicas in .* have \[1, 2, 3, 4\] bits: run"):
+        ReplicaFill(MODEL, replicas, 8, load_kernel("reference"), range(1), {})

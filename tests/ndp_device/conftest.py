@@ -1,4 +1,4 @@
-"""One small checkpoint and its data-free replicas for every test that only reads them."""
+"""One small checkpoint and its data-free replicas, of every width, for all tests that only read them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from small_checkpoint import write_small_checkpoint
 
 from ndp_device.calibration.build import build_data_free
+from ndp_device.widths import REPLICA_WIDTHS
 
 
 @pytest.fixture(scope="session")
@@ -18,5 +19,5 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def replicas_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("replicas") / "r"
-    build_data_free(model_dir, directory, show_progress=False)
+    build_data_free(model_dir, directory, bits=REPLICA_WIDTHS, show_progress=False)
     return directory

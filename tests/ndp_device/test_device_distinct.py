@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ndp_device.protocol import distinct as module
 from ndp_device.protocol.distinct import DistinctPairs, distinct
-from ndp_device.widths import FLAG_OF_BITS, PLAN_BITS
+from ndp_device.widths import ALL_FLAGS, FLAG_OF_BITS, PLAN_BITS
 
 EXPERTS, ROWS = 6, 4
-EVERYTHING = np.full(EXPERTS, 31, np.uint8)
+EVERYTHING = np.full(EXPERTS, ALL_FLAGS, np.uint8)
 pair = st.tuples(st.integers(0, ROWS - 1), st.integers(0, EXPERTS - 1), st.sampled_from(PLAN_BITS))
 any_pair = st.tuples(st.integers(-2, ROWS + 1), st.integers(-2, EXPERTS + 1), st.integers(0, 255))
 

@@ -28,7 +28,7 @@ from ndp_device.shelves import MAX_PARTS, Shelves
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import PLAN_BITS
+from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_every_width_of_every_expert_is_summed_with_its_gate(
     handler: Handler, model_dir: Path, replicas_dir: Path
 ) -> None:
     store = ExpertStore(model_dir, replicas_dir, kernel=load_kernel("reference"))
-    caller = Caller(handler).ready()
+    caller = Caller(handler).ready(np.full((LAYERS, EXPERTS), ALL_FLAGS, np.uint8))
     for layer in range(LAYERS):
         experts = [expert for expert in range(EXPERTS) for _ in PLAN_BITS]
         tensors = pairs([pair % 4 for pair in range(len(experts))], experts, list(PLAN_BITS) * EXPERTS, num_rows=5)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import Hardware, load_hardware
 from ndp_device.timing.work import ExpertWork, Work
-from ndp_device.widths import TIMED_BITS
+from ndp_device.widths import PLAN_BITS
 
 HARDWARE: dict[str, Hardware] = {
     "ddr5": load_hardware("h100-ndp512"),
@@ -31,7 +31,7 @@ experts = st.builds(
     ExpertWork,
     layer=st.just(0),
     expert=st.just(0),
-    bits=st.sampled_from(TIMED_BITS),
+    bits=st.sampled_from(PLAN_BITS),
     tokens=st.one_of(st.integers(0, 20), st.integers(0, 10_000)),
     dram_bytes=st.one_of(st.integers(0, 200_000), st.integers(0, 400_000_000)),
 )

@@ -83,7 +83,7 @@ def test_no_unknown_name_is_ever_accepted(name: str):
         ("deadline_ms", 1e308, "at most 3600000"),
         ("deadline_ms", float("nan"), "positive"),
         ("deadline_ms", float("inf"), "at most 3600000"),
-        ("offload_bits", 5, "1, 2, 3 or 4"),
+        ("offload_bits", 5, "1, 2, 3, 4 or 8"),
         ("device_hosts", 0, "must be at least 1, got 0"),
         ("prepare", "always", "idle, asked"),
         ("execution", "fast", "auto, balanced, paper"),

@@ -24,11 +24,12 @@ class SolverOptions:
     """Widths of the replicas, and the solver that makes them."""
 
     bits: Annotated[
-        str | None, typer.Option(help="Widths with commas between them, such as 1,2,3,4; default: all of the solver's.")
+        str | None,
+        typer.Option(help="Widths with commas between them, such as 1,2,3,4,8; default: the solver's, without 8."),
     ] = None
     solver: Annotated[
         Literal["nested", "independent", "auto-gptq"],
-        typer.Option(help="nested stores 4 bit planes for all widths, the others 10."),
+        typer.Option(help="nested stores 4 bit planes for widths to 4, the others 10; 8 bits are 8 more."),
     ] = "nested"
     group_size: Annotated[
         int | None, typer.Option(help="Weights that share a scale; default: 128, or 64 for small models.")
@@ -151,13 +152,16 @@ def _print_summary(manifest: Manifest, out: Path, started: float) -> None:
     import numpy as np
 
     from ndp_device.replicas.loss_table import load_loss_table
+    from ndp_device.widths import REPLICA_WIDTHS
 
     _, relative = load_loss_table(out)
     print_json(
         {
             "experts": manifest.model.num_layers * manifest.model.num_experts,
             "seconds": round(time.monotonic() - started, 3),
-            "relative_loss": {str(b): float(f"{np.mean(relative[..., b - 1]):.4g}") for b in manifest.bits},
+            "relative_loss": {
+                str(b): float(f"{np.mean(relative[..., REPLICA_WIDTHS.index(b)]):.4g}") for b in manifest.bits
+            },
             "nats_per_loss": manifest.nats_per_loss if manifest.is_weighed else None,
             "bytes": sum(file.num_bytes for file in manifest.layers.values()),
             "source": manifest.source,

@@ -24,7 +24,7 @@ from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from ndp_device.protocol.messages import Served
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
 from vllm_ndp.integration import compat, drafts, host_replicas, known_prices
@@ -368,11 +368,17 @@ class Assembly:
     def load_losses(self, replicas: Path | None) -> LossTable:
         if replicas is None:
             return LossTable.nominal(self.pool.shape.num_layers, self.pool.shape.num_experts)
-        return host_replicas.load_losses(replicas, self.layers, self.settings.losses)
+        return host_replicas.load_losses(replicas, self.layers, self.settings)
 
     def make_costs(self, facts: DeviceFacts) -> Costs:
-        bits = self.settings.slot_bits
-        return Costs(self.hardware, self.shape, group_size=facts.group_size, num_gpus=self.ranks.size, slot_bits=bits)
+        return Costs(
+            self.hardware,
+            self.shape,
+            group_size=facts.group_size,
+            num_gpus=self.ranks.size,
+            slot_bits=self.settings.slot_bits,
+            has_bytes=BYTE_BITS in facts.expert_bytes,
+        )
 
     def measure_prices(
         self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None
@@ -411,8 +417,8 @@ class Assembly:
         tiers = ["gpu"]
         if settings.plan == "joint":
             tiers = [tier for tier in settings.joint_tiers.split("+") if tier != "device"]
-            engine = set(LIVE_WIDTHS["gpu"])
-        device_widths = [bits for bits in served if bits in WIDTHS and self.is_quantized]
+            engine = set(LIVE_WIDTHS["gpu"]) & {*served, FULL_PRECISION_BITS}
+        device_widths = [bits for bits in served if bits in REPLICA_WIDTHS and self.is_quantized]
         if FULL_PRECISION_BITS in served and (facts.computes_prompts or settings.cold_precision == "full"):
             device_widths.append(FULL_PRECISION_BITS)
         return WantedPrices(settings.slot_bits, sorted(engine), tiers, device_widths)

@@ -118,8 +118,6 @@ def check(vllm_config: VllmConfig) -> NdpSettings:
         (settings.has_quantized_slots and parallel.tensor_parallel_size > 1,
          f"{_quantized_slots(settings)} beside tensor or expert parallelism, since replicas are not cut for ranks: "
          "drop --tensor-parallel-size, or that setting"),
-        (settings.slot_bits == 8 and on_cpu(),
-         "'slot_bits' 8 on CPU, for which there is no kernel: use 16, or one of 4, 3, 2, 1"),
         (settings.plan == "joint" and not on_cpu(),
          "'plan' 'joint' on CUDA, where vLLM's kernels run all slots of a layer at one width: drop it, or use "
          "'slot_bits'"),

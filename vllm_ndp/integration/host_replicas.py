@@ -15,7 +15,7 @@ from ndp_device.kernels.kernel import Kernel
 from ndp_device.replicas import loss_table
 from ndp_device.replicas.format import ReplicaFiles, read_manifest
 from ndp_device.replicas.store import ExpertStore
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import loss_columns
 from vllm_ndp.config import EMBEDDED, NdpSettings
 from vllm_ndp.integration.compat import say
 from vllm_ndp.planning.bitwidths import LossTable
@@ -46,14 +46,16 @@ def find_replicas(settings: NdpSettings, model_dir: Path, digest: str) -> Path |
     return cached
 
 
-def load_losses(replicas: Path, layers: range, kind: str) -> LossTable:
-    """Load the losses of the MoE layers that this worker runs; `kind`: one of planning.bitwidths.LOSSES."""
-    missing = set(WIDTHS) - set(read_manifest(replicas).bits)
+def load_losses(replicas: Path, layers: range, settings: NdpSettings) -> LossTable:
+    """Load the losses of the MoE layers that this worker runs, of replicas that have all widths that plans may use."""
+    wanted = loss_columns({settings.avg_bits, settings.offload_bits})
+    missing = set(wanted) - set(read_manifest(replicas).bits)
     if missing:
         raise ConfigError(
-            f"the replicas in {replicas} lack {sorted(missing)} bits; the selector needs all of {list(WIDTHS)}: "
-            "run `vllm-ndp quantize` with --bits 1,2,3,4"
+            f"the replicas in {replicas} lack {sorted(missing)} bits; plans need all of {list(wanted)}: run "
+            f"`vllm-ndp quantize` with --bits {','.join(map(str, wanted))}"
         )
+    kind = settings.losses
     return LossTable.from_measured(*loss_table.load_losses(replicas, kind)).of_layers(slice(layers.start, layers.stop))
 
 

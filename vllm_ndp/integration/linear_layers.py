@@ -1,9 +1,8 @@
 """Linear layers beside the experts at 8 or 4 bits: attention projections, dense and shared MLPs, the output matrix.
 
 On CPU they run in the engine's process, by the device's kernel. Each is quantized where vLLM would pack its weights,
-from the checkpoint's values, which are then freed. 8 bits are 4 bits and 4 bits of what those leave, so that both run
-through one kernel. Routers stay as they are: their choices decide which experts run. Knows vLLM's linear methods and a
-kernel. Does not know settings, experts or requests.
+from the checkpoint's values, which are then freed. Routers stay as they are: their choices decide which experts run.
+Knows vLLM's linear methods and a kernel. Does not know settings, experts or requests.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.calibration.data_free import quantize_nested
+from ndp_device.calibration.rounded import round_to_bytes
 from ndp_device.experts.expert import QuantizedMatrix
 from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.kernels.reference import dequantize
+from ndp_device.widths import BYTE_BITS
 from vllm_ndp.integration.whole_weights import WholeLinearMethod
 
 GROUP_SIZE = 128
-_PART_BITS = 4
 _AT_ONCE = 1 << 22
 """Weights that one thread quantizes at once: float32 copies of a whole output matrix would double a start's memory."""
 _SAMPLED = 16
@@ -91,9 +91,9 @@ class LinearLayers:
         if skipped or weight.is_meta or weight.ndim != 2 or weight.shape[1] % 8:
             return False
         with ThreadPoolExecutor(1, initializer=os.sched_setaffinity, initargs=(0, frozenset(self._cores))) as thread:
-            matrices, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
+            matrix, error = thread.submit(quantize, weight, self.bits, len(self._cores)).result()
         kernel = self._load_kernel()
-        prepared = kernel.prepare_matrices(matrices)
+        prepared = kernel.prepare_matrix(matrix)
         self.layers.append(QuantizedLayer(prefix, prepared.nbytes, weight.nbytes, error))
         name, rows = f"{next(_numbers)}:{prefix}", weight.shape[0]
 
@@ -155,33 +155,33 @@ class _Head(UnquantizedEmbeddingMethod):
             super().process_weights_after_loading(layer)
 
 
-def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[list[QuantizedMatrix], float]:
-    """W [N, C] -> matrices of 4 bits whose sum stands for it, and the relative error of a sample of its rows."""
+def quantize(weight: torch.Tensor, bits: int, cores: int = 1) -> tuple[QuantizedMatrix, float]:
+    """W [N, C] -> the matrix at 8 or 4 bits, and the relative error of a sample of its rows."""
     blocks = weight.split(max(1, _AT_ONCE // weight.shape[1]))
     with ThreadPoolExecutor(cores) as threads:
         done = list(threads.map(partial(_quantize_block, bits=bits), blocks))
     parts, lost, there = zip(*done, strict=True)
     error = (sum(lost) / total) ** 0.5 if (total := sum(there)) else 0.0
-    return [_stacked(column) for column in zip(*parts, strict=True)], error
+    return _stacked(parts), error
 
 
-def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[list[QuantizedMatrix], float, float]:
+def _quantize_block(rows: torch.Tensor, bits: int) -> tuple[QuantizedMatrix, float, float]:
     """And the sums of squares, over every 16th row, of what is lost and of what there was."""
-    values = rest = rows.float().numpy()
-    parts: list[QuantizedMatrix] = []
-    for _ in range(bits // _PART_BITS):
-        rest = rest - dequantize(parts[-1]) if parts else rest
-        parts.append(quantize_nested(rest, GROUP_SIZE, {_PART_BITS: 1.0})[_PART_BITS])
-    sampled, last = values[::_SAMPLED], parts[-1]
+    values = rows.float().numpy()
+    if bits == BYTE_BITS:
+        made = round_to_bytes(values, GROUP_SIZE)
+    else:
+        made = quantize_nested(values, GROUP_SIZE, {bits: 1.0})[bits]
+    sampled = values[::_SAMPLED]
     of_sample = replace(
-        last, planes=last.planes[:, ::_SAMPLED], scale=last.scale[::_SAMPLED], offset=last.offset[::_SAMPLED]
+        made, planes=made.planes[:, ::_SAMPLED], scale=made.scale[::_SAMPLED], offset=made.offset[::_SAMPLED]
     )
-    left = rest[::_SAMPLED] - dequantize(of_sample)
-    return parts, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
+    left = sampled - dequantize(of_sample)
+    return made, float(np.vdot(left, left)), float(np.vdot(sampled, sampled))
 
 
 def _stacked(blocks: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """One matrix whose rows are those of all blocks."""
     planes = np.concatenate([block.planes for block in blocks], axis=1)
     scale, offset = (np.concatenate([getattr(block, name) for block in blocks]) for name in ("scale", "offset"))
-    return QuantizedMatrix(_PART_BITS, planes, scale, offset, GROUP_SIZE)
+    return QuantizedMatrix(blocks[0].bits, planes, scale, offset, GROUP_SIZE)

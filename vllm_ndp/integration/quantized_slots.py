@@ -1,4 +1,4 @@
-"""Hot slots for the device's kernel: experts of a layer in the engine's process, as replicas of 1 to 4 bits.
+"""Hot slots for the device's kernel: experts of a layer in the engine's process, as replicas of 1 to 8 bits.
 
 A slot of 4 bits takes about a quarter of one in 16, so the same GPU memory holds more experts. A joint plan may give
 every hot expert a width of its own. Experts of 16 bits are then read from the checkpoint as it lies in memory. Experts
@@ -129,7 +129,7 @@ class ReplicaFill:
         if bits not in (*self._files.manifest.bits, FULL_PRECISION_BITS):
             raise ConfigError(
                 f"ndp setting 'slot_bits' is {bits}, the replicas in {replicas} have {list(self._files.manifest.bits)} "
-                "bits: run `vllm-ndp quantize` with --bits 1,2,3,4"
+                "bits: run `vllm-ndp quantize` with --bits 1,2,3,4,8"
             )
 
     def fill(self, layer: int, expert: int, to: SlotWeights, slot: int) -> None:

@@ -34,6 +34,7 @@ from vllm_ndp.lab.vectorised.execution import shared_ps
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, layer_factor, step_times
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, losses_by_width
 
 DEVICE_BITS = (FULL_PRECISION_BITS, *reversed(WIDTHS))
 _MOST_TRIED = 300
@@ -107,7 +108,7 @@ class Cells:
     """C layers of steps with up to S used experts each. Times in picoseconds, losses as `outcome.loss` sums them."""
 
     gpu_ps: NDArray[np.float64]  # [C, S]
-    device_ps: NDArray[np.float64]  # [C, S, W] by DEVICE_BITS, with all its rows at one width
+    device_ps: NDArray[np.float64]  # [C, S, W] with all rows at one width: DEVICE_BITS, after the first 8 if there are
     losses: NDArray[np.float64]  # [C, S, W]
     used: NDArray[np.bool_]  # [C, S]
     places: NDArray[np.int64]  # [C], experts that may run on the GPU
@@ -125,10 +126,10 @@ class Cells:
         g, b, d, layers, _ = batches.shape
         loads = batches.loads
         rows, shape = loads.rows, loads.rows.shape
-        table = costs.device_experts_ps(b)[list(DEVICE_BITS)]
+        bits = [FULL_PRECISION_BITS, *reversed(loss.widths)]
+        table = costs.device_experts_ps(b)[bits]
         device = np.moveaxis(table[:, rows], 0, -1)
-        relative = np.zeros((layers, batches.num_experts, len(DEVICE_BITS)))
-        relative[:, :, 1:] = (loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny))[:, :, ::-1]
+        relative = losses_by_width(loss, OF_ONE_BIT)[:, :, bits]
         gates = loads.total(batches.weights, np.broadcast_to(batches.pairs, batches.ids.shape))
         losses = relative[np.arange(layers)[:, None], loads.experts] * gates[..., None]
         links = costs.links_ps(b)
@@ -184,7 +185,7 @@ class Cells:
         if self.rows is not None:
             return None
         num_slots = self.used.shape[1]
-        every = (1 + len(DEVICE_BITS)) ** num_slots
+        every = (1 + self.device_ps.shape[2]) ** num_slots
         if every <= _MOST_TRIED and every * len(self.used) <= _MOST_CHOICES:
             return self._tried(num_slots)
         equal = self._equal_costs()
@@ -193,7 +194,7 @@ class Cells:
     def _tried(self, num_slots: int) -> Fronts:
         """Every choice."""
         columns = []
-        for choice in itertools.product(range(1 + len(DEVICE_BITS)), repeat=num_slots):
+        for choice in itertools.product(range(1 + self.device_ps.shape[2]), repeat=num_slots):
             chosen = np.broadcast_to(np.array(choice), self.used.shape)
             times, losses = self.times(chosen)
             fits = ((chosen == 0) & self.used).sum(axis=1) <= self.places

@@ -189,9 +189,9 @@ class Workload:
 
 
 @lru_cache(maxsize=1)
-def _costs(hardware: str, overrides: tuple[tuple[str, str | int], ...], model: str) -> Costs:
+def _costs(hardware: str, overrides: tuple[tuple[str, str | int], ...], model: str, has_bytes: bool) -> Costs:
     """Comparisons that follow each other on one machine share what is computed of it once."""
-    return Costs(load_hardware(hardware, **dict(overrides)), model_named(model))
+    return Costs(load_hardware(hardware, **dict(overrides)), model_named(model), has_bytes=has_bytes)
 
 
 class Replays:
@@ -199,7 +199,8 @@ class Replays:
 
     def __init__(self, workload: Workload, settings: CompareSettings, loss: LossTable | None = None) -> None:
         p = workload.trace.provenance
-        self.costs = _costs(settings.hardware, tuple(settings.overrides.items()), settings.model)
+        has_bytes = loss is not None and loss.at_8 is not None
+        self.costs = _costs(settings.hardware, tuple(settings.overrides.items()), settings.model, has_bytes)
         self.costs.require(p.num_experts, p.top_k)
         self._workload, self._settings = workload, settings
         self._loss = loss or LossTable.nominal(p.num_layers, p.num_experts)

@@ -22,6 +22,7 @@ from ndp_device.checkpoint.files import model_digest
 from ndp_device.errors import ConfigError, NdpError, ReplicaError
 from ndp_device.replicas.format import MANIFEST, Manifest, ReplicaFiles
 from ndp_device.replicas.loss_table import load_loss_table
+from ndp_device.widths import REPLICA_WIDTHS
 
 CARD = "README.md"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -123,7 +124,7 @@ def card(files: ReplicaFiles, repo: str, *, license_: str, base_model: str | Non
 def _losses(directory: Path, manifest: Manifest) -> Iterator[str]:
     _, relative = load_loss_table(directory)
     for bits in manifest.bits:
-        column = relative[..., bits - 1]
+        column = relative[..., REPLICA_WIDTHS.index(bits)]
         yield f"| {bits} | {np.nanmean(column):.4g} | {np.nanmax(column):.4g} |"
 
 

@@ -17,14 +17,14 @@ Does not know requests, policies or where the loss table comes from.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS, WIDTHS
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement
 from vllm_ndp.planning.same_everywhere import power
@@ -72,6 +72,8 @@ class LossTable:
     """Effect of the same loss in each layer on the model's answer, in units of their mean; None: the same in all."""
     nats: float | None = None
     """Nats a token that a loss of 1 in every layer does, to first order; None where it was not measured."""
+    at_8: NDArray[np.float64] | None = None  # [L, E]
+    """The loss at 8 bits; None where the replicas have none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mse", frozen_array(self.mse, np.float64))
@@ -96,28 +98,49 @@ class LossTable:
                 f"layer weights must be {len(self.mse)} numbers >= 0, got {self.layer_weights.tolist()}: weigh the "
                 "replicas again"
             )
+        if self.at_8 is not None:
+            object.__setattr__(self, "at_8", frozen_array(self.at_8, np.float64))
+            if self.at_8.shape != self.mse.shape[:2] or not (self.at_8 >= 0).all():
+                raise ConfigError("losses at 8 bits must be one >= 0 for each expert: build the replicas again")
 
     @classmethod
     def from_measured(
         cls, mse: NDArray[np.floating], layer_weights: NDArray[np.float64] | None = None, nats: float | None = None
     ) -> LossTable:
-        """Measured losses are noisy: a width is never credited with more loss than a narrower one."""
+        """Measured losses are noisy: a width is never credited with more loss than a narrower one.
+
+        mse: [L, E, 4], or [L, E, 5] with that at 8 bits.
+        """
         falling = np.minimum.accumulate(np.asarray(mse, np.float64), axis=2)
-        return cls(falling, layer_weights, nats)  # type: ignore[arg-type]
+        narrow, at_8 = np.split(falling, [len(WIDTHS)], axis=2)
+        return cls(narrow, layer_weights, nats, at_8[:, :, 0] if at_8.size else None)  # type: ignore[arg-type]
 
     def of_layers(self, layers: slice | NDArray[np.integer]) -> LossTable:
         """Some layers of it, their weights as they are."""
-        return LossTable(self.mse[layers], self.layer_weights[layers], self.nats)
+        at_8 = None if self.at_8 is None else self.at_8[layers]
+        return LossTable(self.mse[layers], self.layer_weights[layers], self.nats, at_8)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits that the replicas have."""
+        return WIDTHS if self.at_8 is None else REPLICA_WIDTHS
+
+    @cached_property
+    def by_width(self) -> NDArray[np.float64]:
+        """[L, E, 17]: 0 at widths that lose nothing or are not known."""
+        table = np.zeros((*self.mse.shape[:2], FULL_PRECISION_BITS + 1))
+        table[:, :, list(WIDTHS)] = self.mse
+        if self.at_8 is not None:
+            table[:, :, BYTE_BITS] = self.at_8
+        return table
 
     def predicted_nats(self, score: ImportanceScore, widths: NDArray[np.uint8]) -> float | None:
         """Rise of the negative log-likelihood of a request, by experts of these widths [L, E]; other widths than
         the table's lose nothing. None where it was not measured what a loss does."""
         if self.nats is None:
             return None
-        columns = np.minimum(np.maximum(widths, WIDTHS[0]), WIDTHS[-1]).astype(np.int64) - WIDTHS[0]
-        losses = np.take_along_axis(self.mse, columns[:, :, None], axis=2)[:, :, 0]
-        loses = np.isin(widths, WIDTHS)
-        lost = (losses * score.values * score.strength).sum(axis=1, where=loses)
+        losses = np.take_along_axis(self.by_width, widths.astype(np.int64)[:, :, None], axis=2)[:, :, 0]
+        lost = (losses * score.values * score.strength).sum(axis=1)
         return self.nats * float((lost * self.layer_weights).sum())
 
     @classmethod
@@ -274,6 +297,16 @@ def uniform_bitwidths(placement: Placement, budget: Budget) -> BitwidthPlan:
 def full_precision(placement: Placement) -> BitwidthPlan:
     """Every expert in the checkpoint's own precision, hot ones aside: the identity mode, outside any bit budget."""
     return BitwidthPlan(np.where(placement.hot, 0, FULL_PRECISION_BITS))
+
+
+def in_bytes(placement: Placement, loss: LossTable) -> BitwidthPlan:
+    """Every cold expert at 8 bits, beside which nothing is chosen."""
+    if loss.at_8 is None:
+        raise ConfigError(
+            f"{BYTE_BITS} bits on average need replicas of {BYTE_BITS} bits, and these have none: make them with "
+            "`vllm-ndp quantize` --bits 1,2,3,4,8, or ask for 1 to 4"
+        )
+    return BitwidthPlan(np.where(placement.cold, BYTE_BITS, 0))
 
 
 class _Feasible(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FLAG_OF_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS
 from vllm_ndp.planning.stats import frozen_array
 
 _ALLOWED_BITS = (0, *PLAN_BITS)
@@ -27,7 +27,8 @@ _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones have avg_bits on average.
 
-    That is over the pairs that a prompt lets expect, or over experts, as the bit rule says (bitwidths.py). With
+    That is over the pairs that a prompt lets expect, or over experts, as the bit rule says (bitwidths.py). An
+    average of 8 is 8 for each of them. With
     max_loss, they have as many fewer as are predicted to lose that many nats a token.
     """
 
@@ -39,14 +40,14 @@ class Budget:
     def __post_init__(self) -> None:
         if min(self.num_hot, self.num_warm) < 0:
             raise ConfigError(f"num_hot and num_warm must be at least 0, got {self.num_hot} and {self.num_warm}")
-        if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1]):
-            raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]}, got {self.avg_bits}")
+        if not (WIDTHS[0] <= self.avg_bits <= WIDTHS[-1] or self.avg_bits == BYTE_BITS):
+            raise ConfigError(f"avg_bits must lie in {WIDTHS[0]}..{WIDTHS[-1]} or be {BYTE_BITS}, got {self.avg_bits}")
         if self.max_loss is not None and not 0 < self.max_loss < math.inf:
             raise ConfigError(f"max_loss must be a number of nats above 0, got {self.max_loss}")
 
     def with_more_bits(self, more: float) -> Budget:
-        """The same with a higher average, at most that of the widest replica."""
-        return replace(self, avg_bits=min(self.avg_bits + more, float(WIDTHS[-1])))
+        """The same with a higher average, at most that of the widest nested replica."""
+        return replace(self, avg_bits=max(self.avg_bits, min(self.avg_bits + more, float(WIDTHS[-1]))))
 
     def increments(self, num_cold: NDArray[np.integer]) -> NDArray[np.int64]:
         """Bits above 1 that each layer may spend, from its number of cold experts [L].
@@ -178,7 +179,7 @@ class BitwidthPlan:
             raise ValueError(f"bits must be one of {list(_ALLOWED_BITS)}, got {np.unique(self.bits).tolist()}")
 
     def width_mask(self) -> NDArray[np.uint8]:
-        """[L, E]: bit b-1 is set where the expert has width b (1..4), bit 4 where it has full precision."""
+        """[L, E]: the flag of each expert's width (ndp_device/widths.py)."""
         return _FLAG_OF_BITS[self.bits]
 
 

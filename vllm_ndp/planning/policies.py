@@ -23,6 +23,7 @@ from ndp_device.errors import ConfigError
 from ndp_device.model_shape import MAX_EXPERTS_IN_ALL
 from ndp_device.strict_arrays import read_array
 from ndp_device.strict_files import Refused
+from ndp_device.widths import BYTE_BITS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LOSSES,
@@ -30,6 +31,7 @@ from vllm_ndp.planning.bitwidths import (
     LossTable,
     bits_over_layers,
     full_precision,
+    in_bytes,
     select_bitwidths,
     uniform_bitwidths,
 )
@@ -129,6 +131,8 @@ class ScoredPolicy:
     def assign(self, score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
         if self.settings.bit_rule == "full":
             return full_precision(placement)
+        if budget.avg_bits == BYTE_BITS:
+            return in_bytes(placement, loss)
         if self.settings.bit_rule == "uniform":
             return uniform_bitwidths(placement, budget)
         if self.settings.bit_rule == OVER_LAYERS:

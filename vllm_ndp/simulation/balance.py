@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import REPLICA_WIDTHS
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.prices import Prices, SimulatedPrices, together_ps
 
@@ -85,8 +85,8 @@ class Balancer:
     def __post_init__(self) -> None:
         if self.hosts < 1:
             raise ConfigError(f"a device has at least 1 host, got {self.hosts}")
-        if self.offload_bits not in WIDTHS:
-            raise ConfigError(f"offload_bits must be one of {list(WIDTHS)}, got {self.offload_bits}")
+        if self.offload_bits not in REPLICA_WIDTHS:
+            raise ConfigError(f"offload_bits must be one of {list(REPLICA_WIDTHS)}, got {self.offload_bits}")
 
     def offloaded(self, load: LayerLoad) -> frozenset[int]:
         """The hot experts that run on the device in this layer; empty where nothing is gained."""

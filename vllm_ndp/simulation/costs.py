@@ -31,7 +31,7 @@ from ndp_device.timing.shapes import SHAPES, expert_bytes, public_shape
 from ndp_device.timing.spec import Hardware
 from ndp_device.timing.units import PS_PER_S, ceil_div
 from ndp_device.timing.work import ExpertWork, Work, execute_bytes
-from ndp_device.widths import FULL_PRECISION_BITS, PLAN_BITS, TIMED_BITS, WIDTHS, default_group_size
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, PLAN_BITS, WIDTHS, default_group_size
 from vllm_ndp.simulation.gpu_timing import GpuModel
 
 _REFRESH_PHASES = 16
@@ -63,6 +63,8 @@ class Costs:
     """GPUs that split each layer; they share the device."""
     slot_bits: int = FULL_PRECISION_BITS
     """Bits of hot experts in GPU memory."""
+    has_bytes: bool = False
+    """Whether replicas have 8 bits beside the nested widths."""
 
     def __post_init__(self) -> None:
         if self.group_size == 0:
@@ -100,12 +102,14 @@ class Costs:
     @cached_property
     def bytes_of_width(self) -> NDArray[np.int64]:
         """[256], replica_bytes of each width that the timing model knows, 0 elsewhere."""
-        return np.array([self.replica_bytes(bits) if bits in TIMED_BITS else 0 for bits in range(256)], np.int64)
+        return np.array([self.replica_bytes(bits) if bits in PLAN_BITS else 0 for bits in range(256)], np.int64)
 
     def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
-        """Bytes of one expert's nested replica: the planes of its widest width, scales and offsets of each."""
+        """Bytes of one expert's nested replica: the planes of its widest width, scales and offsets of each; and of the
+        one at 8 bits."""
+        at_8 = self.replica_bytes(BYTE_BITS) if self.has_bytes else 0
         scales = self.replica_bytes(widest) - ceil_div(self.shape.weights_per_expert * widest, 8)
-        return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales
+        return self.replica_bytes(widest) + (widest - WIDTHS[0]) * scales + at_8
 
     def device_experts_ps(self, max_tokens: int) -> NDArray[np.float64]:
         """[bits, tokens]: what one more expert with that many rows adds to a command of the device."""

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, REPLICA_WIDTHS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.joint_problem import Choice, JointProblem
 from vllm_ndp.planning.same_everywhere import powers
@@ -87,14 +87,15 @@ class Menu:
         """[C, C], over the link from one choice to another: the device and the host hold every width that they have.
 
         Replicas are nested: a wider one on the GPU needs its further planes and the scales of its width, a narrower one
-        the scales alone."""
+        the scales alone. Where replicas have no 8 bits, these are rounded from the checkpoint's weights on arrival."""
         shape = self.costs.shape
+        replicas = REPLICA_WIDTHS if self.costs.has_bytes else WIDTHS
         moved = np.zeros((len(self.choices), len(self.choices)))
         for to, after in enumerate(self.choices):
             if after.tier != "gpu":
                 continue
             for start, before in enumerate(self.choices):
-                moved[start, to] = after.held_bytes if after.bits <= WIDTHS[-1] else shape.expert_bytes
+                moved[start, to] = after.held_bytes if after.bits in replicas else shape.expert_bytes
                 if before.tier == "gpu" and max(before.bits, after.bits) <= WIDTHS[-1]:
                     planes = shape.weights_per_expert * min(before.bits, after.bits) // 8
                     moved[start, to] -= planes
@@ -155,15 +156,15 @@ class Menu:
 
 
 def losses_by_width(loss: LossTable, unit: str) -> NDArray[np.float64]:
-    """[L, E, 17], what every token would lose by an expert of a width in all layers; 8 bits, which no replica has,
+    """[L, E, 17], what every token would lose by an expert of a width in all layers; where replicas have no 8 bits,
     extrapolated."""
-    layers, experts = loss.mse.shape[:2]
-    table = np.zeros((layers, experts, FULL_PRECISION_BITS + 1))
+    table: NDArray[np.float64]
     if unit == NATS and loss.nats is not None:
-        table[:, :, 1:5] = loss.mse * (layers * loss.nats * loss.layer_weights[:, None, None])
+        table = loss.by_width * (loss.mse.shape[0] * loss.nats * loss.layer_weights[:, None, None])
     else:
-        table[:, :, 1:5] = loss.mse / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
-    table[:, :, 8] = table[:, :, 4] * nominal_loss(5)
+        table = loss.by_width / np.maximum(loss.mse[:, :, :1], np.finfo(np.float64).tiny)
+    if loss.at_8 is None:
+        table[:, :, BYTE_BITS] = table[:, :, WIDTHS[-1]] * nominal_loss(5)
     return table
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.joint import least_time
 from vllm_ndp.planning.plan import BitwidthPlan, Placement
@@ -25,8 +25,8 @@ from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.joint_menu import STEPS_TO_COME, Menu, losses_by_width, unit_of
 from vllm_ndp.simulation.prices import MeasuredPrices
 
-LIVE_WIDTHS = {"gpu": (16, 4, 3, 2), "host": (16,), "device": (4, 3, 2, 1)}
-"""Widths of joint plans. 8 bits, which the lab has too, have no kernel here."""
+LIVE_WIDTHS = {"gpu": (16, 8, 4, 3, 2), "host": (16,), "device": (8, 4, 3, 2, 1)}
+"""8 bits where the replicas have them."""
 _MOST_ROWS = 64
 """Most rows of a step; plans do not tell larger batches apart."""
 
@@ -44,7 +44,8 @@ class JointRule:
         """`tiers`: names with + between them. `num_hot`: K, whose full precision is the budget. `prices`: of this
         machine; None: of the simulated hardware. `num_devices`: that share a layer's experts."""
         layers, experts = loss.mse.shape[:2]
-        widths = {tier: LIVE_WIDTHS[tier] for tier in tiers.split("+")}
+        absent = () if costs.has_bytes else (BYTE_BITS,)
+        widths = {tier: [bits for bits in LIVE_WIDTHS[tier] if bits not in absent] for tier in tiers.split("+")}
         self._costs, self._losses = costs, losses_by_width(loss, unit_of(loss))
         self._budgets = {"gpu": float(layers * num_hot * costs.shape.expert_bytes)}
         self._menu = lru_cache(_MOST_ROWS)(lambda rows: Menu(costs, widths, rows, prices, num_devices))
@@ -65,7 +66,8 @@ class JointRule:
         move_ps = PS_PER_S / self._bytes_per_s / STEPS_TO_COME
         problem = menu.problem(importance, rows, self._losses, self._budgets, moved, move_ps)
         on_device, on_gpu = menu.index("device"), menu.index("gpu")
-        cold = on_device[np.minimum(bits.bits, WIDTHS[-1])]  # a policy may want 16, which is no choice here
+        # A policy may want 16, which is no choice here.
+        cold = on_device[np.where(bits.bits == FULL_PRECISION_BITS, WIDTHS[-1], bits.bits)]
         papers = np.where(placement.hot, on_gpu[FULL_PRECISION_BITS], cold)
         chosen = papers
         try:

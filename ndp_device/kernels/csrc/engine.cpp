@@ -51,7 +51,8 @@ void PackedMatrix::check() const {
     std::vector<int> widths;
     for (const Component& component : components) widths.push_back(component.width);
     const bool may_drop = widths == std::vector<int>{2} || widths == std::vector<int>{2, 2};
-    const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1};
+    const bool is_known = may_drop || widths == std::vector<int>{1} || widths == std::vector<int>{2, 1} ||
+                          widths == std::vector<int>{8};
     if (!is_known || dropped < 0 || dropped > (may_drop ? 1 : 0))
         throw std::invalid_argument("no kernel streams these components without their " + std::to_string(dropped) +
                                     " lowest bits");
@@ -343,25 +344,16 @@ void Engine::multiply(const Job& job, bool down, int first, int last, float* y, 
     }
 }
 
-void Engine::multiply_matrices(const float* x, int tokens, const std::vector<const PackedMatrix*>& matrices,
-                               int limbs, float* y) {
+void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& matrix, int limbs, float* y) {
     if (limbs != 1 && limbs != 2) throw std::invalid_argument("limbs must be 1 or 2, got " + std::to_string(limbs));
-    if (matrices.empty()) throw std::invalid_argument("a product needs at least one matrix");
-    const PackedMatrix& first = *matrices.front();
-    const Geometry& g = first.geometry;
-    for (const PackedMatrix* m : matrices)
-        if (m->geometry.rows != g.rows || m->geometry.cols != g.cols || m->geometry.group != g.group ||
-            m->geometry.halves != 1 || m->perm != first.perm)
-            throw std::invalid_argument("matrices of one product must have one shape, grouping and order of columns");
+    const Geometry& g = matrix.geometry;
+    if (g.halves != 1) throw std::invalid_argument("a linear layer is one matrix, not a gate and an up");
     const std::lock_guard<std::mutex> lock(one_call_);
     arena_.reset();
-    std::vector<QuantizedView> views;
+    const QuantizedView view = matrix.view();
     double unit_bytes = 0;
-    for (const PackedMatrix* m : matrices) {
-        views.push_back(m->view());
-        for (const Component& c : m->components) unit_bytes += kUnitRows * c.width / 8.0 * g.cols;
-    }
-    const Quantized q = take_quantized(views[0], tokens, limbs);
+    for (const Component& c : matrix.components) unit_bytes += kUnitRows * c.width / 8.0 * g.cols;
+    const Quantized q = take_quantized(view, tokens, limbs);
     const int step = units_per_task(g.units(), unit_bytes, tokens);
     inline_ = 1.0 * g.rows * g.cols * (1 + tokens / 4.0) < kInlineWork;
     thread_scratch_.assign(threads_, nullptr);
@@ -370,20 +362,15 @@ void Engine::multiply_matrices(const float* x, int tokens, const std::vector<con
     for (float*& r : rows) r = arena_.take<float>(static_cast<size_t>(tokens) * step * kUnitRows);
 
     run(tokens, [&](int t, int) {
-        kernels_.quantize(quantize_job(x + static_cast<ptrdiff_t>(t) * g.cols, first, q, t));
+        kernels_.quantize(quantize_job(x + static_cast<ptrdiff_t>(t) * g.cols, matrix, q, t));
     });
     run((g.units() + step - 1) / step, [&](int task, int thread) {
         const int from = task * step, to = std::min(from + step, g.units());
         const int width = (to - from) * kUnitRows, count = std::min(width, g.rows - from * kUnitRows);
-        for (size_t m = 0; m < views.size(); ++m) {
-            kernels_.multiply(views[m], q.view, from, to, rows[thread], width, thread_scratch_[thread]);
-            for (int t = 0; t < tokens; ++t) {
-                const float* sums = rows[thread] + static_cast<ptrdiff_t>(t) * width;
-                float* out = y + static_cast<ptrdiff_t>(t) * g.rows + from * kUnitRows;
-                if (m == 0) std::memcpy(out, sums, sizeof(float) * count);
-                else kernels_.add_scaled(out, sums, 1.0f, count);
-            }
-        }
+        kernels_.multiply(view, q.view, from, to, rows[thread], width, thread_scratch_[thread]);
+        for (int t = 0; t < tokens; ++t)
+            std::memcpy(y + static_cast<ptrdiff_t>(t) * g.rows + from * kUnitRows,
+                        rows[thread] + static_cast<ptrdiff_t>(t) * width, sizeof(float) * count);
     });
 }
 

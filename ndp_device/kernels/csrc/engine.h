@@ -93,9 +93,8 @@ class Engine {
     void execute(const float* x, int tokens, int hidden, const std::vector<const PreparedExpert*>& experts,
                  const Pairs& pairs, float* out);
 
-    // y [tokens, rows] = the sum of the matrices, all of one shape and grouping, times each row of x [tokens, cols].
-    void multiply_matrices(const float* x, int tokens, const std::vector<const PackedMatrix*>& matrices, int limbs,
-                           float* y);
+    // y [tokens, rows] = the matrix, which has no halves, times each row of x [tokens, cols].
+    void multiply_matrix(const float* x, int tokens, const PackedMatrix& matrix, int limbs, float* y);
 
    private:
     struct Job;

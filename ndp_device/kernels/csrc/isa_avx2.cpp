@@ -60,6 +60,38 @@ constexpr int kFullRows = 2, kFullTokens = 6;  // 12 of 16 registers
 
 NDP_INLINE Floats halves_to_floats(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(load<__m128i>(p)); }
 
+// Four columns of a row as pairs for the codes of columns 0 and 2, and of 1 and 3: products of codes above 127 do not fit the
+// sums of _mm256_maddubs_epi16.
+struct WideStep {
+    __m256i even, odd;
+
+    NDP_INLINE WideStep() {}
+    explicit NDP_INLINE WideStep(const int8_t* columns) {
+        int32_t four;
+        std::memcpy(&four, columns, 4);
+        const __m256i all = _mm256_set1_epi32(four);
+        even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+        odd = _mm256_srai_epi16(all, 8);
+    }
+};
+
+// Adds one step's products of ROWS rows with the codes at `codes` and, for the second block, `block_bytes` further.
+template <int ROWS>
+NDP_INLINE void add_wide_step(const uint8_t* codes, ptrdiff_t block_bytes, const WideStep (&x)[ROWS],
+                              __m256i (&sums)[ROWS][4]) {
+    NDP_UNROLL(4)
+    for (int part = 0; part < 4; ++part) {
+        const __m256i w = load<__m256i>(codes + part / 2 * block_bytes + part % 2 * 32);
+        const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(w, 8);
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) {
+            sums[row][part] = _mm256_add_epi32(sums[row][part], _mm256_madd_epi16(even, x[row].even));
+            sums[row][part] = _mm256_add_epi32(sums[row][part], _mm256_madd_epi16(odd, x[row].odd));
+            asm volatile("" : "+x"(sums[row][part]));  // or g++ adds products up in trees, out of registers
+        }
+    }
+}
+
 // Adds one step's products of ROWS rows with both blocks. The steps of the second block begin at codes + block_bytes.
 template <int ROWS>
 NDP_INLINE void add_step(const uint8_t* codes, ptrdiff_t block_bytes, const int8_t* const (&x)[ROWS], int step,
@@ -110,11 +142,30 @@ void dot_rows(const uint8_t* codes, int steps, int chunks_in_16, const int8_t* f
     }
 }
 
+// dot_rows for codes of more than 7 bits.
+template <int ROWS>
+void dot_wide_rows(const uint8_t* codes, int steps, int, const int8_t* first, __m256i (*dots)[4]) {
+    __m256i sums[ROWS][4] = {};
+    for (int step = 0; step < steps; ++step) {
+        WideStep x[ROWS];
+        NDP_UNROLL(2)
+        for (int row = 0; row < ROWS; ++row) x[row] = WideStep(first + (row * steps + step) * 4);
+        add_wide_step<ROWS>(codes + step * 64, steps * 64, x, sums);
+    }
+    NDP_UNROLL(2)
+    for (int row = 0; row < ROWS; ++row) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[row][part] = sums[row][part];
+    }
+}
+
 // multiply_panel with 32-byte registers: g++ keeps 64-byte vectors in memory here, which costs ten times the time.
 template <int LIMBS>
 bool own_products(const Panel& panel, const Activations& a, int first_group, float* y, ptrdiff_t stride) {
     constexpr int kTokens = 2 / LIMBS;
     const ptrdiff_t row_bytes = panel.steps * 4;
+    const auto dot_two = panel.chunks_in_16 ? dot_rows<2> : dot_wide_rows<2>;
+    const auto dot_one = panel.chunks_in_16 ? dot_rows<1> : dot_wide_rows<1>;
     for (int first = 0; first < a.tokens; first += kTokens) {
         const int count = a.tokens - first < kTokens ? a.tokens - first : kTokens;
         for (int g = 0; g < panel.groups; ++g) {
@@ -122,7 +173,7 @@ bool own_products(const Panel& panel, const Activations& a, int first_group, flo
             const uint8_t* codes = panel.codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * panel.steps * 64;
             __m256i dots[2][4];
             const int8_t* x = a.codes + at * LIMBS * row_bytes;
-            (count * LIMBS == 2 ? dot_rows<2> : dot_rows<1>)(codes, panel.steps, panel.chunks_in_16, x, dots);
+            (count * LIMBS == 2 ? dot_two : dot_one)(codes, panel.steps, panel.chunks_in_16, x, dots);
             for (int t = 0; t < count; ++t) {
                 for (int part = 0; part < 4; ++part) {
                     __m256 dot = _mm256_cvtepi32_ps(dots[t * LIMBS][part]);
@@ -205,6 +256,25 @@ NDP_INLINE void dot_in_registers(const uint8_t* c0, const uint8_t* c1, int chunk
     }
 }
 
+// dot_in_registers for codes of a byte each.
+template <int LIMBS>
+NDP_INLINE void dot_bytes(const uint8_t* codes, int steps, const int8_t* x, int padded, __m256i (&dots)[LIMBS][4]) {
+    __m256i sums[LIMBS][4] = {};
+    for (int step = 0; step < steps; ++step, codes += kUnitRows * 4) {
+        __builtin_prefetch(codes + kGemvLead);
+        __builtin_prefetch(codes + kGemvLead + 64);
+        WideStep columns[LIMBS];
+        NDP_UNROLL(2)
+        for (int limb = 0; limb < LIMBS; ++limb) columns[limb] = WideStep(x + limb * padded + step * 4);
+        add_wide_step<LIMBS>(codes, 64, columns, sums);
+    }
+    NDP_UNROLL(2)
+    for (int limb = 0; limb < LIMBS; ++limb) {
+        NDP_UNROLL(4)
+        for (int part = 0; part < 4; ++part) dots[limb][part] = sums[limb][part];
+    }
+}
+
 // One row: codes stay in registers. The same sums in the same order as own_products.
 template <class Code, int LIMBS, int CHUNKS>
 void own_row(const QuantizedView& w, const Activations& a, int first, int last, float* y) {
@@ -219,7 +289,8 @@ void own_row(const QuantizedView& w, const Activations& a, int first, int last, 
         __m256 out[4] = {};
         for (int g = 0; g < w.groups; ++g) {
             __m256i dots[LIMBS][4];
-            dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, padded, dots);
+            if constexpr (Code::kFields == 1) dot_bytes<LIMBS>(c0, chunks * 8, x, padded, dots);
+            else dot_in_registers<Code, LIMBS>(c0, c1, chunks, x, padded, dots);
             __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead);
             __builtin_prefetch(reinterpret_cast<const char*>(halves) + kMetaLead + 64);
             NDP_UNROLL(4)

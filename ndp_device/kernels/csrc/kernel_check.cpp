@@ -23,7 +23,7 @@ constexpr Case kCases[] = {{40, 24, 32, 1, 1},   {40, 24, 32, 7, 2},     {128, 2
                            {1000, 520, 128, 3, 2}, {1000, 520, 128, 4, 3}, {1024, 512, 128, 2, 2}};
 constexpr double kLargestError[] = {4e-2, 2e-4};  // one limb, two limbs
 constexpr uint16_t kScale = 0x2c00;  // fp16: weights are code / 16 - (2^bits - 1) / 32, centred
-constexpr uint16_t kOffset[] = {0xa800, 0xae00, 0xb300, 0xb780};
+constexpr uint16_t kOffset[] = {0, 0xa800, 0xae00, 0xb300, 0xb780, 0, 0, 0, 0xc7f8};  // by bits
 
 struct Matrix {
     int rows, cols;
@@ -39,7 +39,7 @@ std::vector<Component> pack_planes(Engine& engine, const Matrix& m, int bits) {
     const ptrdiff_t plane = static_cast<ptrdiff_t>(m.rows) * m.cols / 8;
     engine.with_pool([&](ThreadPool& pool) {
         for (int first = 0; first < bits; first += components.back().width) {
-            const int width = bits - first < 2 ? 1 : 2;
+            const int width = bits == 8 ? 8 : bits - first < 2 ? 1 : 2;
             const uint8_t* planes = m.planes.data() + first * plane;
             components.push_back(
                 {pack_component(engine.kernels(), pool, m.packed.geometry, planes, plane, width), width});
@@ -55,7 +55,7 @@ Matrix random_matrix(Engine& engine, std::mt19937& random, int rows, int cols, i
     for (uint8_t& byte : m.planes) byte = static_cast<uint8_t>(random());
     for (int c = 0; c < cols; ++c) m.perm.push_back(cols - 1 - c);
     const int stored = (cols + group_size - 1) / group_size;
-    std::vector<uint16_t> scale(static_cast<size_t>(rows) * stored, kScale), offset(scale.size(), kOffset[bits - 1]);
+    std::vector<uint16_t> scale(static_cast<size_t>(rows) * stored, kScale), offset(scale.size(), kOffset[bits]);
     m.values.resize(static_cast<size_t>(rows) * cols);
     for (int r = 0; r < rows; ++r) {
         for (int c = 0; c < cols; ++c) {
@@ -133,7 +133,7 @@ int main() {
     int checks = 0, failures = 0;
     for (const std::string& isa : supported_isas()) {
         for (const Case& c : kCases) {
-            for (int bits = 1; bits <= 4; ++bits) {
+            for (int bits : {1, 2, 3, 4, 8}) {
                 for (int limbs = 1; limbs <= 2; ++limbs) {
                     const double error = error_of(isa, c, bits, limbs);
                     ++checks;

@@ -16,13 +16,13 @@ constexpr int kUnitRows = kBlockRows * kUnitBlocks;
 constexpr int kChunkCols = 32;         // 8 steps of 4 columns: a W-bit component spends W vectors of 64 bytes on them
 constexpr int kMaxPaddedGroup = 4096;  // keeps every 32-bit integer sum below 2^31: 255 * 127 * 4096 = 1.3e8
 constexpr int kMaxComponents = 2;
-constexpr int kMaxComponentWidth = 2;
+constexpr int kMaxComponentWidth = 8;
 constexpr int kRowSlack = 16;  // rows past the last one that a tile load may read (and whose results are dropped)
 
 // One quantized matrix as it is streamed. A code is its components' bits one after the other, top bits first, without
 // the `dropped` lowest ones: where the components are those of a replica one bit wider.
 //   component c  [units][groups][chunks * width][2 blocks][16 rows][4 columns]; a byte of a W-bit component holds
-//                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit)
+//                the codes of 8/W consecutive steps of 4 columns, lowest bits first (W = 1: see step_of_bit; W = 8: one)
 //   meta         fp16 [units][groups][2 blocks][scale, offset][16 rows]
 struct QuantizedView {
     int units;
@@ -73,7 +73,7 @@ struct QuantizeJob {
 
 // One block of 16 rows of some planes, cut into words of 32 columns, and where its part of a component lies.
 struct PackJob {
-    int width;                  // planes: 1 or 2
+    int width;                  // planes: 1, 2 or 8
     const uint8_t* planes[kMaxComponentWidth];  // top bits first; row r lies r * row_bytes further
     ptrdiff_t row_bytes;
     int chunks;                 // a multiple of kPackChunks

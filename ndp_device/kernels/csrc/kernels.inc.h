@@ -28,18 +28,21 @@ constexpr int kMetaLead = 512;
 
 // ---- codes -----------------------------------------------------------------------------------------------------
 
-// A chunk of a block as four vectors that hold two codes per byte: a low field and a high one, garbage between.
+// A chunk of a block as four vectors that hold two codes per byte: a low field and a high one, garbage between. A code of
+// 8 bits is a byte of its own: eight vectors of one field.
 // W0 and W1 are the component widths (W1 = 0: one component). Two components are merged in place, which costs half of
 // what two passes of products do. DROPPED lowest bits do not count: in place they are masked off, and the sums, exact
 // multiples, are shifted down, so that nothing after them differs from components that never had these bits.
 template <int W0, int W1, int DROPPED = 0>
 struct Codes {
     static constexpr int kWidth0 = W0, kWidth1 = W1, kDropped = DROPPED;
+    static constexpr int kFields = W0 == 8 ? 1 : 2, kVectors = 8 / kFields;
     static constexpr uint8_t kMask = ((1 << (W0 + W1)) - 1) >> DROPPED << DROPPED;  // of the low field
-    static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field
+    static constexpr int kHigh = W1 ? 4 : W0;  // bit of the high field, where there is one
 
     // Which of the chunk's 8 steps a field of vector q belongs to.
     static constexpr int step(int q, int high) {
+        if (kFields == 1) return q;
         if (W1) return q / 2 * 4 + q % 2 + 2 * high;
         return W0 == 1 ? step_of_bit(2 * q + high) : 2 * q + high;
     }
@@ -48,7 +51,9 @@ struct Codes {
     template <class Words>
     static NDP_INLINE Words vector(const uint8_t* block0, const uint8_t* block1, int q) {
         constexpr int kNext = kUnitBlocks * 64;
-        if constexpr (W1 == 0) {
+        if constexpr (kFields == 1) {
+            return load<Words>(block0 + q * kNext);
+        } else if constexpr (W1 == 0) {
             constexpr int kPerVector = 4 / W0;
             return load<Words>(block0 + q / kPerVector * kNext) >> (2 * W0 * (q % kPerVector));
         } else {
@@ -61,7 +66,7 @@ struct Codes {
 
     // Prefetches what vector() reads for the first time at this q.
     static NDP_INLINE void prefetch(const uint8_t* block0, const uint8_t* block1, int q, int lead) {
-        constexpr int kNext = kUnitBlocks * 64, kPerVector = W1 ? 2 : 4 / W0;
+        constexpr int kNext = kUnitBlocks * 64, kPerVector = W1 ? 2 : kFields == 1 ? 1 : 4 / W0;
         if (q % kPerVector == 0) __builtin_prefetch(block0 + q / kPerVector * kNext + lead);
         if (W1 == 2 && q % 2 == 0) __builtin_prefetch(block1 + q / 2 * kNext + lead);
         if (W1 == 1 && q == 0) __builtin_prefetch(block1 + lead);
@@ -79,12 +84,14 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
             const uint8_t* b1 = c1 + chunk * chunk_bytes(Code::kWidth1) + block * 64;
             uint8_t* to = out + (static_cast<ptrdiff_t>(block) * steps + chunk * 8) * 64;
             for (size_t part = 0; part < 64; part += sizeof(Words)) {
-                NDP_UNROLL(4)
-                for (int q = 0; q < 4; ++q) {
+                NDP_UNROLL(8)
+                for (int q = 0; q < Code::kVectors; ++q) {
                     const Words v = Code::template vector<Words>(b0 + part, b1 + part, q);
-                    const Words low = v >> Code::kDropped, high = v >> (Code::kHigh + Code::kDropped);
-                    store(to + Code::step(q, 0) * 64 + part, low & repeat<Words>(kCode));
-                    store(to + Code::step(q, 1) * 64 + part, high & repeat<Words>(kCode));
+                    NDP_UNROLL(2)
+                    for (int high = 0; high < Code::kFields; ++high) {
+                        const Words codes = v >> (high * Code::kHigh + Code::kDropped);
+                        store(to + Code::step(q, high) * 64 + part, codes & repeat<Words>(kCode));
+                    }
                 }
             }
         }
@@ -98,12 +105,12 @@ NDP_INLINE void unpack_group(const uint8_t* c0, const uint8_t* c1, int chunks, u
 template <class Code, int LIMBS, int BLOCKS, int CHUNKS>
 NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c1, ptrdiff_t stride1, const int8_t* x,
                           int chunks_now, int padded_group, i32x16 (&total)[BLOCKS][LIMBS]) {
-    i32x16 sum[2][BLOCKS][LIMBS] = {};  // the high fields stay in place: their sum is shifted down at the end
+    i32x16 sum[Code::kFields][BLOCKS][LIMBS] = {};  // the high fields stay in place: their sum is shifted down at the end
     const int chunks = CHUNKS ? CHUNKS : chunks_now;
     NDP_UNROLL(4)
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        NDP_UNROLL(4)
-        for (int q = 0; q < 4; ++q) {
+        NDP_UNROLL(8)
+        for (int q = 0; q < Code::kVectors; ++q) {
             u8x64 v[BLOCKS];
             NDP_UNROLL(4)
             for (int block = 0; block < BLOCKS; ++block) {
@@ -114,7 +121,7 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
                 v[block] = (u8x64)Code::template vector<u16x32>(b0, b1, q);
             }
             NDP_UNROLL(2)
-            for (int high = 0; high < 2; ++high) {
+            for (int high = 0; high < Code::kFields; ++high) {
                 const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
                 i32x16 steps[LIMBS];
                 NDP_UNROLL(2)
@@ -134,8 +141,11 @@ NDP_INLINE void dot_group(const uint8_t* c0, ptrdiff_t stride0, const uint8_t* c
     NDP_UNROLL(4)
     for (int block = 0; block < BLOCKS; ++block) {
         NDP_UNROLL(2)
-        for (int limb = 0; limb < LIMBS; ++limb)
-            total[block][limb] = (sum[0][block][limb] + (sum[1][block][limb] >> Code::kHigh)) >> Code::kDropped;
+        for (int limb = 0; limb < LIMBS; ++limb) {
+            i32x16 all = sum[0][block][limb];
+            if constexpr (Code::kFields == 2) all += sum[1][block][limb] >> Code::kHigh;
+            total[block][limb] = all >> Code::kDropped;
+        }
     }
 }
 
@@ -203,8 +213,8 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
     for (int g = 0; g < w.groups; ++g) {
         i32x16 dots[kRows][kBlocks] = {};
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            NDP_UNROLL(4)
-            for (int q = 0; q < 4; ++q) {
+            NDP_UNROLL(8)
+            for (int q = 0; q < Code::kVectors; ++q) {
                 u16x32 v[kBlocks];
                 NDP_UNROLL(4)
                 for (int block = 0; block < kBlocks; ++block) {
@@ -215,7 +225,7 @@ void few_units(const QuantizedView& w, const Activations& a, int unit, float* y,
                     v[block] = Code::template vector<u16x32>(b0, b1, q);
                 }
                 NDP_UNROLL(2)
-                for (int high = 0; high < 2; ++high) {
+                for (int high = 0; high < Code::kFields; ++high) {
                     const int8_t* at = x + (chunk * 8 + Code::step(q, high)) * 4;
                     u8x64 codes[kBlocks];
                     NDP_UNROLL(4)
@@ -373,6 +383,10 @@ void gemm_unit(const QuantizedView& w, const Activations& a, int unit, float* y,
         panel.ahead[1] = c1 + panel.groups * group_bytes[1];
         panel.ahead_bytes[0] = chunk_bytes(Code::kWidth0) / 8;
         panel.ahead_bytes[1] = chunk_bytes(Code::kWidth1) / 8;
+        if constexpr (Code::kFields == 1) {  // two lines a step
+            panel.ahead[1] = panel.ahead[0] + 64;
+            panel.ahead_bytes[1] = panel.ahead_bytes[0];
+        }
         for (int g = 0; g < panel.groups; ++g) {
             unpack_group<Code>(c0 + g * group_bytes[0], c1 + g * group_bytes[1], chunks,
                                codes + static_cast<ptrdiff_t>(g) * kUnitBlocks * steps * 64);
@@ -428,6 +442,7 @@ void multiply(const QuantizedView& w, const Activations& a, int first, int last,
         case 210: return multiply_codes<2, 1>(w, a, first, last, y, stride, scratch);
         case 220: return multiply_codes<2, 2>(w, a, first, last, y, stride, scratch);
         case 221: return multiply_codes<2, 2, 1>(w, a, first, last, y, stride, scratch);
+        case 800: return multiply_codes<8, 0>(w, a, first, last, y, stride, scratch);
         default: __builtin_trap();  // PackedMatrix::check lets no other ones through
     }
 }

@@ -104,14 +104,14 @@ void execute(Engine& engine, Matrix<float> x, const std::vector<const PreparedEx
                    {static_cast<int>(rows.size()), rows.data(), pair_experts.data(), gates.data()}, out.data());
 }
 
-void multiply_matrices(Engine& engine, Matrix<float> x, const std::vector<const PackedMatrix*>& matrices, int limbs,
-                       nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> y) {
-    for (const PackedMatrix* m : matrices)
-        if (x.shape(1) != static_cast<size_t>(m->geometry.cols) || y.shape(1) != static_cast<size_t>(m->geometry.rows))
-            throw std::invalid_argument("x must have the columns of the matrices, and y their rows");
+void multiply(Engine& engine, Matrix<float> x, const PackedMatrix& matrix, int limbs,
+              nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu> y) {
+    const Geometry& g = matrix.geometry;
+    if (x.shape(1) != static_cast<size_t>(g.cols) || y.shape(1) != static_cast<size_t>(g.rows))
+        throw std::invalid_argument("x must have the columns of the matrix, and y its rows");
     if (x.shape(0) != y.shape(0)) throw std::invalid_argument("x and y must have as many rows");
     nb::gil_scoped_release release;
-    engine.multiply_matrices(x.data(), static_cast<int>(x.shape(0)), matrices, limbs, y.data());
+    engine.multiply_matrix(x.data(), static_cast<int>(x.shape(0)), matrix, limbs, y.data());
 }
 
 }  // namespace
@@ -144,8 +144,7 @@ NB_MODULE(_native, m) {
              nb::arg("group"), nb::arg("scale"), nb::arg("offset"), nb::arg("group_size"), nb::arg("perm"))
         .def("execute", execute, nb::arg("x"), nb::arg("experts"), nb::arg("pair_rows"), nb::arg("pair_experts"),
              nb::arg("gates"), nb::arg("out"))
-        .def("multiply_matrices", multiply_matrices, nb::arg("x"), nb::arg("matrices"), nb::arg("limbs"),
-             nb::arg("y"))
+        .def("multiply", multiply, nb::arg("x"), nb::arg("matrix"), nb::arg("limbs"), nb::arg("y"))
         .def(
             "read_stream",
             [](Engine& e, Vector<uint8_t> data, int streams, int prefetch_bytes) {

@@ -66,7 +66,9 @@ void pack_block(const KernelTable& kernels, const Block& block, uint8_t* out) {
     int chunk = 0;
     if (block.rows == kBlockRows && geometry.group == geometry.padded_group()) {  // words lie in the planes as they are
         chunk = static_cast<int>(block.row_bytes() / (4 * kPackChunks) * kPackChunks);
-        kernels.pack({width, {block.row(0, 0), block.row(width - 1, 0)}, block.row_bytes(), chunk, out});
+        PackJob job{width, {}, block.row_bytes(), chunk, out};
+        for (int p = 0; p < width; ++p) job.planes[p] = block.row(p, 0);
+        kernels.pack(job);
     }
     for (; chunk < chunks; chunk += kPackChunks) {
         uint32_t words[kMaxComponentWidth][kBlockRows][kPackChunks] = {};
@@ -75,9 +77,9 @@ void pack_block(const KernelTable& kernels, const Block& block, uint8_t* out) {
         for (int p = 0; p < width; ++p)
             for (int r = 0; r < block.rows; ++r)
                 for (int c = 0; c < count; ++c) words[p][r][c] = block.word(p, r, chunk + c);
-        const auto* first = reinterpret_cast<const uint8_t*>(words[0]);
-        const auto* last = reinterpret_cast<const uint8_t*>(words[width - 1]);
-        kernels.pack({width, {first, last}, sizeof words[0][0], kPackChunks, packed});
+        PackJob job{width, {}, sizeof words[0][0], kPackChunks, packed};
+        for (int p = 0; p < width; ++p) job.planes[p] = reinterpret_cast<const uint8_t*>(words[p]);
+        kernels.pack(job);
         for (int line = 0; line < count * width; ++line)
             std::memcpy(out + (static_cast<ptrdiff_t>(chunk) * width + line) * kUnitBlocks * 64,
                         packed + line * kUnitBlocks * 64, 64);

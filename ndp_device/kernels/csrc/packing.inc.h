@@ -35,6 +35,29 @@ NDP_INLINE PackWord swap_index(PackWord x) {
     return pick(~(kLow | kHigh), x, pick(kHigh, x << kShift, x >> kShift));
 }
 
+// Word b, the plane of bit b, holds [s2 s1 s0 c1 c0]; word s becomes the bytes of step s, [c1 c0 b2 b1 b0]. The highest
+// bit of a word's number trades places with bits of the lane; that bits of the number trade places only renames words.
+NDP_INLINE void bytes_of_planes(PackWord (&word)[8]) {
+    const auto rename = [&](int a, int b) {
+        const PackWord kept = word[a];
+        word[a] = word[b];
+        word[b] = kept;
+    };
+    for (int i = 0; i < 4; ++i) trade<2>(word[i], word[i + 4]);
+    rename(1, 4);
+    rename(3, 6);
+    for (int i = 0; i < 4; ++i) {
+        trade<0>(word[i], word[i + 4]);
+        trade<3>(word[i], word[i + 4]);
+    }
+    rename(2, 4);
+    rename(3, 5);
+    for (int i = 0; i < 4; ++i) {
+        trade<1>(word[i], word[i + 4]);
+        trade<4>(word[i], word[i + 4]);
+    }
+}
+
 // One step of kPackRows rows: as many columns as a word has lanes of 32.
 template <int WIDTH>
 NDP_INLINE void pack_step(const PackJob& job, ptrdiff_t at, uint8_t* out) {
@@ -46,6 +69,11 @@ NDP_INLINE void pack_step(const PackJob& job, ptrdiff_t at, uint8_t* out) {
         PackWord top = load<PackWord>(job.planes[0] + at);
         if constexpr (WIDTH == 1) {  // [s2 s1 s0 c1 c0] to [c1 c0 s1 s2 s0], s the step: see step_of_bit
             words[0][r] = swap_index<2, 0>(swap_index<3, 0>(swap_index<4, 1>(top)));
+        } else if constexpr (WIDTH == 8) {
+            PackWord own[8];
+            for (int bit = 0; bit < 8; ++bit) own[bit] = load<PackWord>(job.planes[7 - bit] + at);
+            bytes_of_planes(own);
+            for (int step = 0; step < 8; ++step) words[step][r] = own[step];
         } else {
             PackWord rest = load<PackWord>(job.planes[1] + at);
             trade<0>(rest, top);
@@ -76,7 +104,8 @@ NDP_INLINE void pack_rows(const PackJob& job) {
 
 void pack(const PackJob& job) {
     if (job.width == 1) pack_rows<1>(job);
-    else pack_rows<2>(job);
+    else if (job.width == 2) pack_rows<2>(job);
+    else pack_rows<8>(job);
 }
 
 }  // namespace

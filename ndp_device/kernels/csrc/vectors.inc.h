@@ -121,7 +121,7 @@ NDP_INLINE f32x16 exp_lanes(f32x16 v) {
 struct Panel {
     int groups;
     int steps;             // per group
-    int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16, at least 1
+    int chunks_in_16;      // chunks of 8 steps whose products with int8 add up in int16; 0: not even two products do
     const uint8_t* codes;  // [groups][2 blocks][steps][16 rows][4 columns]
     const f32x16* meta;    // [groups][2 blocks][scale, offset]
     const uint8_t* ahead[kMaxComponents];  // the next panel's components ...

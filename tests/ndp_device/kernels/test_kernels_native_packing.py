@@ -57,7 +57,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [1, 2, 8])
 @settings(max_examples=40)
 @given(shape=shapes(), seed=st.integers(0, 2**32 - 1))
 def test_every_path_packs_any_shape_to_the_same_bytes(
@@ -69,7 +69,7 @@ def test_every_path_packs_any_shape_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [1, 2, 8])
 @pytest.mark.parametrize(
     ("halves", "rows", "cols", "group"),
     [

@@ -115,4 +115,47 @@ def test_a_menu_has_the_prices_of_the_device_and_of_gpu_memory():
     assert menu.ps[gpu[4], 1] == COSTS.gpu.roofline_ps(COSTS.replica_bytes(4), 2 * SHAPE.weights_per_expert)
     assert menu.ps[device[3], 1] == COSTS.device_expert_ps(3, 1)
     assert menu.ps[host[16], 1] == pytest.approx(SHAPE.expert_bytes / 307.2e9 * 1e12)
-    assert gpu[8] == device[16] == host[4] == -1
+    assert device[16] == host[4] == -1
+
+
+@pytest.mark.parametrize("has_bytes", [True, False])
+def test_8_bits_are_chosen_where_replicas_have_them_and_only_there(has_bytes: bool) -> None:
+    """A plan of 16 bits on the GPU and 4 on the device has a loss that hot experts at 8 bits keep."""
+    loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100 if has_bytes else None)
+    costs = dataclasses.replace(COSTS, has_bytes=has_bytes)
+    rules = PlannerRules(
+        load_policy("prefill"),
+        Budget(4, 4.0),
+        loss,
+        keeps_streamed=False,
+        joint=JointRule(costs, "gpu+device", loss, 4),
+    )
+    change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(1)})
+    widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+    assert (widths == 8).any() == has_bytes
+
+
+def test_a_joint_plan_beside_8_bits_on_average_loses_no_more_than_all_cold_at_8() -> None:
+    loss = LossTable(LOSS.mse, at_8=LOSS.mse[:, :, 3] / 100)
+    joint = JointRule(dataclasses.replace(COSTS, has_bytes=True), "gpu+device", loss, 4)
+    rules = PlannerRules(load_policy("prefill"), Budget(4, 8.0), loss, keeps_streamed=False, joint=joint)
+    change = Replanner(rules, LAYERS, EXPERTS).replan({"a": score(2)})
+    widths = np.where(change.placement.hot, change.placement.widths, change.plans["a"].bits.bits)
+    assert (widths >= 8).any()
+    table = np.take_along_axis(losses_by_width(loss, OF_ONE_BIT), widths[:, :, None].astype(np.int64), axis=2)[:, :, 0]
+    assert (score(2).values * table).sum() <= LAYERS * float(losses_by_width(loss, OF_ONE_BIT)[0, 0, 8]) * (1 + 1e-9)
+
+
+def test_an_8_bit_replica_crosses_the_link_as_it_is_and_a_rounded_one_in_full_precision() -> None:
+    """8 bits share no plane with the nested widths."""
+    widths = {"gpu": (16, 8, 4), "device": (8, 4)}
+    for has_bytes in (True, False):
+        costs = dataclasses.replace(COSTS, has_bytes=has_bytes)
+        menu = Menu(costs, widths, 1)
+        on_gpu, on_device = menu.index("gpu"), menu.index("device")
+        size = costs.replica_bytes(8) if has_bytes else SHAPE.expert_bytes
+        assert menu.moved_bytes[on_device[4], on_gpu[8]] == menu.moved_bytes[on_gpu[4], on_gpu[8]] == size
+    assert (
+        costs.stored_replica_bytes() + costs.replica_bytes(8)
+        == dataclasses.replace(costs, has_bytes=True).stored_replica_bytes()
+    )

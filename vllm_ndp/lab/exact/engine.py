@@ -23,6 +23,7 @@ from ndp_device.model_shape import WholeModel
 from ndp_device.timing.model import DeviceModel
 from ndp_device.timing.spec import load_hardware
 from ndp_device.timing.work import Timing, Work
+from ndp_device.widths import BYTE_BITS
 from vllm_ndp.layer import account
 from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
@@ -99,7 +100,14 @@ class Engine:
         hardware = load_hardware(setup.preset, **setup.overrides)
         self.trace, self.setup, self.hardware = trace, setup, hardware
         shape = WholeModel.of_recorded(setup.host_dims, trace.provenance.model)
-        costs = Costs(hardware, shape, group_size=setup.group_size, num_gpus=setup.num_gpus, slot_bits=setup.slot_bits)
+        costs = Costs(
+            hardware,
+            shape,
+            group_size=setup.group_size,
+            num_gpus=setup.num_gpus,
+            slot_bits=setup.slot_bits,
+            has_bytes=BYTE_BITS in setup.expert_bytes,
+        )
         self.clock = StepClock(
             replace(costs.gpu, stage=setup.stage, num_stages=setup.num_stages, whole_experts=setup.whole_experts)
         )

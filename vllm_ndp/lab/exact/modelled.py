@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ndp_device.timing.spec import load_hardware
-from ndp_device.widths import PLAN_BITS
+from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.replanner import PlannerRules
 from vllm_ndp.simulation.costs import Costs, model_named
@@ -29,12 +29,13 @@ def modelled_host(
     """The LiveSetup that a live run with these rules writes into its trace. Raises ConfigError for another model."""
     costs = Costs(load_hardware(hardware, **overrides), model_named(model))
     costs.require(provenance.num_experts, provenance.top_k)
+    widths = (*rules.loss.widths, FULL_PRECISION_BITS)
     return LiveSetup(
         preset=hardware,
         overrides=dict(overrides),
         host_dims=costs.shape.recorded(),
         hot_experts=rules.budget.num_hot,
-        expert_bytes={bits: costs.replica_bytes(bits) for bits in PLAN_BITS},
+        expert_bytes={bits: costs.replica_bytes(bits) for bits in widths},
         group_size=costs.group_size,
         activation_bytes=costs.shape.dtype_bytes,
         spill_bits=offload_bits,

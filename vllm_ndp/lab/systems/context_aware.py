@@ -11,16 +11,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ndp_device.widths import WIDTHS
+from ndp_device.widths import REPLICA_WIDTHS, WIDTHS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.execution import SKIPPED, run_pairs, run_prompts
 from vllm_ndp.lab.vectorised.outcome import Outcome, layer_factor
-from vllm_ndp.planning.bitwidths import nominal_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, has_common_bits, scores_for_bits
 from vllm_ndp.planning.placement import top_experts
 from vllm_ndp.planning.plan import Placement
 from vllm_ndp.simulation.costs import Costs
+from vllm_ndp.simulation.joint_menu import OF_ONE_BIT, losses_by_width
 from vllm_ndp.simulation.memory import beside_device_memory
 from vllm_ndp.simulation.prefill_split import PrefillSplit
 
@@ -106,8 +106,7 @@ def gate_loss(batches: Batches, widths: NDArray[np.uint8], options: ReplayOption
     """
     layers, experts = options.loss.mse.shape[:2]
     table = np.zeros((layers, experts, 8))  # small enough to stay in the processor's cache
-    table[:, :, 1:5] = options.loss.mse / np.maximum(options.loss.mse[:, :, :1], np.finfo(np.float64).tiny)
-    table[:, :, 5] = table[:, :, 4] * nominal_loss(5)  # 8 bits: no replica has them, extrapolated
+    table[:, :, 1:6] = losses_by_width(options.loss, OF_ONE_BIT)[:, :, REPLICA_WIDTHS]
     table[:, :, 6] = LOSS_OF_SKIPPING
     rows = (np.arange(layers)[:, None] * experts + batches.ids) << 3
     lost = table.ravel().take(rows + _LOSS_COLUMN.take(widths)) * batches.weights

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
 from ndp_device.timing.units import PS_PER_S
-from ndp_device.widths import FULL_PRECISION_BITS, WIDTHS
+from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, WIDTHS
 from vllm_ndp.lab.systems.context_aware import gate_loss
 from vllm_ndp.lab.systems.ktransformers import CPU_BITS
 from vllm_ndp.lab.systems.system import Memory, ReplayOptions, System
@@ -61,7 +61,8 @@ def limit_of(options: ReplayOptions) -> tuple[str, float | None]:
 
 
 def menu_of(costs: Costs, options: ReplayOptions, max_rows: int = 1) -> Menu:
-    on_device = (FULL_PRECISION_BITS, *range(options.widest, WIDTHS[0] - 1, -1))
+    in_bytes = (BYTE_BITS,) if costs.has_bytes else ()
+    on_device = (FULL_PRECISION_BITS, *in_bytes, *range(options.widest, WIDTHS[0] - 1, -1))
     held = {"gpu": GPU_BITS, "host": CPU_BITS, "device": on_device}
     tiers = options.word("tiers", TIER_SETS[0], TIER_SETS).split("+")
     return Menu(costs, {tier: held[tier] for tier in tiers}, max_rows)
@@ -251,7 +252,7 @@ JOINT = System(
     (
         "one plan per group; the fastest that is expected to lose no more than the paper's at the same memory and bits",
         "losses are nats where the replicas were made with text, else in units of what each expert loses at 1 bit",
-        "8-bit experts are rounded from 16 on arrival; their loss is extrapolated from 4 bits at 4.4x per bit",
+        "unless replicas have them, 8 bits are rounded from 16 on arrival and lose 4.4x less per bit than 4",
         "dequantising on the GPU is free beside the read; prompts as the paper's, other experts streamed in 16 bits",
         "moving is weighed against as many steps to come as the trace's groups have on average",
     ),

@@ -1,0 +1,169 @@
+"""Native experts that share planes: of one container, and masked ones."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from drawn_experts import SHAPES, full_expert, random_biases, random_expert, random_pairs
+
+from ndp_device.activation import GPT_OSS
+from ndp_device.experts.expert import NestedMatrix, QuantizedExpert, QuantizedMatrix
+from ndp_device.widths import LIMBS
+
+_native = pytest.importorskip("ndp_device.kernels._native", reason="the kernels are not built")
+from ndp_device.kernels.native import NativeKernel  # noqa: E402
+
+ISAS = _native.supported_isas()
+
+
+def nested_replicas(
+    rng: np.random.Generator, hidden: int, intermediate: int, group: int = 32, *, perm: bool = False
+) -> dict[int, QuantizedExpert]:
+    """All widths of one container: planes and order are shared, scales and offsets are each width's own."""
+    whole = random_expert(rng, hidden, intermediate, 4, group, perm=perm)
+
+    def nested(m: QuantizedMatrix) -> NestedMatrix:
+        own = [np.float16(1 + bits / 8) for bits in (1, 2, 3, 4)]
+        scale, offset = (np.stack([values * one for one in own]) for values in (m.scale, m.offset))
+        return NestedMatrix((1, 2, 3, 4), m.planes, scale, offset, m.group_size, m.perm)
+
+    w13, w2 = nested(whole.w13), nested(whole.w2)
+    return {bits: QuantizedExpert(bits, w13.at(bits), w2.at(bits)) for bits in (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_masked_width_keeps_its_biases_and_activation(isa: str) -> None:
+    rng = np.random.default_rng(7)
+    wide = replace(random_expert(rng, 64, 96, 4, 32), biases=random_biases(rng, 64, 96), activation=GPT_OSS)
+    w13, w2 = (
+        NestedMatrix((3, 4), m.planes, np.stack([m.scale] * 2), np.stack([m.offset] * 2), m.group_size, m.perm)
+        for m in (wide.w13, wide.w2)
+    )
+    wide = replace(wide, w13=w13.at(4), w2=w2.at(4))
+    narrow = replace(
+        wide,
+        bits=3,
+        w13=w13.at(3),
+        w2=w2.at(3),
+    )
+    kernel = NativeKernel(isa=isa, threads=1)
+    own, masked = kernel.prepare(narrow), kernel.masked(kernel.prepare(narrow), kernel.prepare(wide))
+    assert masked is not None
+    x, pairs = rng.standard_normal((3, 64)).astype(np.float32), random_pairs(rng, 3, 1, 1)
+    assert np.array_equal(kernel.execute(x, [own], *pairs), kernel.execute(x, [masked], *pairs))
+
+
+def test_replicas_of_one_container_share_their_top_planes_until_the_last_is_gone() -> None:
+    replicas = nested_replicas(np.random.default_rng(7), 64, 96)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in replicas.items()}
+    assert prepared[2].components[0] is prepared[3].components[0] is prepared[4].components[0]
+    assert len(kernel._shared) == 2 * 4  # per matrix: {1}, {2} and what 3 and 4 bits add to it
+    weights = 3 * 64 * 96
+    assert [prepared[bits].nbytes - prepared[bits].scale_bytes for bits in (1, 2, 3, 4)] == [
+        weights * bits // 8 for bits in (1, 2, 3, 4)
+    ]
+    prepared.clear()
+    gc.collect()
+    assert len(kernel._shared) == 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("limbs", [2, 1])
+@pytest.mark.parametrize(("narrow", "wide"), [(3, 4), (1, 2), (1, 3), (1, 4)])
+@pytest.mark.parametrize(("hidden", "intermediate", "group", "perm"), SHAPES)
+def test_a_masked_expert_computes_the_same_bits(
+    isa: str, limbs: int, narrow: int, wide: int, hidden: int, intermediate: int, group: int, perm: bool
+) -> None:
+    """A result must not depend on how full the memory was."""
+    rng = np.random.default_rng([narrow, wide, hidden, intermediate, group])
+    replicas = nested_replicas(rng, hidden, intermediate, group, perm=perm)
+    kernel = NativeKernel(dict.fromkeys(LIMBS, limbs), isa=isa, threads=2)
+    own = kernel.prepare(replicas[narrow])
+    masked = kernel.masked(own, kernel.prepare(replicas[wide]))
+    assert masked is not None
+    for tokens in (1, 2, 3, 4, 5, 9, 17, 40):
+        for size in (1.0, 1e-37):  # scales of activations that are no normal numbers
+            x = (size * rng.standard_normal((tokens, hidden))).astype(np.float32)
+            pairs = random_pairs(rng, tokens, 1, 1)
+            np.testing.assert_array_equal(kernel.execute(x, [masked], *pairs), kernel.execute(x, [own], *pairs))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("narrow", "wide"), [(3, 4), (1, 2)])
+def test_a_masked_expert_computes_the_same_bits_with_scales_that_are_no_normal_numbers(
+    isa: str, narrow: int, wide: int
+) -> None:
+    """fp16 below 6e-5 is subnormal: halving there would lose the last bit."""
+    rng = np.random.default_rng(narrow)
+    replicas = nested_replicas(rng, 256, 128, 128)
+    for matrix in (replicas[narrow].w13, replicas[narrow].w2):
+        matrix.scale[...] = rng.integers(1, 64, matrix.scale.shape, dtype=np.uint16).view(np.float16)
+        matrix.offset[...] = -rng.integers(1, 64, matrix.scale.shape, dtype=np.uint16).view(np.float16)
+    kernel = NativeKernel(isa=isa, threads=1)
+    own = kernel.prepare(replicas[narrow])
+    masked = kernel.masked(own, kernel.prepare(replicas[wide]))
+    for tokens in (1, 3, 17):
+        x = (1e4 * rng.standard_normal((tokens, 256))).astype(np.float32)
+        pairs = random_pairs(rng, tokens, 1, 1)
+        expected = kernel.execute(x, [own], *pairs)
+        assert expected.any()
+        np.testing.assert_array_equal(kernel.execute(x, [masked], *pairs), expected)
+
+
+def test_masked_replicas_of_every_width_take_what_the_widest_and_the_scales_take() -> None:
+    replicas = nested_replicas(np.random.default_rng(10), 64, 96)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in replicas.items()}
+    for narrow, wide in ((3, 4), (1, 2)):
+        masked = kernel.masked(prepared[narrow], prepared[wide])
+        assert masked is not None
+        prepared[narrow] = masked
+    gc.collect()
+    assert len(kernel._shared) == 2 * 2
+    parts = dict(part for expert in prepared.values() for part in kernel.parts(expert))
+    assert sum(parts.values()) == prepared[4].nbytes + sum(prepared[bits].scale_bytes for bits in (1, 2, 3))
+
+
+def test_only_what_one_bit_more_of_the_same_planes_holds_can_be_masked() -> None:
+    rng = np.random.default_rng(11)
+    kernel = NativeKernel(threads=1)
+    prepared = {bits: kernel.prepare(replica) for bits, replica in nested_replicas(rng, 64, 96).items()}
+    others = {bits: kernel.prepare(replica) for bits, replica in nested_replicas(rng, 64, 96).items()}
+    full = kernel.prepare(full_expert(rng, 64, 96, "float32"))
+    possible = {(n, w) for n in prepared for w in prepared if kernel.masked(prepared[n], prepared[w]) is not None}
+    assert possible == {(1, 2), (1, 3), (1, 4), (3, 4)}
+    assert kernel.masked(prepared[3], others[4]) is None
+    assert kernel.masked(prepared[3], full) is None
+    assert kernel.masked(full, prepared[4]) is None
+    with pytest.raises(ValueError, match="no kernel streams these components without their 1 lowest bits"):
+        prepared[1].native.masked(*[[part.native] for part in prepared[1].components])
+    with pytest.raises(ValueError, match="another matrix's size"):
+        prepared[1].native.masked(*[[part.native] for part in reversed(prepared[2].components)])
+
+
+def test_a_changed_copy_of_a_view_shares_no_component_with_the_matrix_it_came_from() -> None:
+    """A part of an expert has other planes: it must not be taken for the whole one's."""
+    replicas = nested_replicas(np.random.default_rng(9), 64, 96)
+    whole, kernel = replicas[4], NativeKernel(threads=1)
+    assert whole.w13.nested is replicas[1].w13.nested is not None
+    turned = replace(whole, w13=replace(whole.w13, planes=np.ascontiguousarray(whole.w13.planes[:, ::-1])))
+    assert turned.w13.nested is None
+    first, other = kernel.prepare(whole), kernel.prepare(turned)
+    assert not set(map(id, first.components[:2])) & set(map(id, other.components))
+    assert first.components[2] is other.components[2]  # of w2, which is the same view
+
+
+def test_widths_that_are_views_of_one_matrix_need_no_proof_and_others_are_proven_to_nest() -> None:
+    replicas = nested_replicas(np.random.default_rng(10), 64, 96)
+    matrices = [replicas[bits].w13 for bits in (1, 2, 3, 4)]
+    assert NestedMatrix.of(matrices) is matrices[0].nested
+    copies = [replace(matrix, planes=matrix.planes.copy()) for matrix in matrices]
+    again = NestedMatrix.of(copies)
+    assert all((again.at(bits).scale == one.scale).all() for bits, one in zip((1, 2, 3, 4), matrices, strict=True))
+    copies[1] = replace(copies[1], planes=~copies[1].planes)
+    with pytest.raises(ValueError, match="2 bits are not a prefix of 4"):
+        NestedMatrix.of(copies)
