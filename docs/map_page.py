@@ -227,7 +227,7 @@ def _history(known: Map) -> list[str]:
     for model, size in known.places():
         before = BEFORE[model][list(known.figures["cards"]).index(str(size))]
         rows = [known.rows(assumed, model, size, limit) for assumed in (SAME_GPU, AS_FITTED)]
-        told = " | ".join(map(_said, rows))
+        told = " | ".join(_named(found[0]) if found else "nothing fits" for found in rows)
         lines.append(f"| {model} | {size} | {before} | {told} | {_step_that_decided(before, *rows)} |")
     return lines
 

@@ -67,7 +67,7 @@ def test_the_history_of_a_cell_names_the_step_that_changed_the_side_that_wins():
             {"assumed": AS_FITTED, "rows": [["cache 4 bits", "expert_cache", 50.0, 0.0], device]},
         )
     )
-    told = "**joint 40**, 25 % before cache 4 bits 32 | cache 4 bits 50, 25 % before joint 40 | the card's rates |"
+    told = "**joint 40** | cache 4 bits 50 | the card's rates |"
     assert f"| mixtral-8x7b | 8 | device 90 | {told}" in text
 
 
