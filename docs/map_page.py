@@ -1,6 +1,7 @@
 """docs/map.md from docs/measured/map.json: who wins each cell, by how much, why, and what would make the device win.
 
-python docs/map_page.py COMMIT      cell by cell, the map as it was kept at a commit, today's, and what changed
+python docs/map_page.py             cell by cell, the first map, the one at H100 rates, today's, and what changed
+python docs/map_page.py COMMIT      the same, from the map as it was kept at a commit to today's
 """
 
 from __future__ import annotations
@@ -126,8 +127,7 @@ def page(source: Figures) -> str:
         lines += [f"## Loss at most that of {limit} everywhere ({loss:.4f}), as fitted", "", *_cells(known, limit), ""]
     lines += ["## Cells that the device wins", "", summary(source), ""]
     lines += ["## Over the price of a message", "", *_prices(known), ""]
-    lines += ["## What would make the device win", "", *_changes(known), ""]
-    return "\n".join([*lines, "## Cell by cell: the map before, at H100 rates, and now", "", *_history(known)]) + "\n"
+    return "\n".join([*lines, "## What would make the device win", "", *_changes(known)]) + "\n"
 
 
 def _said(rows: list[Row]) -> str:
@@ -215,7 +215,8 @@ def _marked(ratio: float | None) -> str:
     return f"**{ratio:.2f}**" if ratio > 1 else f"{ratio:.2f}"
 
 
-def _history(known: Map) -> list[str]:
+def history(known: Map) -> list[str]:
+    """Cell by cell: the map before, at H100 rates, and now; with the step that changed the side that wins."""
     lines = [
         "Before: no expert cache, no joint plan, no 4 bits on KTransformers' GPU; a hop to the host cost 7 us, to the",
         "device 1.1; routing without memory. H100 rates: all of that mended. Now: the card's own rates too.",
@@ -270,12 +271,15 @@ def _what_moved(was: list[Row], became: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commit", help="a commit that has docs/measured/map.json")
+    parser.add_argument("commit", nargs="?", help="a commit that has docs/measured/map.json; none: the first map")
     given = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
+    now = load_measured(root / "docs" / "measured")["map"]
+    if given.commit is None:
+        print("\n".join(history(Map(now))))
+        return
     kept = ["git", "show", f"{given.commit}:docs/measured/map.json"]
     before = json.loads(subprocess.run(kept, cwd=root, capture_output=True, text=True, check=True).stdout)
-    now = load_measured(root / "docs" / "measured")["map"]
     print(f"Before: {before['commit']}, {before['date']}. Now: {now.commit}, {now.date}.\n")
     print("\n".join(compared(Map(Figures(**before)), Map(now))))
 

@@ -14,7 +14,7 @@ WIDTHS = (1, 2, 3, 4)
 """Bits of a quantized replica that a budget deals out; one nested code can serve them all."""
 
 BYTE_BITS = 8
-"""Of a replica beside those, for which loss hardly shows; only some replica sets have it."""
+"""Width of a replica beside those, which loses next to nothing; only some replica sets have it."""
 
 REPLICA_WIDTHS = (*WIDTHS, BYTE_BITS)
 

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
-from map_page import AS_FITTED, Map, compared, page, renewed
+from map_page import AS_FITTED, Map, compared, history, page, renewed
 from map_picture import picture
 from measured_figures import Figures, load_measured
 
@@ -61,12 +61,11 @@ def test_a_cell_says_how_many_choices_each_side_finds_on_the_gpu():
 def test_the_history_of_a_cell_names_the_step_that_changed_the_side_that_wins():
     """Mixtral at 8 GB: the device won before. It still does beside today's rivals, and loses on the card's rates."""
     device, cache = ["joint", "device", 40.0, 0.0], ["cache 4 bits", "expert_cache", 32.0, 0.0]
-    text = page(
-        small(
-            {"assumed": "H100 rates at every size", "rows": [device, cache]},
-            {"assumed": AS_FITTED, "rows": [["cache 4 bits", "expert_cache", 50.0, 0.0], device]},
-        )
+    source = small(
+        {"assumed": "H100 rates at every size", "rows": [device, cache]},
+        {"assumed": AS_FITTED, "rows": [["cache 4 bits", "expert_cache", 50.0, 0.0], device]},
     )
+    text = "\n".join(history(Map(source)))
     told = "**joint 40** | cache 4 bits 50 | the card's rates |"
     assert f"| mixtral-8x7b | 8 | device 90 | {told}" in text
 

@@ -80,8 +80,8 @@ class NdpSettings:
     """Experts per layer that the host's CPU computes in full precision in decode: the most important after the hot
     ones."""
     avg_bits: float = DEFAULT_AVG_BITS
-    """Average bits that a request's cold pairs read, 1 to 4, or 8 for all of them (bits that its cold experts keep,
-    under bit rules that count those). Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
+    """Average bits that a request's cold pairs read, 1 to 4, or 8 for all of them. Some bit rules count the bits that
+    its cold experts keep instead. Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
     smallest average whose predicted loss is at most that many nats per token."""
     max_loss: float | None = None
     """Nats of `avg_bits`, if it bounds the loss."""

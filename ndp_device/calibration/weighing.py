@@ -35,7 +35,7 @@ WEIGHED_AT = 2
 """Bits of a layer whose weight is measured, or the nearest that there are."""
 _LEAST_LOSS = 1e-12
 _LEAST_PART = 0.25
-"""Of the sum of divergences: a short text may happen to lose nothing."""
+"""Least part of the sum of divergences that counts: a short text may happen to lose nothing."""
 
 
 def num_branching(num_sequences: int, num_layers: int, held_out: int) -> int:

@@ -96,7 +96,7 @@ class Step:
     _reported: bool = field(default=False, init=False)
     _later: list[tuple[int, Callable[[NDArray[np.int32]], None]]] = field(default_factory=list, init=False)
     _arriving: Arrival | None = field(default=None, init=False)
-    """What routers chose, as the sidecar has it: i16 [L, T, k]."""
+    """Experts that routers chose, as the sidecar has them: i16 [L, T, k]."""
 
     @cached_property
     def located(self) -> tuple[BatchRows, torch.Tensor]:

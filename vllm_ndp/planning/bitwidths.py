@@ -58,7 +58,7 @@ MOST_TRUSTED_NATS = 0.3
 .005. Source: benchmarks/predicted_loss.py."""
 
 _ROUNDING = 1e-9
-"""Of sums of shares: 1.9999999 bits are 2."""
+"""Error of sums of shares: 1.9999999 bits are 2."""
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
 

@@ -26,7 +26,7 @@ from vllm_ndp.simulation.prices import MeasuredPrices
 
 TIER_SETS = ("gpu+device", "gpu+host+device", "gpu+host", "gpu")
 NATS, OF_ONE_BIT = "nats", "units of 1 bit"
-"""What a plan's loss is in: nats a token, or what each expert loses at 1 bit, the mean over layers."""
+"""Unit of a plan's loss: nats a token, or what each expert loses at 1 bit, the mean over layers."""
 STEPS_TO_COME = 256
 """Decode steps over which moving is weighed unless it is said otherwise: a guess, about an answer's length."""
 _SHARES = 65
