@@ -52,10 +52,10 @@ def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
     assert "| host 80 GB/s | 1 of 1 | 1 of 1 |" in text
 
 
-def test_a_cell_says_how_many_choices_each_side_finds_on_the_gpu():
+def test_a_cell_says_how_many_choices_the_winner_finds_on_the_gpu():
     rows = [["joint", "device", 40.0, 0.0, 0.36], ["cache 4 bits", "expert_cache", 32.0, 0.0, 0.51]]
     text = page(small({"assumed": AS_FITTED, "rows": rows}))
-    assert "| 8 | **joint 40** (36 %), 25 % before cache 4 bits 32 (51 %); 1.25 to 1.25, always |" in text
+    assert "| 8 | **joint 40** (36 %), 25 % before cache 4 bits 32; 1.25 to 1.25, always |" in text
 
 
 def test_the_history_of_a_cell_names_the_step_that_changed_the_side_that_wins():
@@ -114,6 +114,13 @@ def test_every_cell_of_the_kept_map_has_a_winner_within_its_limit():
         speeds = [row[2] for row in cell["rows"]]
         assert speeds == sorted(speeds, reverse=True)
         assert max(row[3] for row in cell["rows"]) <= SOURCE.figures["limits"][cell["limit"]]
+
+
+def test_a_win_by_a_part_needs_that_lead():
+    rows = [["joint", "device", 40.0, 0.0], ["cache 4 bits", "expert_cache", 39.0, 0.0]]
+    known = Map(small({"assumed": AS_FITTED, "rows": rows}))
+    assert len(known.won(AS_FITTED, "4 bits")) == len(known.won(AS_FITTED, "4 bits", by=0.02)) == 1
+    assert known.won(AS_FITTED, "4 bits", by=0.05) == []
 
 
 def test_the_readmes_sentence_follows_from_the_map():

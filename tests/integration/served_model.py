@@ -127,7 +127,7 @@ def check_report(report: dict[str, Any], output_tokens: int) -> None:
     """Both clocks, and where each pair ran; one decode row per step."""
     assert report["output_tokens"] == output_tokens
     assert report["hot_experts"] == 2
-    assert 1.0 <= report["avg_bits"] <= 2.5  # a request with three others beside it has half a bit more
+    assert 1.0 <= report["avg_bits"] <= 3.0  # four at once share widths of 2.5 bits on average; one may read more
     assert report["fallback_pairs"] == 0
     assert report["cold_pairs"] > 0
     assert report["decode_rows"] == output_tokens - 1

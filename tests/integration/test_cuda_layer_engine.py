@@ -18,7 +18,7 @@ from vllm_ndp.integration.step_log import LateReport
 from vllm_ndp.integration.worker import NdpWorker
 
 pytestmark = pytest.mark.vllm
-PAPER = {"hot_experts": 4, "execution": "paper", "replicas": str(REPLICAS)}
+PAPER = {"hot_experts": 4, "execution": "paper", "replicas": str(REPLICAS), "bits_for": "request"}
 
 
 def outcome(llm: Any) -> tuple[str, Any]:

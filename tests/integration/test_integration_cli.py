@@ -74,7 +74,7 @@ def test_the_shipped_replicas_are_whole():
         (["verify", "no/such/model"], "no config.json in no/such/model"),
         (["demo", "docs"], "no config.json in docs"),
         (["demo", "--hot-experts", "9"], "'hot_experts' is 9, the model has only 8"),
-        (["demo", "--avg-bits", "4.5"], "'avg_bits' must lie in 1..4, got 4.5"),
+        (["demo", "--avg-bits", "4.5"], "'avg_bits' must lie in 1..4 or be 8, got 4.5"),
     ],
 )
 def test_vllm_ndp_refuses_in_one_line(arguments: list[str], wanted: str):
