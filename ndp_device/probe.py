@@ -15,6 +15,7 @@ from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolErro
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport import connect
+from ndp_device.transport.layer_messages import Sound
 from ndp_device.widths import ALL_FLAGS, PLAN_BITS
 
 
@@ -70,7 +71,9 @@ class Probe:
     def _wait(self, deadline: float, timeout_s: float) -> codec.Frames | None:
         if time.monotonic() >= deadline:
             raise DeviceUnavailable(f"no device answered at {self._address} within {self._timeout_s:g} s")
-        return self._transport.receive(max(timeout_s, 0.0))
+        received = self._transport.receive(max(timeout_s, 0.0))
+        assert not isinstance(received, Sound)  # it comes by shared memory only, and none was attached
+        return received
 
 
 def verify_device(address: str, *, timeout_s: float = 60.0, keys: Path | None = None) -> dict[str, object]:

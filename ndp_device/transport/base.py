@@ -6,12 +6,15 @@ Another transport implements these two, and names them in an entry point (transp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
+from ndp_device.transport.layer_messages import Sound
 
 
 class Clock(Protocol):
@@ -99,7 +102,11 @@ class ClientTransport(Protocol):
         """Hand the frames over without waiting. False: no connection, or its queue is full."""
         ...
 
-    def receive(self, timeout_s: float) -> Frames | None:
+    def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
+        """Hand an Execute over without frames (layer_messages.put). False: it was not, and `send` may do it."""
+        ...
+
+    def receive(self, timeout_s: float) -> Frames | Sound | None:
         """The next message, or None after timeout_s at most. Raises DeviceUnavailable or RemoteProtocolError."""
         ...
 

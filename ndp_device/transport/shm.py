@@ -5,7 +5,7 @@ sealed, so it cannot shrink under us. The host opens it through /proc/<device>/f
 user only. A side that wants to sleep says so in the segment and is woken through a pipe or the socket (its "doorbell").
 
 Everything here may refuse: no extension, no memory, another user, a strange slot. Then the socket carries the message.
-This file knows only the checksum of the protocol. Spinning, copying and the checksum are C++ (csrc/shm.cpp).
+This file knows only the checksum of the protocol. Spinning, copying and the checksum are C++ (csrc/channel.h).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Put(enum.Enum):
     DOORBELL = 2
 
 
-_PUT = tuple(Put)
+PUT = tuple(Put)
+"""By what the extension returns."""
 
 
 class ShmChannel:
@@ -142,7 +143,7 @@ class ShmChannel:
             state: int = self.ring.put(frames[0], frames[1], writes_checksum)
         except ValueError as error:
             raise RemoteProtocolError(f"the shared memory was damaged: {error}") from None
-        return _PUT[state]
+        return PUT[state]
 
     def take(self) -> Taken | None:
         """The next message. A large body lies in the slot itself: it is valid until `release`."""

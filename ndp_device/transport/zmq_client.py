@@ -13,19 +13,22 @@ full, the next heartbeat fails the assertion `!_io_error`.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
+from numpy.typing import NDArray
 from zmq.utils.monitor import parse_monitor_message
 
 from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
-from ndp_device.transport import checksum, fragments, shm, sockets
+from ndp_device.transport import checksum, fragments, layer_messages, shm, sockets
 from ndp_device.transport.address import Address, is_foreign
 from ndp_device.transport.base import require_intact
 from ndp_device.transport.keys import HostKeys
+from ndp_device.transport.layer_messages import Sound
 from ndp_device.transport.shm import ShmChannel
 
 _QUEUE = 10 * fragments.MAX_FRAGMENTS  # a host's largest requests and answers fit, all that may be in flight
@@ -90,14 +93,8 @@ class ZmqTransport:
         return channel is not None
 
     def send(self, frames: Frames) -> bool:
-        if self._channel is not None:
-            sent = self._channel.put(frames, writes_checksum=True)
-            self._waits_for_memory = True
-            if sent is shm.Put.DONE:
-                return True
-            if sent is shm.Put.DOORBELL:
-                self._to_socket(sockets.DOORBELL)
-                return True
+        if self._channel is not None and self._published(self._channel.put(frames, writes_checksum=True)):
+            return True
         header, body = frames
         if not fragments.must_cut(body, self._version):
             return self._to_socket((checksum.write(header, body), body))
@@ -106,17 +103,20 @@ class ZmqTransport:
             self._to_socket(fragment) for fragment in fragments.cut(self._num_cut, header, body, writes_checksum=True)
         )
 
-    def receive(self, timeout_s: float) -> Frames | None:
+    def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
+        return self._channel is not None and self._published(layer_messages.put(self._channel, asked, tensors))
+
+    def receive(self, timeout_s: float) -> Frames | Sound | None:
         channel = self._channel
         if channel is None:
             return self._from_socket(timeout_s)
         channel.release()
         if timeout_s <= 0:
             return self._from_memory(channel) or self._from_socket(0.0)
-        if self._spinner.spin((channel,)) or not channel.prepare_sleep():
+        if channel.ring.readable() or self._spinner.spin((channel,)) or not channel.prepare_sleep():
             return self._from_memory(channel)
         slept_s = min(timeout_s, _DOORBELL_LOST_S)
-        frames = self._from_socket(slept_s)
+        frames: Frames | Sound | None = self._from_socket(slept_s)
         channel.awake()
         frames = frames or self._from_memory(channel)
         if frames is None and self._given_up:
@@ -134,6 +134,13 @@ class ZmqTransport:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
+    def _published(self, sent: shm.Put) -> bool:
+        """Ring where the device wants it. False: the message must take the socket."""
+        self._waits_for_memory = True
+        if sent is shm.Put.DOORBELL:
+            self._to_socket(sockets.DOORBELL)
+        return sent is not shm.Put.REFUSED
+
     def _to_socket(self, frames: Frames) -> bool:
         if not self.is_ready:
             return False
@@ -143,7 +150,10 @@ class ZmqTransport:
             return False
         return True
 
-    def _from_memory(self, channel: ShmChannel) -> Frames | None:
+    def _from_memory(self, channel: ShmChannel) -> Frames | Sound | None:
+        if (sound := layer_messages.take(channel)) is not None:
+            self._waits_for_memory = False
+            return sound
         taken = channel.take()
         if taken is None:
             return None

@@ -167,6 +167,9 @@ class SimTransport:
         header, body = frames
         return self.is_ready and self._link is not None and self._link.send((checksum.write(header, body), body))
 
+    def send_execute(self, asked: object, tensors: object) -> bool:
+        return False
+
     def receive(self, timeout_s: float) -> Frames | None:
         frames = self._next()
         if frames is None and timeout_s > 0 and self._process.program is not None:

@@ -227,23 +227,9 @@ class DeviceClient:
         if connection is None or not connection.is_up:
             handle.failure = DeviceUnavailable(f"the device is down: {self._reason}", cause="down")
             return handle
-        request = msg.Execute(
-            handle.id,
-            epoch=handle.epoch,
-            layer=layer,
-            step=step,
-            submit_ps=submit_ps,
-            ttl_us=round(patience_s * 1e6),
-        )
-        tensors = {
-            "x": x,
-            "pair_rows": pair_rows,
-            "pair_experts": pair_experts,
-            "pair_bits": pair_bits,
-            "gates": gates,
-        }
+        asked = handle.id, handle.epoch, layer, step, submit_ps, round(patience_s * 1e6)
         try:
-            connection.execute(handle, request, tensors)
+            connection.execute(handle, asked, (x, pair_rows, pair_experts, pair_bits, gates))
         except (DeviceUnavailable, RemoteProtocolError) as error:
             self._fail(error)
         return handle

@@ -10,13 +10,17 @@ the client's.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolError
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.layer_messages import Sound
 from vllm_ndp.device.calls import (
     AnnouncedPlan,
     ControlCall,
@@ -82,10 +86,13 @@ class Connection:
         self.control = ControlCall(request.id, asked, _ANSWERS[type(request)], deadline_s, plan)
         return self.control
 
-    def execute(self, handle: ExecuteHandle, request: msg.Execute, tensors: codec.Tensors) -> None:
-        """Send an Execute. Raises DeviceUnavailable if the device takes no more."""
+    def execute(self, handle: ExecuteHandle, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> None:
+        """Send an Execute: its fields, and its tensors. Raises DeviceUnavailable if the device takes no more."""
         self.handles[handle.id] = handle
-        if not self._send(request, tensors):
+        self._last_id = max(self._last_id, handle.id)
+        if self._transport.send_execute(asked, tensors):
+            return
+        if not self._send(msg.Execute(*asked), dict(zip(msg.TENSORS[msg.Execute], tensors, strict=True))):
             raise DeviceUnavailable("the device takes no more requests")
 
     def welcomed(self, welcome: msg.Welcome) -> None:
@@ -95,15 +102,19 @@ class Connection:
 
     def receive(self, timeout_s: float) -> bool:
         """Handle one message at most. False: none came. The connection is of no use after any error."""
-        frames = self._transport.receive(timeout_s)
-        if frames is None:
+        received = self._transport.receive(timeout_s)
+        if received is None:
             return False
-        reply, tensors = codec.decode_reply(frames[0], frames[1])
+        reply: msg.AnyReply
+        if is_sound := isinstance(received, Sound):
+            reply, tensors = received.reply, {"y": received.y}
+        else:
+            reply, tensors = codec.decode_reply(received[0], received[1])
         self.incarnation = self.incarnation or reply.incarnation
         if reply.incarnation != self.incarnation:
             raise RemoteProtocolError("a reply came from another incarnation of the device")
         if handle := self.handles.pop(reply.id, None):
-            self._settle(handle, reply, tensors)
+            self._settle(handle, reply, tensors, is_sound=is_sound)
         elif self.control is not None and self.control.id == reply.id:
             self._answer(self.control, reply, tensors)
         elif 0 < reply.id <= self._last_id:
@@ -135,7 +146,8 @@ class Connection:
         self._last_id = max(self._last_id, request.id)
         return self._transport.send(codec.encode(request, tensors))
 
-    def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
+    def _settle(self, handle: ExecuteHandle, reply: msg.AnyReply, tensors: codec.Tensors, *, is_sound: bool) -> None:
+        """is_sound: the sums are known to be finite, and lie in memory of their own."""
         if isinstance(reply, msg.Refusal):
             handle.failure = DeviceError(reply.code, reply.message, retryable=reply.retryable)
             self._counters.refused += 1
@@ -151,11 +163,11 @@ class Connection:
         if lie := lie_of(reply.timing, handle.submit_ps, self._config_hash):
             handle.failure = RemoteProtocolError(f"a result came with a simulated time {lie}")
             raise handle.failure
-        if not np.isfinite(y).all() and is_finite(handle.x):
+        if not is_sound and not np.isfinite(y).all() and is_finite(handle.x):
             handle.failure = RemoteProtocolError("the result is not finite though the input is")
             self._counters.nonfinite += 1
             return
-        handle.result = ExecuteResult(y.copy(), reply.timing)  # the device's frame is read-only
+        handle.result = ExecuteResult(y if is_sound else y.copy(), reply.timing)  # the device's frame is read-only
 
     def _answer(self, control: ControlCall, reply: msg.AnyReply, tensors: codec.Tensors) -> None:
         self.control = None

@@ -109,10 +109,8 @@ class DeviceLink:
         a call did not bring, None where that is done in full precision.
         """
         self.members = members
-        self.client: DeviceClient | DeviceSet = members.clients[0]
-        if devices is not None:
-            self.client = self._all_of(devices)
-        self._executes: Executes = self.client
+        self._only = members.clients[0] if devices is None else None
+        self.client: DeviceClient | DeviceSet = self._all_of(devices) if devices is not None else members.clients[0]
         self._facts, self._devices, self._shape, self._layers, self._local = facts, devices, shape, layers, local
         self._gather = Gather(shape.hidden_size, dtype)
         self._installing: int | None = None  # epoch whose plan is on its way
@@ -165,9 +163,8 @@ class DeviceLink:
     def revive(self) -> None:
         """Between steps: see to devices that died, and whether one is back: layers do not ask, it costs 10 us."""
         self.members.revive()
-        client = self.members.clients[0]
-        if self._devices is None and client.state == "down":
-            client.poll()
+        if self._only is not None and self._only.state == "down":
+            self._only.poll()
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
@@ -209,8 +206,8 @@ class DeviceLink:
     def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> DeviceCall:
         """Send the rows of x [T, H] that the pairs need; waits for nothing but a new plan, and never fails."""
         self.wait_installed()
-        if self._devices is None and self.members.clients[0].refuses():
-            return DeviceCall(pairs, self._executes, None, 0.0, self._round_trips_s, self._fallbacks)
+        if self._only is not None and self._only.refuses():
+            return DeviceCall(pairs, self.client, None, 0.0, self._round_trips_s, self._fallbacks)
         rows = self._gather.rows(x, pairs.sent_rows)
         return self.send(step, layer, step.parts.clock.now_ps, rows, pairs, more_s=self._prompts_s(step, pairs))
 
@@ -233,12 +230,13 @@ class DeviceLink:
         sent_s = time.perf_counter()
         _, local, experts, bits, weights = pairs
         asked = self._layers[layer], step.number, submit_ps, rows, local, experts, bits, weights
-        if more_s:  # prompts are split beside one device only
+        handle: Any  # of one device or of several
+        if more_s and self._only is not None:  # prompts are split beside one device only
             deadline_s = time.monotonic() + self.members.deadline_ms / 1e3 + more_s
-            handle = self.members.clients[0].begin_execute(*asked, deadline_s=deadline_s)
+            handle = self._only.begin_execute(*asked, deadline_s=deadline_s)
         else:
-            handle = self._executes.begin_execute(*asked)
-        return DeviceCall(pairs, self._executes, handle, sent_s, self._round_trips_s, self._fallbacks)
+            handle = self.client.begin_execute(*asked)
+        return DeviceCall(pairs, self.client, handle, sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""

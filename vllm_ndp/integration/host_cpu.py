@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from ndp_device.kernels.kernel import Kernel
 from vllm_ndp.integration.host_replicas import LocalReplicas
 from vllm_ndp.integration.rows import add_sums, chosen
 from vllm_ndp.layer.split import Pairs
-
-if TYPE_CHECKING:
-    from vllm_ndp.integration.step import Step
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,12 @@ class WarmPending:
 
 
 class HostCpuExperts:
-    """An `Executor`."""
-
     def __init__(self, model_dir: Path, kernel: Kernel, layers: range) -> None:
         """layers: of the model, which this worker counts from 0."""
         self._layers, self._local = layers, LocalReplicas(model_dir, None, kernel)
         self.description = f"the host's CPU, full precision, kernel {kernel.name}"
 
-    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
+    def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
         """Bring the rows of x [T, H] that the pairs need to the host: before hot experts keep a GPU busy."""
         return WarmPending(self, layer, pairs, chosen(x, pairs.sent_rows).detach().float().cpu().numpy())
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-TESTS = ("transport/test_device_shm.py", "protocol/test_device_codec.py", "transport/test_device_fragments.py")
+TESTS = (
+    "transport/test_device_shm.py",
+    "transport/test_device_layer_messages.py",
+    "transport/test_device_shm_sockets.py",
+    "protocol/test_device_codec.py",
+    "transport/test_device_fragments.py",
+)
 RUN = """
 import importlib.util, sys
 import pytest

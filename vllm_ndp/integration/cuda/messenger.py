@@ -52,8 +52,8 @@ class Messenger:
         self._host_memory = pinned(size, dtype=torch.uint8)
         self._sums = torch.zeros(most_rows, form.hidden, dtype=torch.float32, device=device)
         self._host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
-        self._host_array: NDArray[np.float32] = self._host_sums.numpy()
         self._by_rows: dict[int, Packet] = {}
+        self._sums_by_rows: dict[int, tuple[NDArray[np.float32], torch.Tensor, torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +72,14 @@ class Messenger:
     def bring(self, sums: NDArray[np.float32]) -> torch.Tensor:
         """[n, H] on the device, for the main stream. The caller may write over `sums` at once, as a device does that
         lends the memory of its answer."""
-        count = len(sums)
-        self._host_array[:count] = sums
-        return self._sums[:count].copy_(self._host_sums[:count], non_blocking=True)
+        array, pinned, there = self._sums_of(len(sums))
+        np.copyto(array, sums)
+        return there.copy_(pinned, non_blocking=True)
+
+    def _sums_of(self, num_rows: int) -> tuple[NDArray[np.float32], torch.Tensor, torch.Tensor]:
+        """Memory for the sums of so many rows: on the host, as an array and pinned, and on the device. Made once, since
+        to cut a tensor takes longer than to copy a row."""
+        if num_rows not in self._sums_by_rows:
+            pinned = self._host_sums[:num_rows]
+            self._sums_by_rows[num_rows] = pinned.numpy(), pinned, self._sums[:num_rows]
+        return self._sums_by_rows[num_rows]

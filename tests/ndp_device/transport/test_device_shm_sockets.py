@@ -1,0 +1,279 @@
+"""Shared memory beside a real socket: who speaks where, what memory cannot take, and how either end gives it up."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server_by_hand import HandServer, host_of, serving
+from small_checkpoint import EXPERTS, HIDDEN, LAYERS, write_small_checkpoint
+
+from ndp_device.errors import DeviceUnavailable, RemoteProtocolError
+from ndp_device.protocol import codec
+from ndp_device.protocol.messages import VERSION, Ping
+from ndp_device.transport import shm
+from ndp_device.transport.zmq_client import ZmqTransport
+from vllm_ndp.device.client import DeviceClient
+
+pytestmark = pytest.mark.skipif(shm.native is None, reason="the extension is not built: everything takes the socket")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[tuple[HandServer, ZmqTransport]]:
+    server = serving(tmp_path)
+    transport = host_of(server.address)
+    yield server, transport
+    transport.close()
+    server.close()
+
+
+FRAMES = (codec.encode(Ping(1))[0], b"body")
+
+
+def attach(server: HandServer, transport: ZmqTransport) -> bytes:
+    while not transport.send(FRAMES):
+        server.one(1)
+    received = None
+    while received is None:
+        received = server.one(100)
+    offer = server.offer_memory(received.client)
+    assert offer is not None
+    assert transport.attach(offer)
+    return received.client
+
+
+def test_the_device_answers_in_memory_only_after_the_host_spoke_there(sockets: tuple[HandServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    memory = transport._channel
+    assert memory is not None
+    server.send(client, FRAMES)
+    assert memory.take() is None
+    while transport.receive(1.0) is None:
+        pass
+    assert transport.send(FRAMES)
+    received = server.one(1000)
+    assert received is not None
+    assert server._peers[client].is_lent
+    server.send(client, FRAMES)
+    assert memory.take() is not None
+
+
+def test_what_memory_cannot_take_arrives_through_the_socket_checked(sockets: tuple[HandServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    large = (FRAMES[0], random.Random(1).randbytes(shm.BODY_ROOM + 1))
+    transport._version = server._peers[client].version = VERSION  # as after Hello
+    for frames in (FRAMES, large, FRAMES):
+        assert transport.send(frames)
+        received = server.until_one()
+        assert server._peers[client].is_lent == (frames is not large)
+        assert received.damage is None
+        assert bytes(received.frames[1]) == frames[1]
+        received.release()
+        server.send(client, frames)
+        answer = None
+        while answer is None:
+            answer = transport.receive(5.0)
+        assert bytes(answer[1]) == frames[1]
+
+
+def test_a_flipped_bit_in_memory_is_noticed(sockets: tuple[HandServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    transport.send(FRAMES)
+    assert server.one(1000) is not None
+    header, body = server.with_checksum(client, FRAMES)
+    server.send_as_is(client, (header, bytes(body)[:-1] + b"Y"))
+    with pytest.raises(RemoteProtocolError, match="checksum"):
+        transport.receive(1.0)
+
+
+@pytest.mark.parametrize("spin_us", ["0", "20"])
+def test_a_host_learns_at_once_that_the_device_gave_the_memory_up(
+    sockets: tuple[HandServer, ZmqTransport], spin_us: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged ring costs the connection: the host is told by its doorbell, not by its deadline."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = int(spin_us) * 1000
+    assert transport.send(FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[mmap.PAGESIZE : mmap.PAGESIZE + 8] = (10**6).to_bytes(8, "little")
+    assert server.one(100) is None
+    assert client not in server._peers
+    begin = time.monotonic()
+    with pytest.raises(DeviceUnavailable, match=r"given up|was lost"):
+        transport.receive(10.0)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_request_whose_doorbell_was_written_over_is_answered_long_before_its_deadline(
+    sockets: tuple[HandServer, ZmqTransport],
+) -> None:
+    """The device sleeps, and the flag that asks to be rung for is gone: the host rings once more, by the socket."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = server._spinner.spin_ns = 0
+    memory = server._peers[client].channel
+    assert memory is not None
+    stop = threading.Event()
+
+    def serve() -> None:
+        for received in iter(lambda: server.one(60_000), None):
+            received.release()
+            server.send(received.client, FRAMES)
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    time.sleep(0.2)  # it sleeps
+    flags = slice(mmap.PAGESIZE + 128, mmap.PAGESIZE + 132)
+    assert any(memory._mapping[flags])
+    memory._mapping[flags] = bytes(4)
+    stop.set()
+    assert transport.send(FRAMES)
+    assert host_answer(transport, 20.0) is not None
+    thread.join()
+
+
+@pytest.mark.parametrize("offset", [mmap.PAGESIZE, 2 * mmap.PAGESIZE + 64], ids=["what it wrote", "what it returned"])
+def test_a_host_whose_own_counters_were_written_over_gives_the_memory_up_at_once(
+    sockets: tuple[HandServer, ZmqTransport], offset: int
+) -> None:
+    server, transport = sockets
+    attach(server, transport)
+    transport._spinner.spin_ns = 0
+    assert transport.send(FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[offset : offset + 8] = (77).to_bytes(8, "little")
+    with pytest.raises(RemoteProtocolError, match="wrote over"):
+        host_answer(transport, 20.0)
+
+
+def test_a_device_whose_own_counters_were_written_over_ends_the_connection_when_it_is_rung_for(
+    sockets: tuple[HandServer, ZmqTransport],
+) -> None:
+    """Its answer is lost: nobody but the device can know that. The host rings after 50 ms, and is sent away."""
+    server, transport = sockets
+    client = attach(server, transport)
+    transport._spinner.spin_ns = 0
+    assert transport.send(FRAMES)
+    server.until_one().release()
+    server.send(client, FRAMES)
+    memory = transport._channel
+    assert memory is not None
+    memory._mapping[2 * mmap.PAGESIZE : 2 * mmap.PAGESIZE + 8] = bytes(8)
+    ended = threading.Thread(target=lambda: server.until(0))
+    ended.start()
+    with pytest.raises(DeviceUnavailable, match=r"given up|was lost"):
+        host_answer(transport, 20.0)
+    ended.join()
+
+
+def host_answer(transport: ZmqTransport, seconds: float) -> object:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if (frames := transport.receive(end - time.monotonic())) is not None:
+            return frames
+    return None
+
+
+def test_the_segment_of_a_host_that_is_gone_is_freed(sockets: tuple[HandServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    client = attach(server, transport)
+    channel = server._peers[client].channel
+    assert channel is not None
+    server.one(100)
+    assert not channel._closed  # it is there, only silent
+    transport.close()
+    for _ in range(50):
+        server.one(20)
+    assert channel._closed
+    transport.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_two_threads_exchange_a_thousand_messages_whoever_sleeps(sockets: tuple[HandServer, ZmqTransport]) -> None:
+    server, transport = sockets
+    attach(server, transport)
+    stop = threading.Event()
+
+    def echo() -> None:
+        while not stop.is_set():
+            received = server.one(10)
+            if received is not None:
+                assert received.damage is None
+                frames = tuple(bytes(frame) for frame in received.frames)
+                received.release()
+                server.send(received.client, frames)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    try:
+        rng = random.Random(3)
+        for number in range(1000):
+            if rng.random() < 0.05:
+                stop.wait(rng.random() * 0.004)  # long enough for either side to fall asleep
+            body = rng.randbytes(rng.choice((0, 10, 5000, 70_000, 300_000)))
+            assert transport.send((b"%010d" % number + bytes(4), body))
+            answer = None
+            while answer is None:
+                answer = transport.receive(10.0)
+            assert bytes(answer[0]).startswith(b"%010d" % number)
+            assert bytes(answer[1]) == body
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("limits", "spin_us", "shares"),
+    [("", None, True), ("", "0", True), ("ulimit -f 1000; ", None, False)],
+    ids=["spinning", "never spinning", "no shared memory to be had"],
+)
+def test_a_real_device_serves_the_same_numbers_with_or_without_shared_memory(
+    tmp_path: Path, limits: str, spin_us: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ulimit -f` limits what a file, and so a memfd, may grow to."""
+    if spin_us is not None:
+        monkeypatch.setenv("NDP_SPIN_US", spin_us)
+    model_dir = write_small_checkpoint(tmp_path / "model")
+    address = f"ipc://{tmp_path}/private/device"
+    program = f"{limits}exec {sys.executable} -P -m ndp_device serve --address {address} --model {model_dir}"
+    process = subprocess.Popen(["bash", "-c", f"{program} --kernel reference"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["ready"]
+        answers = []
+        for memory in (True, False):
+            client = DeviceClient(address, shared_memory=memory, deadline_ms=20_000)
+            client.connect(30)
+            assert client.uses_shared_memory == (memory and shares)
+            client.install_plan(1, np.full((LAYERS, EXPERTS), 16, np.uint8))
+            client.activate_plan(1)
+            x = np.random.default_rng(0).standard_normal((2, HIDDEN), np.float32)
+            rows, experts = np.array([0, 1], np.int32), np.array([1, 2], np.int32)
+            bits, gates = np.full(2, 16, np.uint8), np.ones(2, np.float32)
+            results = [
+                client.finish_execute(client.begin_execute(0, step, step, x, rows, experts, bits, gates))
+                for step in range(20)
+            ]
+            answers.append(np.stack([result.y for result in results]))
+            assert client.counters.executed == 20
+            client.close()
+        np.testing.assert_array_equal(*answers)
+    finally:
+        process.kill()
+        process.communicate()
