@@ -1,26 +1,29 @@
-"""How much faster is the best plan over tiers and widths at the same loss, by model and GPU memory; how fast found?
+"""How much faster is the best plan over tiers and widths at the same loss, by GPU memory, and what do 8 bits add?
 
 `joint` at the losses of `balanced` at 2 and 3 bits, on synthetic routing (signal 1) of four shapes with an ideal DRAM,
-batch 1, prompts of 256 and 256 decode tokens, device and host memories of 2 TB. --svg draws curves of time against
-loss, those of the paper's system, GPU memory alone and a joint plan that knows the decode too. Everything is simulated
-but the planner's own milliseconds. The last line is JSON.
+batch 1, prompts of 256 and 256 decode tokens, a device of 4 TB and a host of 2. `joint` has replicas of 1 to 4 bits
+and the checkpoint's 16; `joint, 8 bits` has replicas of 8 bits, too, on GPU and device, which lose as nominal losses
+fall, 4.4 times less per bit. `of_8_bits` sets both beside each other at one limit of the expected loss. --svg draws
+curves of time against loss, those of the paper's system, GPU memory alone and a joint plan that knows the decode too.
+Everything is simulated but the planner's own milliseconds, which are printed alone. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measured import Measurement, add_json_option
 
 from ndp_device.errors import NdpError
 from vllm_ndp.lab.compare import CompareSettings, Replays, Workload
 from vllm_ndp.lab.frontier import ROOMY
+from vllm_ndp.planning.bitwidths import LossTable, nominal_loss
 from vllm_ndp.planning.joint import least_time
 from vllm_ndp.planning.joint_problem import Choice, JointProblem
 from vllm_ndp.traces.synthetic import SyntheticSettings, synthetic_trace
@@ -34,14 +37,28 @@ CELLS = {
 }
 LAYERS = 4
 AVG_BITS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
-LOSSES = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.001)
+LOSSES = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.006, 0.003, 0.001, 0.0003)
 COLOURS = {
     "paper": "#888888",
     "balanced": "#1f77b4",
     "GPU only": "#2ca02c",
     "joint": "#d62728",
+    "joint, 8 bits": "#9467bd",
     "joint, oracle": "#f7a8a8",
 }
+
+_DECADES = 3.7
+"""Decades of loss below 1 that are drawn."""
+_ROOMIER: dict[str, str | int] = {"dram.capacity_bytes": 4 * 10**12}
+"""For every width of DeepSeek-V3."""
+_NO_PLAN = 1e6
+"""A loss of 8 bits that no plan takes."""
+
+
+def losses_of(experts: int, at_8: float) -> LossTable:
+    """Nominal losses of replicas with 8 bits."""
+    nominal = LossTable.nominal(LAYERS, experts)
+    return dataclasses.replace(nominal, at_8=np.full((LAYERS, experts), at_8))
 
 
 class Cell:
@@ -51,8 +68,9 @@ class Cell:
         self.model, self.size, self._workload = model, size, workload
 
     def rows(self, system: str, policy: str = "prefill", avg_bits: float = 2.0, **own: float | str) -> list[Any]:
-        """The rows of a system that fit; none where nothing does."""
-        overrides = {"dram.kind": "ideal", **ROOMY, "gpu.hbm_capacity_bytes": self.size * GB}
+        """The rows of a system that fit; none where nothing does. `at_8` of `own`: what 8 bits of replicas lose."""
+        at_8 = own.pop("at_8", None)
+        overrides = {"dram.kind": "ideal", **ROOMY, **_ROOMIER, "gpu.hbm_capacity_bytes": self.size * GB}
         settings = CompareSettings(
             model=self.model,
             overrides=overrides,
@@ -64,10 +82,27 @@ class Cell:
             options=own,
         )
         try:
-            replays = Replays(self._workload, settings)
+            experts = self._workload.trace.provenance.num_experts
+            losses = None if at_8 is None else losses_of(experts, float(at_8))
+            replays = Replays(self._workload, settings, losses)
             return [replays.replay(combination)[0].row for combination in replays.combinations]
         except NdpError:
             return []
+
+    def joint(self, loss: float, at_8: float = _NO_PLAN, policy: str = "prefill") -> list[Any]:
+        """A joint plan expected to lose no more."""
+        return self.rows("joint", policy, at_8=at_8, max_gate_loss=loss)
+
+    def of_8_bits(self) -> list[dict[str, Any]]:
+        """[tokens/s, loss] of joint plans at each limit, without 8 bits and with them."""
+        out = []
+        for limit in LOSSES:
+            for without, having in zip(self.joint(limit), self.joint(limit, nominal_loss(8)), strict=True):
+                speeds = [[round(row.decode_tokens_per_s, 2), round(row.loss, 6)] for row in (without, having)]
+                gain = having.decode_tokens_per_s / without.decode_tokens_per_s - 1
+                place = {"model": self.model, "memory_gb": self.size, "limit": limit}
+                out.append({**place, "without": speeds[0], "with_8": speeds[1], "gain": round(gain, 4)})
+        return out
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Name -> (loss, ms per decode token), by falling loss."""
@@ -76,8 +111,9 @@ class Cell:
             "balanced": [row for bits in AVG_BITS for row in self.rows("balanced", avg_bits=bits, spill_bits=3)],
             "GPU only": self.rows("quantized")
             + [row for loss in LOSSES for row in self.rows("joint", tiers="gpu", max_gate_loss=loss)],
-            "joint": [row for loss in LOSSES for row in self.rows("joint", max_gate_loss=loss)],
-            "joint, oracle": [row for loss in LOSSES for row in self.rows("joint", "oracle", max_gate_loss=loss)],
+            "joint": [row for loss in LOSSES for row in self.joint(loss)],
+            "joint, 8 bits": [row for loss in LOSSES for row in self.joint(loss, nominal_loss(8))],
+            "joint, oracle": [row for loss in LOSSES for row in self.joint(loss, policy="oracle")],
         }
         return {
             name: sorted((row.loss, 1e3 / row.decode_tokens_per_s) for row in rows)[::-1]
@@ -91,7 +127,7 @@ class Cell:
             for rival in self.rows("balanced", avg_bits=bits, spill_bits=3):
                 limit = rival.loss
                 for _ in range(4):  # what is expected and what comes differ by a few percent
-                    (row,) = self.rows("joint", max_gate_loss=limit)
+                    (row,) = self.joint(limit)
                     if row.loss <= rival.loss:
                         break
                     limit *= 0.99 * rival.loss / row.loss
@@ -152,13 +188,13 @@ def svg(curves: dict[tuple[str, int], dict[str, list[tuple[float, float]]]]) -> 
         parts.append(f'<rect x="{left}" y="{top}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#ccc"/>')
         parts.append(f'<text x="{left + 4}" y="{top - 4}">{model}, {size} GB: ms/token, 0 to {most:.3g}</text>')
         for exponent in (-3, -2, -1):
-            x = left + inner_w * (exponent + 3.2) / 3.2
+            x = left + inner_w * (exponent + _DECADES) / _DECADES
             parts.append(f'<text x="{x - 8:.0f}" y="{top + inner_h + 11}">1e{exponent}</text>')
         for name, points in lines.items():
             shown = [
-                (left + inner_w * (np.log10(loss) + 3.2) / 3.2, top + inner_h * (1 - ms / most))
+                (left + inner_w * (np.log10(loss) + _DECADES) / _DECADES, top + inner_h * (1 - ms / most))
                 for loss, ms in points
-                if 10**-3.2 <= loss <= 1 and ms <= most
+                if 10**-_DECADES <= loss <= 1 and ms <= most
             ]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.6"/>')
@@ -170,12 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(CELLS))
     parser.add_argument("--svg", type=Path, help="draw the curves here")
-    parser.add_argument("--out", type=Path, help="write the JSON here too")
+    add_json_option(parser)
     arguments = parser.parse_args()
+    measurement = Measurement(str(__doc__))
     milliseconds = planning_ms()
     print("94 x 128 experts planned in {:.1f} / {:.1f} / {:.1f} ms of CPU (least, median, 90 %)".format(*milliseconds))
     print(f"\n{'model':16} {'GB':>4} {'bits':>4}  balanced tokens/s, loss   joint tokens/s, loss    faster")
-    drawn, equal = {}, []
+    drawn, equal, of_8 = {}, [], []
     for model in arguments.models.split(","):
         settings = SyntheticSettings.of_shape(model, num_requests=6, prompt_len=256, decode_len=256)
         workload = Workload(synthetic_trace(dataclasses.replace(settings, num_layers=LAYERS), model))
@@ -189,15 +226,13 @@ def main() -> None:
                     f"{ours[0]:14.1f} {ours[1]:9.4f} {100 * line['gain']:8.1f} %",
                     flush=True,
                 )
+            of_8 += cell.of_8_bits()
             if arguments.svg:
                 drawn[model, size] = cell.curves()
     if arguments.svg:
         arguments.svg.write_text(svg(drawn))
     curves = [{"model": model, "memory_gb": size, "curves": lines} for (model, size), lines in drawn.items()]
-    text = json.dumps({"planning_ms": milliseconds, "equal_loss": equal, "curves": curves})
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    measurement.end({"equal_loss": equal, "of_8_bits": of_8, "curves": curves}, arguments.json)
 
 
 if __name__ == "__main__":

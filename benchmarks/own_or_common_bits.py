@@ -1,4 +1,4 @@
-"""From how many running requests on do common bits with half a bit more beat bits of each request's own?
+"""From how many running requests on do common bits with up to half a bit more beat bits of each request's own?
 
 What `bits_for: auto` decides, at both ends: batches of 1 to 64 requests that decode together, `balanced` with 3-bit
 offload, synthetic routing (signal 1), Mixtral-8x7B on h100-ndp512 with ideal DRAM, half of the experts hot. Each batch
@@ -37,7 +37,13 @@ from vllm_ndp.traces.trace import Trace
 
 MODEL, HARDWARE, IDEAL = "mixtral-8x7b", "h100-ndp512", {"dram.kind": "ideal"}
 LAYERS, EXPERTS, OFFLOAD = 32, 8, 3
-ARMS = (("own", "request", 3.0), ("common", "batch", 3.5), ("own", "request", 2.0), ("common", "batch", 2.5))
+MORE_BITS = (0.0, 0.25, 0.5)
+ARMS = [
+    (name, bits_for, bits + more)
+    for bits in (3.0, 2.0)
+    for name, bits_for, each in (("own", "request", (0.0,)), ("common", "batch", MORE_BITS))
+    for more in each
+]
 
 
 def together(trace: Trace) -> Trace:

@@ -8,7 +8,8 @@ replicas, at the widths the policy gave this sequence. Two things vary:
 
     bits        uniform | mse (the selector as published) | importance (its gains weighted by importance) |
                 relative (weighted too, and each expert's loss relative to the mean square of its own output) |
-                layers (as relative, but all bits wherever they help most, not each layer its share)
+                layers (as relative, but all bits wherever they help most, not each layer its share) |
+                pairs (as layers, but single pairs by their own router weight; needs a prompt's or a decode's routing)
     importance  prefill (this prompt's routing) | static (routing of the calibration text) | random | oracle (this
                 sequence's own decode routing in full precision: not available to any real system)
 
@@ -24,7 +25,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ from ndp_device.replicas.store import ExpertStore
 from ndp_device.widths import FULL_PRECISION_BITS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore, importance
-from vllm_ndp.planning.plan import Budget
+from vllm_ndp.planning.plan import BitwidthPlan, Budget
 from vllm_ndp.planning.policies import PolicySettings, load_policy
 from vllm_ndp.planning.stats import RoutingStats
 
@@ -63,9 +64,12 @@ SELECTORS = {
     "importance": ("importance", "mse"),
     "relative": ("importance", "relative"),
     "layers": ("layers", "relative"),
+    "pairs": ("pairs", "relative"),
 }
 """name: (the planning package's rule for bits, the losses it is given)"""
 SOURCES = ("prefill", "static", "random", "oracle")
+Routing = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""ids and gates [T, L, k] of one sequence."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Cell:
 
 
 class MixedExperts(torch.nn.Module):
-    """A layer's experts where each sequence has its own width per expert; remembers how the rows were routed."""
+    """A layer's experts where each sequence has its own widths; remembers how the rows were routed."""
 
     def __init__(self, store: ExpertStore, layer: int) -> None:
         super().__init__()
@@ -91,6 +95,7 @@ class MixedExperts(torch.nn.Module):
             for prepared in [store.get(layer, expert, bits)]
         }
         self.bits: Tensor | None = None  # [sequences, E], 0 or 16 = full precision; None = all of them
+        self.from_weight: Tensor | None = None  # [sequences, E, 3], as a plan has them
         self.routed: tuple[Tensor, Tensor] | None = None  # ids and weights [rows, k] of the last forward
 
     def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
@@ -101,7 +106,11 @@ class MixedExperts(torch.nn.Module):
             if self.bits is None:
                 widths = torch.full_like(rows, FULL_PRECISION_BITS)
             else:
-                widths = self.bits[rows // (len(x) // len(self.bits)), expert]
+                sequences = rows // (len(x) // len(self.bits))
+                widths = self.bits[sequences, expert]
+                if self.from_weight is not None:
+                    wider = (gates[rows, slots, None] >= self.from_weight[sequences, expert]).sum(dim=1)
+                    widths = torch.where((widths >= 1) & (widths <= 4), 1 + wider, widths)
             for width in widths.unique().tolist():
                 chosen = widths == width
                 w13, w2 = self.weights[expert, width or FULL_PRECISION_BITS]
@@ -129,24 +138,32 @@ class MixedModel:
         return self.routing_stats()
 
     @torch.inference_mode()
-    def decode(self, bits: NDArray[np.uint8] | None) -> NDArray[np.float64]:
-        """Mean nll of each sequence after its prompt, experts at `bits` [B, L, E]. The first generated token is the
-        prefill's, so T - PROMPT_TOKENS - 1 tokens count."""
-        logits = self._run(self.tokens[:, PROMPT_TOKENS:], bits)[:, :-1]
+    def decode(
+        self, bits: NDArray[np.uint8] | None, from_weight: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float64]:
+        """Mean nll of each sequence after its prompt, experts at `bits` [B, L, E], or single pairs at
+        those from_weight [B, L, E, 3] says. The first generated token is the prefill's, so T - PROMPT_TOKENS - 1 tokens
+        count."""
+        logits = self._run(self.tokens[:, PROMPT_TOKENS:], bits, from_weight)[:, :-1]
         self.cache.crop(PROMPT_TOKENS - self.tokens.shape[1])  # negative: how many to drop
         targets = self.tokens[:, PROMPT_TOKENS + 1 :]
         nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return nll.view(targets.shape).mean(dim=1).double().numpy()
 
-    def routing_stats(self) -> list[RoutingStats]:
-        """Routing of each sequence in the last forward."""
+    def routing(self) -> list[Routing]:
+        """Of each sequence in the last forward."""
         stacked = [torch.stack(parts, dim=1) for parts in zip(*(e.routed for e in self.experts), strict=True)]
         ids, gates = (part.unflatten(0, (len(self.tokens), -1)).numpy() for part in stacked)  # [B, T, L, k]
-        num_experts = self.experts[0].num_experts
-        return [RoutingStats.from_choices(i, g, num_experts) for i, g in zip(ids, gates, strict=True)]
+        return list(zip(ids, gates, strict=True))
 
-    def _run(self, tokens: Tensor, bits: NDArray[np.uint8] | None) -> Tensor:
+    def routing_stats(self) -> list[RoutingStats]:
+        return [RoutingStats.from_choices(*one, self.experts[0].num_experts) for one in self.routing()]
+
+    def _run(
+        self, tokens: Tensor, bits: NDArray[np.uint8] | None, from_weight: NDArray[np.float32] | None = None
+    ) -> Tensor:
         for layer, experts in enumerate(self.experts):
+            experts.from_weight = None if from_weight is None else torch.from_numpy(from_weight[:, layer])
             experts.bits = None if bits is None else torch.from_numpy(bits[:, layer].astype(np.int64))
         return self.model(tokens, past_key_values=self.cache, use_cache=True).logits
 
@@ -199,7 +216,14 @@ def loss_tables(replicas: Path) -> dict[str, LossTable]:
 def plan_bits(
     cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, losses: dict[str, LossTable]
 ) -> NDArray[np.uint8]:
-    """[L, E], 0 where hot: what the policy decides for one sequence."""
+    """[L, E], 0 where hot: the bits of every expert in plan_of."""
+    return plan_of(cell, prompt, decode, prior, losses).bits
+
+
+def plan_of(
+    cell: Cell, prompt: RoutingStats, decode: RoutingStats, prior: ImportanceScore, losses: dict[str, LossTable]
+) -> BitwidthPlan:
+    """What the policy decides for one sequence."""
     rule, loss = SELECTORS[cell.selector]
     policy = load_policy(
         "prefill" if cell.source == "oracle" else cell.source, PolicySettings(bit_rule=rule, prior=prior)
@@ -207,7 +231,24 @@ def plan_bits(
     budget = Budget(cell.hot_experts, cell.avg_bits)
     score = policy.score(decode if cell.source == "oracle" else prompt)
     placement = policy.place([score], None, budget)
-    return policy.assign(score, placement, losses[loss], budget).bits
+    return policy.assign(score, placement, losses[loss], budget)
+
+
+def stacked(plans: Sequence[BitwidthPlan]) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
+    """Plans by one rule, as MixedModel.decode takes those of several sequences."""
+    from_weight = [plan.from_weight for plan in plans if plan.from_weight is not None]
+    return np.stack([plan.bits for plan in plans]), np.stack(from_weight) if from_weight else None
+
+
+def widths_of(plan: BitwidthPlan, routing: Routing) -> NDArray[np.uint8]:
+    """[T, L, k], bits that each pair reads; 0 where hot."""
+    ids, gates = routing
+    layers = np.arange(len(plan.bits))[:, None]
+    bits: NDArray[np.uint8] = plan.bits[layers, ids]
+    if plan.from_weight is None:
+        return bits
+    wider = (gates[..., None] >= plan.from_weight[layers, ids]).sum(axis=3)
+    return np.where((bits >= 1) & (bits <= 4), 1 + wider, bits).astype(np.uint8)
 
 
 def measure(
@@ -225,11 +266,11 @@ def measure(
         decodes = model.routing_stats()
         done: dict[bytes, NDArray[np.float64]] = {}
         for cell in cells:
-            plans = [plan_bits(cell, p, d, prior, losses) for p, d in zip(prompts, decodes, strict=True)]
-            bits = np.stack(plans)
-            if bits.tobytes() not in done:  # with no hot expert, uniform bits are the same whatever the importance
-                done[bits.tobytes()] = model.decode(bits)
-            by_cell[cell].append(done[bits.tobytes()])
+            plans = stacked([plan_of(cell, p, d, prior, losses) for p, d in zip(prompts, decodes, strict=True)])
+            known = b"".join(array.tobytes() for array in plans if array is not None)
+            if known not in done:  # with no hot expert, uniform bits are the same whatever the importance
+                done[known] = model.decode(*plans)
+            by_cell[cell].append(done[known])
     return np.concatenate(full), {cell: np.concatenate(parts) for cell, parts in by_cell.items()}
 
 
@@ -264,7 +305,7 @@ def print_table(rows: list[dict[str, object]], full: NDArray[np.float64], consol
         place = by_place.setdefault((row["avg_bits"], row["hot_experts"], row["source"]), {})
         place[row["selector"]] = f"{row['delta_nll']:.4f} ({row['standard_error']:.4f})"
     for place, by_selector in by_place.items():
-        table.add_row(*map(str, place), *(by_selector[selector] for selector in SELECTORS))
+        table.add_row(*map(str, place), *(by_selector.get(selector, "") for selector in SELECTORS))
     console.print(table)
 
 
@@ -283,7 +324,8 @@ def main() -> None:
     replicas = arguments.replicas or replicas_of(arguments.model)
     store = ExpertStore(arguments.model, replicas, kernel=ReferenceKernel())
     model = MixedModel(arguments.model, store)
-    cells = [Cell(*point) for point in itertools.product(arguments.avg_bits, arguments.hot_experts, SELECTORS, SOURCES)]
+    points = itertools.product(arguments.avg_bits, arguments.hot_experts, SELECTORS, SOURCES)
+    cells = [Cell(*point) for point in points if point[2] != "pairs" or point[3] in ("prefill", "oracle")]
     prior, losses = static_importance(model, arguments.model), loss_tables(replicas)
     sequences = held_out_sequences(arguments.model, arguments.sequences)
     console = Console(stderr=True)

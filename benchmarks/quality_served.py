@@ -29,8 +29,9 @@ from quality import (
     MixedModel,
     held_out_sequences,
     loss_tables,
-    plan_bits,
+    plan_of,
     replicas_of,
+    stacked,
 )
 from torch import Tensor
 from vllm import LLM, SamplingParams
@@ -86,7 +87,7 @@ def harness_nll(model: MixedModel, sequences: Tensor, cell: Cell, replicas: Path
     prompts = model.prefill(sequences)
     nobody = ImportanceScore.from_weights(np.ones(prompts[0].counts.shape))
     losses = loss_tables(replicas)
-    return model.decode(np.stack([plan_bits(cell, prompt, prompt, nobody, losses) for prompt in prompts]))
+    return model.decode(*stacked([plan_of(cell, prompt, prompt, nobody, losses) for prompt in prompts]))
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ tables stand beside each other:
     at equal time    it is the one at which the simulated device takes as long for decode's cold pairs of these
                      sequences, priced with the experts of mixtral-8x7b: the tiny ones would be priced by fixed costs
 
-Equal to what the yardstick's uniform bits keep or take, that is; searched by planning alone.
+Equal to what the yardstick's uniform bits keep or take, that is; searched by planning alone. Widths of single pairs
+are compared at equal time alone: their experts are held at all widths.
 
     served   through vLLM, the plugin and a device process, as quality_served.py does: one request at a time, the prompt
              in full precision, every later token forced; execution as in the paper, so that hot experts stay in full
@@ -44,7 +45,19 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from quality import MODEL, SELECTORS, Cell, MixedModel, held_out_sequences, loss_tables, mean_and_error, plan_bits
+from quality import (
+    MODEL,
+    SELECTORS,
+    Cell,
+    MixedModel,
+    Routing,
+    held_out_sequences,
+    loss_tables,
+    mean_and_error,
+    plan_of,
+    stacked,
+    widths_of,
+)
 from quality_served import served_nll
 from rich.console import Console
 from rich.table import Table
@@ -60,6 +73,7 @@ from ndp_device.timing.spec import load_hardware
 from ndp_device.widths import WIDTHS
 from vllm_ndp.planning.bitwidths import LossTable
 from vllm_ndp.planning.importance import ImportanceScore
+from vllm_ndp.planning.plan import BitwidthPlan
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.costs import Costs, model_named
 
@@ -93,21 +107,24 @@ class Arm:
     selector: str
     shrink: float = 0.0
 
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """What it can be compared at."""
+        return ("time",) if self.selector == "pairs" else EQUAL
+
 
 ARMS = (
     Arm("auto-gptq, uniform", "auto-gptq", tuned=False, selector="uniform"),
     Arm("nested", "nested", tuned=False, selector="relative"),
     Arm("nested, over layers", "nested", tuned=False, selector="layers"),
-    Arm("nested, tuned", "nested", tuned=True, selector="relative"),
-    Arm("independent", "independent", tuned=False, selector="relative"),
-    Arm("independent, tuned", "independent", tuned=True, selector="relative"),
-    Arm("nested, shrunk", "nested", tuned=False, selector="relative", shrink=0.3),
-    Arm("nested, shrunk, tuned", "nested", tuned=True, selector="relative", shrink=0.3),
+    Arm("nested, tuned, over layers", "nested", tuned=True, selector="layers"),
+    Arm("nested, by pair", "nested", tuned=False, selector="pairs"),
     Arm("nested, shrunk, over layers", "nested", tuned=False, selector="layers", shrink=0.3),
     Arm("nested, shrunk, tuned, over layers", "nested", tuned=True, selector="layers", shrink=0.3),
-    Arm("independent, shrunk", "independent", tuned=False, selector="relative", shrink=0.1),
+    Arm("independent, over layers", "independent", tuned=False, selector="layers"),
 )
-"""The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order)."""
+"""The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order). The third is the
+default."""
 
 
 class Study:
@@ -134,7 +151,7 @@ class Study:
         of_sequences = hashlib.blake2b(sequences.numpy().tobytes(), digest_size=4).hexdigest()
         path = self.cache / f"{how}-read-{arm.selector}-{digest}-{of_sequences}.json"
         known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-        wanted = [(point, equal) for point in CELLS for equal in EQUAL]
+        wanted = [(point, equal) for point in CELLS for equal in arm.equal]
         if {_name(*one) for one in wanted} - known.keys():
             store = ExpertStore(self.model_dir, replicas, kernel=ReferenceKernel())
             forward = Forward(MixedModel(self.model_dir, store), loss_tables(replicas))
@@ -168,7 +185,7 @@ class Forward:
         self._model, self._losses = model, losses
         experts = model.experts
         self._nobody = ImportanceScore.from_weights(np.ones((len(experts), experts[0].num_experts)))
-        self._routing: list[tuple[RoutingStats, RoutingStats]] = []
+        self._routing: list[tuple[RoutingStats, Routing]] = []
 
     def at_equal(self, what: str, sequences: Tensor, cell: Cell) -> Cell:
         """The cell with the average of bits at which its plans keep, or take, what those of uniform bits do."""
@@ -178,7 +195,7 @@ class Forward:
             for batch in sequences.split(_AT_ONCE):
                 prompts = self._model.prefill(batch)
                 self._model.decode(None)
-                self._routing += zip(prompts, self._model.routing_stats(), strict=True)
+                self._routing += zip(prompts, self._model.routing(), strict=True)
 
         def of(one: Cell) -> float:
             sums = np.sum([_sums(self._plan(one, prompt), decode) for prompt, decode in self._routing], axis=0)
@@ -191,8 +208,8 @@ class Forward:
             low, high = (low, middle) if of(dataclasses.replace(cell, avg_bits=middle)) > wanted else (middle, high)
         return dataclasses.replace(cell, avg_bits=round(low, 4))
 
-    def _plan(self, cell: Cell, prompt: RoutingStats) -> NDArray[np.uint8]:
-        return plan_bits(cell, prompt, prompt, self._nobody, self._losses)
+    def _plan(self, cell: Cell, prompt: RoutingStats) -> BitwidthPlan:
+        return plan_of(cell, prompt, prompt, self._nobody, self._losses)
 
     def run(self, sequences: Tensor, cells: Sequence[Cell]) -> tuple[Losses, dict[Cell, tuple[Losses, Sums]]]:
         """nll of each sequence in full precision, and at each cell with the bits that its cold pairs read."""
@@ -200,22 +217,20 @@ class Forward:
         for batch in sequences.split(_AT_ONCE):
             prompts = self._model.prefill(batch)
             full.append(self._model.decode(None))
-            decodes = self._model.routing_stats()
+            decodes = self._model.routing()
             for cell in cells:
                 plans = [self._plan(cell, prompt) for prompt in prompts]
-                nll[cell].append(self._model.decode(np.stack(plans)))
+                nll[cell].append(self._model.decode(*stacked(plans)))
                 read[cell] += [_sums(plan, decode) for plan, decode in zip(plans, decodes, strict=True)]
         return np.concatenate(full), {cell: (np.concatenate(nll[cell]), np.array(read[cell])) for cell in cells}
 
 
-def _sums(plan: NDArray[np.uint8], decode: RoutingStats) -> tuple[float, ...]:
+def _sums(plan: BitwidthPlan, decode: Routing) -> tuple[float, ...]:
     """Of one sequence: bits that its cold experts keep, added up, and how many they are; bits that its cold pairs read,
     how many they are, and simulated picoseconds of the device for them, one row at a time."""
-    cold, counts = plan > 0, decode.counts
-    device_ps = (counts * _expert_ps()[plan])[cold].sum()
-    return tuple(
-        float(one) for one in (plan.sum(), cold.sum(), (counts * plan)[cold].sum(), counts[cold].sum(), device_ps)
-    )
+    kept, read = plan.bits[plan.bits > 0], widths_of(plan, decode)
+    read = read[read > 0]
+    return tuple(float(one) for one in (kept.sum(), len(kept), read.sum(), len(read), _expert_ps()[read].sum()))
 
 
 @lru_cache

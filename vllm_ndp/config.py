@@ -16,17 +16,16 @@ from typing import Any
 from ndp_device import transport
 from ndp_device.errors import ConfigError
 from ndp_device.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
-from vllm_ndp.planning.bitwidths import OVER_LAYERS, LossTable
+from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import Policy, PolicySettings, policy_with
 from vllm_ndp.planning.replanner import PlannerRules
-from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, with_new_names
+from vllm_ndp.setting_names import RENAMED_OPTIONS, by_field, typed, with_new_names
 
 EMBEDDED = "embedded"
 MAX_DEADLINE_MS = 3_600_000.0
-_LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 DEFAULT_OFFLOAD_BITS = 3
 DEFAULT_HARDWARE = "h100-ndp512"
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -192,10 +191,10 @@ class NdpSettings:
             raise ConfigError(f"ndp setting 'max_moves' must be 0 or more, got {self.max_moves}")
         if not 1.0 <= self.avg_bits <= 4.0 and self.avg_bits != BYTE_BITS:
             raise ConfigError(f"ndp setting 'avg_bits' must lie in 1..4 or be 8, got {self.avg_bits}")
-        if self.max_loss is not None and (self.bit_rule_in_force != OVER_LAYERS or self.losses != "relative"):
+        if self.max_loss is not None and (self.bit_rule_in_force not in BY_BITS_READ or self.losses != "relative"):
             raise ConfigError(
-                "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' and relative losses, got "
-                f"{self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy_options'"
+                "ndp setting 'avg_bits' is {'max_loss': ...}, which needs bit_rule 'layers' or 'pairs' and relative "
+                f"losses, got {self.bit_rule_in_force!r} and {self.losses!r}: drop them from 'policy_options'"
             )
         if self.cold_precision == "full" and self.replicas is not None:
             raise ConfigError(
@@ -227,6 +226,12 @@ class NdpSettings:
 
     def _check_joint(self) -> None:
         default = NdpSettings.__dataclass_fields__
+        if self.bit_rule_in_force == OF_PAIRS and (self.plan == "joint" or self.bits_for == "batch"):
+            why = "'plan' is 'joint'" if self.plan == "joint" else "'bits_for' is 'batch'"
+            raise ConfigError(
+                f"ndp setting 'policy_options' names bit_rule {OF_PAIRS!r}, but {why}, so that every expert has one "
+                "width: drop one of the two"
+            )
         if self.plan != "joint":
             if self.tiers != default["tiers"].default:
                 raise ConfigError(
@@ -463,7 +468,7 @@ class NdpSettings:
         if not isinstance(raw, Mapping):
             raise ConfigError(f"additional_config['ndp'] must be a mapping of settings, got {type(raw).__name__}")
         known = {one.name: str(one.type) for one in fields(cls)}
-        values = {name: _typed(name, value, known[name]) for name, value in by_field(raw, notice).items()}
+        values = {name: typed(name, value, known[name]) for name, value in by_field(raw, notice).items()}
         return cls(**values)
 
     def resolve_hot_experts(self, num_experts: int) -> int:
@@ -495,25 +500,3 @@ class NdpSettings:
                 f"{num_experts} experts per layer: at most {num_experts - num_hot} can be warm"
             )
         return num_experts - num_hot - self.warm_experts
-
-
-def _typed(name: str, value: Any, wanted: str) -> Any:
-    if value is None and "None" in wanted:
-        return None
-    kind = wanted.split(" |")[0].split("[")[0]
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
-    if kind == "float" and (whole or isinstance(value, float)):
-        return float(value)
-    if kind == "int" and whole:
-        return value
-    if (kind == "str" and isinstance(value, str) and "\0" not in value) or (kind == "bool" and isinstance(value, bool)):
-        return value
-    if (
-        "tuple" in wanted
-        and isinstance(value, list | tuple)
-        and all(isinstance(one, str) and "\0" not in one for one in value)
-    ):
-        return tuple(value)
-    if kind == "Mapping" and isinstance(value, Mapping):
-        return dict(value)
-    raise ConfigError(f"ndp setting {name!r} must be {wanted}, got {value!r}")

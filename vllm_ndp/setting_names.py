@@ -1,7 +1,7 @@
 """Names that a person writes under `{"ndp": {...}}`: at most 20 on top, the rest under `policy_options` and `debug`.
 
 Turns that into values by the names of NdpSettings' fields (config.py). Older names are taken too, each with one
-sentence that names the new one. Does not know ranges, types or effects.
+sentence that names the new one. Does not know ranges or effects.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from ndp_device.errors import ConfigError
 from ndp_device.widths import WIDTHS
 
+_LARGEST = 1 << 53  # of a whole number in settings: what a float holds exactly
 TOP = (
     *("hot_experts", "slot_bits", "warm_experts", "plan", "avg_bits", "cold_precision", "execution", "prefill"),
     *("replan", "policy", "policy_options", "replicas", "devices", "device_experts", "hardware", "hardware_overrides"),
@@ -132,3 +133,26 @@ def _address(one: Any) -> tuple[str, str | None]:
 def _hint(name: object, known: Sequence[str], otherwise: str) -> str:
     near = difflib.get_close_matches(str(name), (*known, *MOVED), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else otherwise + ", ".join(known)
+
+
+def typed(name: str, value: Any, wanted: str) -> Any:
+    """The value as a field of this annotation holds it. Raises ConfigError for another type."""
+    if value is None and "None" in wanted:
+        return None
+    kind = wanted.split(" |")[0].split("[")[0]
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    if kind == "float" and (whole or isinstance(value, float)):
+        return float(value)
+    if kind == "int" and whole:
+        return value
+    if (kind == "str" and isinstance(value, str) and "\0" not in value) or (kind == "bool" and isinstance(value, bool)):
+        return value
+    if (
+        "tuple" in wanted
+        and isinstance(value, list | tuple)
+        and all(isinstance(one, str) and "\0" not in one for one in value)
+    ):
+        return tuple(value)
+    if kind == "Mapping" and isinstance(value, Mapping):
+        return dict(value)
+    raise ConfigError(f"ndp setting {name!r} must be {wanted}, got {value!r}")

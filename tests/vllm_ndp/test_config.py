@@ -427,8 +427,10 @@ def test_a_budget_of_nats_is_a_value_of_avg_bits():
         ({"max_loss": 0.05}, r"unknown ndp setting 'max_loss': write {\"avg_bits\": {\"max_loss\": NATS}}"),
         ({"avg_bits": {"max_loss": 0.05}, "policy_options": {"bit_rule": "mse"}}, "needs bit_rule 'layers'"),
         ({"avg_bits": {"max_loss": "little"}}, "'max_loss' must be float"),
+        ({"bit_rule": "pairs", "plan": "joint"}, "'plan' is 'joint', so that every expert has one width"),
+        ({"bit_rule": "pairs", "bits_for": "batch"}, "'bits_for' is 'batch', so that every expert has one width"),
     ],
 )
-def test_a_budget_of_nats_that_cannot_be_met_is_refused(raw: dict[str, Any], said: str):
+def test_budgets_and_rules_for_bits_that_cannot_be_met_are_refused(raw: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
         NdpSettings.from_mapping(raw)

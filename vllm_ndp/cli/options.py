@@ -125,9 +125,9 @@ class PlanOptions:
         bool, typer.Option(help="Take as many hot experts, up to --hot-experts, and as wide replicas as memory holds.")
     ] = False
     avg_bits: AvgBitsOption = DEFAULT_AVG_BITS
-    bit_rule: Annotated[str, typer.Option(help="What bits are chosen by: layers, importance, mse or uniform.")] = (
-        "layers"
-    )
+    bit_rule: Annotated[
+        str, typer.Option(help="What bits are chosen by: layers, pairs, importance, mse or uniform.")
+    ] = "layers"
     bits_for: Annotated[
         str,
         typer.Option(

@@ -9,7 +9,7 @@ shapes on synthetic routing and the cards that have so much memory. Knows rows o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ndp_device.errors import NdpError
@@ -50,9 +50,9 @@ HOSTS = (80, 307, 614)
 AVG_BITS = 3.0
 LIMITS = {"4 bits": nominal_loss(4), "3 bits": nominal_loss(3)}
 """Loss of all experts at that width, in units of 1 bit."""
-_PLANNED = (1.0, 0.95)
-"""Parts of a limit that joint plans may expect to lose. 1.0 allows one width for all, which loses exactly the limit.
-0.95 leaves room for requests that lose up to 2 % more than predicted."""
+_PLANS, _MARGIN = 5, 0.002
+"""The most joint plans for one limit of loss, and how much further than by the excess the next may expect to lose less.
+The first expects to lose the limit, as one width for all does. Requests may lose more than predicted."""
 _SLACK = 1e-6
 _LAYERS = 8
 ROOMY: dict[str, str | int] = {
@@ -132,8 +132,7 @@ def frontier(
             cells.append(Cell(settings.model, size, ()))
             continue
         rows = [replays.replay(c)[0].row for c in replays.combinations]
-        most = [share * limit for limit in LIMITS.values() for share in _PLANNED]
-        rows += [row for each in most for row in _joint(workload, at, each, loss)]
+        rows += [row for limit in LIMITS.values() for row in _joint_within(workload, at, limit, loss)]
         rows = [_as_released(row, settings.model) for row in rows]
         cells.append(Cell(settings.model, size, tuple(sorted(rows, key=lambda row: -row.decode_tokens_per_s))))
     return cells
@@ -156,6 +155,19 @@ def frontier_of_shapes(
         at = replace(settings, model=model, overrides={**settings.overrides, "dram.kind": "ideal"}, batches=(1,))
         cells += frontier(Workload(trace), at, sizes, cards=cards)
     return cells
+
+
+def _joint_within(
+    workload: Workload, settings: CompareSettings, limit: float, loss: LossTable | None
+) -> Iterator[Summary]:
+    """Joint plans, each expected to lose less than the one before, until one keeps the limit."""
+    most = limit
+    for _ in range(_PLANS):
+        rows = _joint(workload, settings, most, loss)
+        yield from rows
+        if not rows or rows[0].loss <= limit * (1 + _SLACK):
+            return
+        most *= limit / rows[0].loss * (1 - _MARGIN)
 
 
 def _joint(workload: Workload, settings: CompareSettings, most: float, loss: LossTable | None) -> list[Summary]:

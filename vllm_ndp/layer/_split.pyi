@@ -57,6 +57,7 @@ class Splitter:
         owners: NDArray[np.int32],
         is_decode: NDArray[np.uint8],
         bits: list[NDArray[np.uint8]],
+        from_weights: list[NDArray[np.float32] | None],
         counts: NDArray[np.int64],
     ) -> None: ...
     def split(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from vllm_ndp.layer import _split
 from vllm_ndp.layer.tiers import DEVICE, STREAM, WARM, Tiers
+from vllm_ndp.planning.plan import BitwidthPlan
 from vllm_ndp.simulation.balance import Balancer, LayerLoad
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DevicesBalancer
@@ -126,6 +127,7 @@ class Splitter:
         slots of weight 0. Else hot pairs are listed one after the other."""
         self.top_k = top_k
         self.notes = False
+        self._no_bits: NDArray[np.uint8] = np.zeros(tiers.where.shape, np.uint8)
         gpus = [] if tiers.gpus is None else list(tiers.gpus)
         widths = ([], []) if bytes_of_width is None else (list(tiers.hot_bits), bytes_of_width.tolist())
         self.native = _split.Splitter(list(tiers.where), top_k, aliases, weighs_input, gpus, *widths)
@@ -169,17 +171,20 @@ class Splitter:
         self,
         owners: NDArray[np.int32],
         is_decode: NDArray[np.bool_],
-        plans: Sequence[NDArray[np.uint8]],
+        plans: Sequence[BitwidthPlan | None],
         entries: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int64]:
-        """owners [T]: the request of each row; plans [R] of [L, E]: bits, 0 = hot; entries [T]: of the KV cache.
+        """owners [T]: the request of each row; plans [R], None before a request's first; entries [T]: of the KV cache.
 
         Returns counts [R, kinds] of pairs, by request, to which every layer adds; COUNTED names the kinds.
         """
         self._make_room(len(owners) * self.top_k)
         counts = np.zeros((len(plans), len(COUNTED)), np.int64)
         decode = is_decode.view(np.uint8)
-        self.native.begin_step(entries if self.notes else None, owners, decode, list(plans), counts)
+        bits = [self._no_bits if plan is None else plan.bits for plan in plans]
+        from_weights = [None if plan is None else plan.from_weight for plan in plans]
+        noted = entries if self.notes else None
+        self.native.begin_step(noted, owners, decode, bits, from_weights, counts)
         return counts
 
     def split(self, layer: int, topk_ids: int, topk_weights: int, *, with_device: bool) -> Split:

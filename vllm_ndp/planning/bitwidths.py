@@ -16,6 +16,7 @@ Does not know requests, policies or where the loss table comes from.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -33,6 +34,9 @@ from vllm_ndp.planning.stats import frozen_array
 GAINS = ("importance", "mse")
 OVER_LAYERS = "layers"
 """The bit rule that spends one budget over all layers, of bits that are read."""
+OF_PAIRS = "pairs"
+"""The same for single pairs, by their own router weights."""
+BY_BITS_READ = (OVER_LAYERS, OF_PAIRS)
 LOSSES = ("relative", "absolute")
 """Kinds of an expert's loss: the error of its output on held-out tokens, relative to the output's mean square, or
 absolute. With absolute losses, the few experts with the largest outputs take all bits. Source: docs/log/quality.md."""
@@ -135,12 +139,15 @@ class LossTable:
         return table
 
     def predicted_nats(self, score: ImportanceScore, widths: NDArray[np.uint8]) -> float | None:
-        """Rise of the negative log-likelihood of a request, by experts of these widths [L, E]; other widths than
-        the table's lose nothing. None where it was not measured what a loss does."""
+        """Rise of the negative log-likelihood of a request, by experts of these widths [L, E]. Or by pairs [L, E, Q],
+        with the score's router weights. Other widths than the table's lose nothing. None where it was not measured
+        what a loss does."""
         if self.nats is None:
             return None
-        losses = np.take_along_axis(self.by_width, widths.astype(np.int64)[:, :, None], axis=2)[:, :, 0]
-        lost = (losses * score.values * score.strength).sum(axis=1)
+        strength = score.strength[:, :, None] if widths.ndim == 2 else score.pair_strength
+        by_pair = widths.reshape(*score.values.shape, -1).astype(np.int64)
+        losses = (np.take_along_axis(self.by_width, by_pair, axis=2) * strength).mean(axis=2)
+        lost = (losses * score.values).sum(axis=1)
         return self.nats * float((lost * self.layer_weights).sum())
 
     @classmethod
@@ -189,11 +196,10 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
 
     The gain of a wider expert and its price both grow with how often it is chosen. So a bit is worth what it gains
     for one pair: more, the stronger the router's choices of it are. How often it is chosen decides only how many bits
-    the budget pays for. The least concave curve above each
-    expert's gains replaces them, so that its next bit never gains more than the one before. Then the best bits of all
-    are the best ones one by one, up to the first that the budget does not pay for. Where the curve is not its own, that
-    may be within a stretch of it: for one expert at most. Among equal gains the flattest way counts, then the first
-    layer's and the lowest id's.
+    the budget pays for. The least concave curve above each expert's gains replaces them, so that its next bit never
+    gains more than the one before. Then the best bits of all are the best ones one by one, up to the first that the
+    budget does not pay for. Where the curve is not its own, that may be within a stretch of it: for one expert at
+    most. Among equal gains the flattest way counts, then the first layer's and the lowest id's.
     """
     cold = placement.cold
     if loss.mse.shape[:2] != cold.shape or score.values.shape != cold.shape:
@@ -208,11 +214,56 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     gained = gains.ravel()[best] * score.values[cold][expert]
     spent = min(
         _num_paid(placement.cold_shares(score.values)[expert], budget.avg_bits - WIDTHS[0]),
-        _num_needed(gained, score, placement, loss, budget.max_loss),
+        _num_needed(gained, score, cold.astype(np.uint8), loss, budget.max_loss),
     )
     bits = np.zeros(cold.shape, np.uint8)
     bits[cold] = WIDTHS[0] + np.bincount(expert[:spent], minlength=gains.shape[1])
     return BitwidthPlan(bits)
+
+
+def bits_of_pairs(score: ImportanceScore, placement: Placement, loss: LossTable, budget: Budget) -> BitwidthPlan:
+    """The router weights from which cold pairs read 2, 3 and 4 bits, for the least loss at so many bits on average.
+
+    An error counts by the square of the pair's router weight w, so a pair's next bit gains w^2 g / m. Here g is how far
+    the loss of its expert falls on its least concave curve, times the layer's weight. And m is the layer's mean of w^2.
+    The best plan buys each bit that gains more than one price p, from w = sqrt(p m / g) on. The prompt's router weights
+    say which price spends the budget. Where single weights are not known, the plan is that of bits_over_layers.
+    """
+    plan = bits_over_layers(score, placement, loss, budget)
+    if score.weights is None:
+        return plan
+    cold, num_samples = placement.cold, score.weights.shape[2]
+    falls = np.moveaxis(loss.mse[:, :, :-1] - loss.mse[:, :, 1:], 2, 0)
+    falls = _concave(falls.reshape(len(falls), -1)).reshape(falls.shape) * loss.layer_weights[:, None]
+    gains = falls[:, cold, None] * score.pair_strength[cold]  # [3, n, Q]
+    best = np.argsort(-gains, axis=None, kind="stable")
+    expert = best % max(gains[0].size, 1) // num_samples
+    ordered = gains.ravel()[best]
+    spent = min(
+        _num_paid(placement.cold_shares(score.values)[expert] / num_samples, budget.avg_bits - WIDTHS[0]),
+        _num_needed(
+            ordered * score.values[cold][expert] / num_samples,
+            score,
+            np.repeat(cold[:, :, None], num_samples, axis=2).astype(np.uint8),
+            loss,
+            budget.max_loss,
+        ),
+    )
+    squares = _price(ordered, spent) * score.mean_squares[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):  # what gains nothing is bought where it is free
+        from_weight = np.nan_to_num(np.sqrt(squares / falls), posinf=np.inf)
+    pairs = BitwidthPlan(plan.bits, np.moveaxis(from_weight, 0, 2))
+    usual = np.sqrt(np.square(score.weights, dtype=np.float64).mean(axis=2, keepdims=True)).astype(np.float32)
+    return BitwidthPlan(pairs.of_pairs(usual)[:, :, 0], pairs.from_weight)
+
+
+def _price(gains: NDArray[np.float64], spent: int) -> float:
+    """The price that the first `spent` of falling gains exceed and no other one; fewer where several gain the same."""
+    if spent == len(gains):
+        return 0.0
+    unpaid = gains[spent]
+    above = gains[gains > unpaid]
+    return float((above[-1] + unpaid) / 2) if len(above) else math.inf
 
 
 def _num_paid(read: NDArray[np.float64], bits: float) -> int:
@@ -221,9 +272,14 @@ def _num_paid(read: NDArray[np.float64], bits: float) -> int:
 
 
 def _num_needed(
-    gained: NDArray[np.float64], score: ImportanceScore, placement: Placement, loss: LossTable, max_loss: float | None
+    gained: NDArray[np.float64],
+    score: ImportanceScore,
+    narrowest: NDArray[np.uint8],
+    loss: LossTable,
+    max_loss: float | None,
 ) -> int:
-    """How many increments of these gains it takes until no more is lost than so many nats; None: all."""
+    """How many increments of these gains to the narrowest widths it takes until no more is lost than so many nats;
+    None: all."""
     if max_loss is None or not len(gained):
         return len(gained)
     if loss.nats is None:
@@ -231,7 +287,7 @@ def _num_needed(
             "a budget of max_loss needs replicas that say how much losses matter: `vllm-ndp quantize` with "
             "--calibration measures it"
         )
-    at_least = loss.predicted_nats(score, placement.cold.astype(np.uint8)) or 0.0
+    at_least = loss.predicted_nats(score, narrowest) or 0.0
     lost = at_least - loss.nats * np.cumsum(gained)
     return int(np.count_nonzero(np.concatenate([[at_least], lost[:-1]]) > max_loss))
 

@@ -35,6 +35,8 @@ class ImportanceScore:
     strength: NDArray[np.float64] = field(default=None)  # type: ignore[arg-type]  # [L, E]
     """Square of the router weight that an expert has where it is chosen, by the layer's mean: errors enter the answer
     so. None: the same in all."""
+    weights: NDArray[np.float32] | None = None
+    """[L, E, Q], router weights of its choices, as RoutingStats has them; None where single ones are not known."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", frozen_array(self.values, np.float64))
@@ -49,6 +51,10 @@ class ImportanceScore:
             raise ValueError(f"each layer's importance must sum to 1, got {sums.tolist()}")
         if self.num_tokens < 0:
             raise ValueError(f"num_tokens must be >= 0, got {self.num_tokens}")
+        if self.weights is not None:
+            object.__setattr__(self, "weights", frozen_array(self.weights, np.float32))
+            if self.weights.shape[:-1] != self.values.shape or not (self.weights >= 0).all():
+                raise ValueError(f"router weights must be [L, E, Q] and >= 0, got {list(self.weights.shape)}")
         if self.strength.shape != self.values.shape or not (self.strength >= 0).all():
             raise ValueError(f"strengths must be {list(self.values.shape)} and >= 0, got {list(self.strength.shape)}")
 
@@ -66,7 +72,24 @@ class ImportanceScore:
         if layer >= len(self.values):
             raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
         one = slice(layer, layer + 1)
-        return ImportanceScore(self.values[one], self.num_tokens, self.strength[one])
+        weights = None if self.weights is None else self.weights[one]
+        return ImportanceScore(self.values[one], self.num_tokens, self.strength[one], weights)
+
+    @property
+    def pair_strength(self) -> NDArray[np.float64]:
+        """Square of the router weight by the layer's mean, of each pair [L, E, Q]. Where single weights are not
+        known, of each expert [L, E, 1]."""
+        if self.weights is None:
+            return self.strength[:, :, None]
+        square = np.square(self.weights, dtype=np.float64)
+        return square / self.mean_squares[:, None, None]
+
+    @property
+    def mean_squares(self) -> NDArray[np.float64]:
+        """[L], of router weights, over the choices that decode is expected to make."""
+        assert self.weights is not None, "router weights of single choices must be known"
+        mean = (np.square(self.weights, dtype=np.float64).mean(axis=2) * self.values).sum(axis=1)
+        return np.where(mean > 0, mean, 1.0)
 
     def require_shape(self, model: tuple[int, ...]) -> None:
         """Raises ConfigError where this prior is not of a model [layers, experts]."""
@@ -156,8 +179,8 @@ def has_common_bits(bits_for: str, running: int) -> bool:
 def scores_for_bits(scores: Sequence[ImportanceScore], bits_for: str) -> list[ImportanceScore]:
     """Scores that the bits of each running request are assigned from: its own score, or one for the whole batch.
 
-    Requests that want one expert at different widths read it once per width; with one score they never do. `auto`
-    decides by how many run.
+    Requests that want one expert at different widths read it once per width; with one score they never do. It has no
+    weights of single pairs, which would make widths differ again. `auto` decides by how many run.
     """
     if not has_common_bits(bits_for, len(scores)):
         return list(scores)

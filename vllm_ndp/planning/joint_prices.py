@@ -26,6 +26,7 @@ class PriceSearch:
         self._limited = limited
         spread = float(np.ptp(limited.objective, axis=0).mean())
         self._scales = [spread / max(float(np.ptp(takes, axis=0).mean()), 1e-300) for takes in limited.takes]
+        self._most = [log(max(most, 1e-300)) for most in limited.most]
         self._is_near = prices is not None
         self.prices = np.zeros(len(limited.most)) if prices is None else prices.copy()
         self.plans: list[NDArray[np.int64]] = []
@@ -71,8 +72,8 @@ class PriceSearch:
 
     def _over(self, r: int, chosen: NDArray[np.int64]) -> float:
         """log of what is used over what there is: falls as the price of it rises."""
-        used, most = total(self._limited.takes[r], chosen), self._limited.most[r]
-        return log(max(used, 1e-300)) - log(max(most, 1e-300))
+        used = total(self._limited.takes[r], chosen)
+        return log(max(used, 1e-300)) - self._most[r]
 
 
 class _Root:

@@ -21,15 +21,15 @@ from vllm_ndp.planning.stats import frozen_array
 _ALLOWED_BITS = (0, *PLAN_BITS)
 _IS_ALLOWED = np.isin(np.arange(256), _ALLOWED_BITS)
 _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
+_FLAGS_OF_NESTED = np.bitwise_or.reduce(_FLAG_OF_BITS[list(WIDTHS)])
 
 
 @dataclass(frozen=True)
 class Budget:
     """num_hot experts per layer stay on the GPU and num_warm on the host's CPU; the cold ones have avg_bits on average.
 
-    That is over the pairs that a prompt lets expect, or over experts, as the bit rule says (bitwidths.py). An
-    average of 8 is 8 for each of them. With
-    max_loss, they have as many fewer as are predicted to lose that many nats a token.
+    The average is over the pairs that a prompt lets expect, or over experts, as the bit rule says (bitwidths.py); 8 is
+    8 for each of them. With max_loss, they have as many fewer as are predicted to lose that many nats a token.
     """
 
     num_hot: int
@@ -167,9 +167,14 @@ def limit_moves(
 
 @dataclass(frozen=True)
 class BitwidthPlan:
-    """Bits of each expert that is not hot, 0 exactly where hot; 16 means the checkpoint's own weights."""
+    """Bits of each expert that is not hot, 0 exactly where hot; 16 means the checkpoint's own weights.
+
+    Where pairs have widths of their own, a cold pair reads the bits that its own router weight pays for. Then `bits`
+    is what one of usual weight reads."""
 
     bits: NDArray[np.uint8]  # [L, E]
+    from_weight: NDArray[np.float32] | None = None  # [L, E, 3]
+    """Router weight from which a pair of a cold expert reads 2, 3 and 4 bits; None: all its pairs read the same."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", frozen_array(self.bits, np.uint8))
@@ -177,10 +182,30 @@ class BitwidthPlan:
             raise ValueError(f"a bitwidth plan must be [L, E], got {list(self.bits.shape)}")
         if not _IS_ALLOWED[self.bits].all():
             raise ValueError(f"bits must be one of {list(_ALLOWED_BITS)}, got {np.unique(self.bits).tolist()}")
+        if self.from_weight is not None:
+            object.__setattr__(self, "from_weight", frozen_array(self.from_weight, np.float32))
+            if self.from_weight.shape != (*self.bits.shape, len(WIDTHS) - 1):
+                raise ValueError(f"weights of wider pairs must be [L, E, 3], got {list(self.from_weight.shape)}")
+            if not (self.from_weight[..., 1:] >= self.from_weight[..., :-1]).all():  # also catches NaN
+                raise ValueError("weights from which pairs are wider must not fall with bits")
+
+    @property
+    def _is_nested(self) -> NDArray[np.bool_]:
+        """[L, E], where pairs may have widths of their own."""
+        found: NDArray[np.bool_] = (self.bits >= WIDTHS[0]) & (self.bits <= WIDTHS[-1])
+        return found
+
+    def of_pairs(self, weights: NDArray[np.float32] | None) -> NDArray[np.uint8]:
+        """[L, E, Q], bits of pairs with these router weights [L, E, Q]; [L, E, 1] where they are not known."""
+        if self.from_weight is None or weights is None:
+            return self.bits[:, :, None]
+        wider = (weights[..., None] >= self.from_weight[:, :, None, :]).sum(axis=3, dtype=np.uint8)
+        return np.where(self._is_nested[:, :, None], WIDTHS[0] + wider, self.bits[:, :, None]).astype(np.uint8)
 
     def width_mask(self) -> NDArray[np.uint8]:
         """[L, E]: the flag of each expert's width (ndp_device/widths.py)."""
-        return _FLAG_OF_BITS[self.bits]
+        mask: NDArray[np.uint8] = _FLAG_OF_BITS[self.bits]
+        return mask if self.from_weight is None else np.where(self._is_nested, _FLAGS_OF_NESTED, mask)
 
 
 def union_of_widths(plans: Iterable[BitwidthPlan], shape: tuple[int, int]) -> NDArray[np.uint8]:
@@ -212,7 +237,8 @@ class Plan:
         if (self.bits.bits[self.placement.warm] != FULL_PRECISION_BITS).any():
             raise ValueError(f"bits must be {FULL_PRECISION_BITS} where an expert is warm")
 
-    def bits_read(self, importance: NDArray[np.float64]) -> float:
-        """By a cold pair on average, where experts are chosen so often [L, E]; NaN where none is cold."""
-        cold = self.bits.bits[self.placement.cold]
+    def bits_read(self, importance: NDArray[np.float64], weights: NDArray[np.float32] | None = None) -> float:
+        """By a cold pair on average, where experts are chosen so often [L, E] with these router weights [L, E, Q].
+        NaN where none is cold."""
+        cold = self.bits.of_pairs(weights)[self.placement.cold].mean(axis=1)
         return float((cold * self.placement.cold_shares(importance)).sum()) if cold.size else math.nan

@@ -12,7 +12,7 @@ import difflib
 import inspect
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,10 @@ from ndp_device.widths import BYTE_BITS
 from vllm_ndp.planning.bitwidths import (
     GAINS,
     LOSSES,
+    OF_PAIRS,
     OVER_LAYERS,
     LossTable,
+    bits_of_pairs,
     bits_over_layers,
     full_precision,
     in_bytes,
@@ -43,7 +45,7 @@ from vllm_ndp.planning.stats import RoutingStats
 _MOST_PRIOR_TOKENS = 1 << 32
 _MAX_PRIOR_BYTES = 8 * MAX_EXPERTS_IN_ALL + 4096
 ENTRY_POINT_GROUP = "vllm_ndp.policies"
-BIT_RULES = (*GAINS, OVER_LAYERS, "uniform", "full")
+BIT_RULES = (*GAINS, OVER_LAYERS, OF_PAIRS, "uniform", "full")
 
 
 class Policy(Protocol):
@@ -76,9 +78,9 @@ class PolicySettings:
     """Weight of counts against router scores in the importance."""
     bit_rule: str = OVER_LAYERS
     """Rule that deals bits. `layers`: the largest reduction of loss for the bits that pairs read, over all layers
-    together. Two rules count the bits that experts keep, with an equal budget for each layer: `importance` weights the
-    reduction by importance, `mse` is as published. `uniform`, `full`: no choice. Source of the default:
-    docs/log/quality.md."""
+    together. `pairs`: the same for single pairs, by their own router weights. Two rules count the bits that experts
+    keep, with an equal budget for each layer: `importance` weights the reduction by importance, `mse` is as published.
+    `uniform`, `full`: no choice. Source of the default: docs/log/quality.md."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"
@@ -123,7 +125,8 @@ class ScoredPolicy:
     settings: PolicySettings
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
-        return self.scorer(stats, self.settings)
+        score = self.scorer(stats, self.settings)
+        return replace(score, weights=stats.weights) if self.settings.bit_rule == OF_PAIRS else score
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
         return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)
@@ -137,6 +140,8 @@ class ScoredPolicy:
             return uniform_bitwidths(placement, budget)
         if self.settings.bit_rule == OVER_LAYERS:
             return bits_over_layers(score, placement, loss, budget)
+        if self.settings.bit_rule == OF_PAIRS:
+            return bits_of_pairs(score, placement, loss, budget)
         return select_bitwidths(score, placement, loss, budget, self.settings.bit_rule)
 
 

@@ -164,7 +164,8 @@ class Replanner:
             score = ImportanceScore.from_weights(np.ones(self.placement.hot.shape))
             plan = Plan(0, self.placement, self._bits(score, self.placement, self.rules.budget))
         in_slots = plan.placement.widths if plan.placement.widths.any() else np.uint8(slot_bits)
-        widths = np.where(plan.placement.hot, in_slots, plan.bits.bits)
+        by_pair = plan.bits.of_pairs(score.weights)
+        widths = np.where(plan.placement.hot[:, :, None], np.atleast_3d(in_slots), by_pair)
         return self.rules.loss.predicted_nats(score, widths)
 
     def _replan_jointly(self, scores: Mapping[K, ImportanceScore], joint: JointPlanner) -> PlanChange[K]:
@@ -214,7 +215,11 @@ class Replanner:
         changed = {}
         for key, plan in plans.items():
             if id(plan.bits) not in made:
-                made[id(plan.bits)] = BitwidthPlan(exchanged(plan.bits.bits, before, after))
+                wider = plan.bits.from_weight
+                made[id(plan.bits)] = BitwidthPlan(
+                    exchanged(plan.bits.bits, before, after),
+                    None if wider is None else exchanged(wider, before, after),
+                )
             changed[key] = Plan(self.epoch, self.placement, made[id(plan.bits)])
         score = self._follower.wanted
         return Followed(PlanChange(self.epoch, self.placement, changed, after & ~before, 0, score=score), begun)

@@ -1,9 +1,9 @@
 """Arithmetic whose results do not depend on the processor: plans are decided by these and not by numpy's or libm's.
 
-`+ - * /`, sqrt, cumulative sums, and `sum` of one array round alike on every IEEE machine, in numpy's one order. These
-do not: exp, log and power, where numpy picks a vector library by processor, libm a variant with fused multiply-add. Nor
-do `@` and einsum (BLAS picks the order of the sum), argpartition and unstable sorts (the order of equal values). Held
-by tests/vllm_ndp/planning/test_same_everywhere.py. Knows numbers only.
+`+ - * /`, sqrt, cumulative sums and products, and `sum` of one array round alike on every IEEE machine, in numpy's one
+order. These do not: exp, log and power, where numpy picks a vector library by processor, libm a variant with fused
+multiply-add. Nor do `@` and einsum (BLAS picks the order of the sum), argpartition and unstable sorts (the order of
+equal values). Held by tests/vllm_ndp/planning/test_same_everywhere.py. Knows numbers only.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ def power(base: float, exponent: int) -> float:
 def powers(base: NDArray[np.float64], most: int) -> NDArray[np.float64]:
     """[..., most + 1]: the powers 0 to most of each base [...]."""
     table = np.ones((*base.shape, most + 1))
-    for exponent in range(1, most + 1):
-        table[..., exponent] = table[..., exponent - 1] * base
-    return table
+    table[..., 1:] = base[..., None]
+    return np.asarray(np.cumprod(table, axis=-1), np.float64)
 
 
 def weighted(weights: NDArray[Any], values: NDArray[np.float64]) -> float:

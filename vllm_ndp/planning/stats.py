@@ -5,7 +5,8 @@ Knows counts and sums of one prompt (or of many, merged). Does not know tokens, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ def frozen_array(values: ArrayLike, dtype: Any) -> NDArray[Any]:
     return array
 
 
+WEIGHT_SAMPLES = 8
+"""Router weights that stand for those of all choices of an expert."""
+_FINEST_CLASS, _NUM_CLASSES = 119 << 3, 80
+"""Classes of router weights: eighths of an octave, from 2^-8 up to 2^2. Their numbers are the first 12 bits of a float,
+so that every processor finds the same."""
+
+
 @dataclass(frozen=True)
 class RoutingStats:
     """Choices of num_tokens tokens, each choosing top_k experts in each of L layers."""
@@ -29,6 +37,8 @@ class RoutingStats:
     top_k: int
     late_counts: NDArray[np.int64] | None = None
     """[L, E], of these the choices of the later half of the tokens; None where their order is not known."""
+    choices: tuple[NDArray[Any], NDArray[Any]] | None = field(default=None, repr=False, compare=False)
+    """ids and weights [T, L, k] that these are counts of; None where they are not known."""
     layer: int | None = None
     """Which layer of the model L = 1 is about; None: these are all layers."""
 
@@ -87,14 +97,36 @@ class RoutingStats:
         scores = np.bincount(cells, weights.astype(np.float64).ravel(), size).astype(np.float64)
         late = np.bincount(cells[num_tokens // 2 * num_layers * top_k :], minlength=size)
         shape = (num_layers, num_experts)
-        return cls(counts.reshape(shape), scores.reshape(shape), num_tokens, top_k, late.reshape(shape))
+        told = counts.reshape(shape), scores.reshape(shape), num_tokens, top_k, late.reshape(shape)
+        return cls(*told, choices=(ids, weights))
+
+    @cached_property
+    def weights(self) -> NDArray[np.float32] | None:
+        """[L, E, WEIGHT_SAMPLES], router weights of an expert's choices, in rising order, as many choices behind each;
+        of the layer's where it was not chosen. Each within 6 %. None where single choices are not known.
+
+        The n choices stand in rising order, in classes. The q-th sample is the middle of the class of choice
+        (q + 1/2) n / WEIGHT_SAMPLES.
+        """
+        if self.choices is None or not self.num_tokens:
+            return None
+        ids, weights = self.choices
+        first_bits = weights.astype(np.float32).view(np.int32) >> 20
+        classes = np.clip(first_bits - _FINEST_CLASS, 0, _NUM_CLASSES - 1)
+        owners = ids.astype(np.int64) + np.arange(self.num_layers)[:, None] * self.num_experts
+        counts = np.bincount((owners * _NUM_CLASSES + classes).ravel(), minlength=self.counts.size * _NUM_CLASSES)
+        counts = counts.reshape(*self.counts.shape, _NUM_CLASSES)
+        of_layers = np.broadcast_to(_middle_classes(counts.sum(axis=1))[:, None], (*self.counts.shape, WEIGHT_SAMPLES))
+        found = np.where(self.counts[:, :, None] > 0, _middle_classes(counts), of_layers)
+        middles = ((np.arange(_NUM_CLASSES) + _FINEST_CLASS).astype(np.uint32) << 20) + np.uint32(1 << 19)
+        return frozen_array(middles.view(np.float32)[found], np.float32)
 
     def of_layer(self, layer: int) -> RoutingStats:
         """The same [1, E], known to be of this layer."""
         return replace(self, layer=layer)
 
     def merge(self, other: RoutingStats) -> RoutingStats:
-        """The statistics of both sets of tokens together."""
+        """The statistics of both sets of tokens together, without single weights."""
         if self.counts.shape != other.counts.shape or self.top_k != other.top_k:
             raise ValueError(
                 f"only statistics of the same model merge: [L, E] {list(self.counts.shape)} top-{self.top_k} "
@@ -106,3 +138,13 @@ class RoutingStats:
         return RoutingStats(
             self.counts + other.counts, self.scores + other.scores, self.num_tokens + other.num_tokens, self.top_k, late
         )
+
+
+def _middle_classes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Choices by class [.., _NUM_CLASSES] -> the classes [.., WEIGHT_SAMPLES] in the middle of equal parts of them."""
+    up_to = np.cumsum(counts)  # over all owners, so that one search finds all places
+    ends = up_to[_NUM_CLASSES - 1 :: _NUM_CLASSES]
+    numbers = np.diff(ends, prepend=0)
+    places = (ends - numbers)[:, None] + (2 * np.arange(WEIGHT_SAMPLES) + 1) * numbers[:, None] // (2 * WEIGHT_SAMPLES)
+    found = np.searchsorted(up_to, places, side="right") % _NUM_CLASSES
+    return found.reshape(*counts.shape[:-1], WEIGHT_SAMPLES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ class Layer:
     bits: NDArray[np.uint8]  # [R, E]
     gpus: NDArray[np.int64] | None = None  # [E]
     hot_bytes: NDArray[np.int64] | None = None  # [E]
+    from_weight: dict[int, NDArray[np.float32]] = field(default_factory=dict)  # request -> [E, 3]
 
 
 @dataclass
@@ -54,7 +55,7 @@ def split(
 ) -> Found:
     ids, decode = layer.ids.astype(np.int64), layer.decode[:, None]
     in_gpu = (layer.tiers >= 0) | (layer.tiers == ELSEWHERE)
-    bits = layer.bits[layer.owner]  # [T, E]
+    bits = _bits_of_rows(layer)
     is_warm = (layer.tiers == WARM)[ids] & decode
     rows = np.nonzero(is_warm)[0]
     host_ps = HostCpu.of(costs).pairs_ps(costs, ids[is_warm], rows)
@@ -86,6 +87,16 @@ def split(
     return Found(
         where, offloaded, device, warm, stream, counts, loads, hot_bytes, len(np.unique(ids[where == STREAM])), host_ps
     )
+
+
+def _bits_of_rows(layer: Layer) -> NDArray[np.uint8]:
+    """[T, E], what each row's plan says of the experts that it chose, by the weight that each has there."""
+    bits = layer.bits[layer.owner]
+    for row, owner in enumerate(layer.owner.tolist()):
+        for expert, weight in zip(layer.ids[row].tolist(), layer.weights[row], strict=True):
+            if owner in layer.from_weight and 1 <= bits[row, expert] <= 4:
+                bits[row, expert] = 1 + sum(weight >= least for least in layer.from_weight[owner][expert])
+    return bits
 
 
 def _pairs(

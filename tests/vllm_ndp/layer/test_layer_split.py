@@ -17,6 +17,7 @@ from vllm_ndp.layer import _split, account, tiers
 from vllm_ndp.layer.split import COUNTED, Pairs, Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import DEVICE, ELSEWHERE, STREAM, WARM, Tiers
 from vllm_ndp.planning.owners import Owners
+from vllm_ndp.planning.plan import BitwidthPlan
 from vllm_ndp.simulation.balance import Balancer
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.devices import DeviceRules, Devices, DevicesBalancer
@@ -57,6 +58,7 @@ class Case:
     owner: NDArray[np.int32]
     decode: NDArray[np.bool_]
     bits: NDArray[np.uint8]  # [R, L, E]
+    from_weight: dict[int, NDArray[np.float32]]  # request -> [L, E, 3]
     entries: NDArray[np.int64]
     costs: Costs
     balancers: list[Balancer | DevicesBalancer] | None
@@ -110,6 +112,10 @@ def cases(draw: st.DrawFn) -> Case:
         owner,
         decode,
         random.choice(np.array([1, 2, 3, 4, 16], np.uint8), (requests, LAYERS, num_experts)) * ~hot,
+        {
+            request: np.sort(random.choice(np.append(drawn, np.float32(np.inf)), (LAYERS, num_experts, 3)), axis=2)
+            for request in np.flatnonzero(random.random(requests) < draw(st.sampled_from([0.0, 0.5, 1.0]))).tolist()
+        },
         random.permutation(ENTRIES)[:num_rows],
         costs,
         None if kind == "none" else balancers,
@@ -159,7 +165,8 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
     splitter = splitter_of(case, table)
     noted = np.full((LAYERS, ENTRIES, case.top_k), -7, np.int16), np.full((LAYERS, ENTRIES, case.top_k), -7, np.float32)
     splitter.note_into(*noted)
-    counts = splitter.begin_step(case.owner, case.decode, list(case.bits), case.entries)
+    plans = [BitwidthPlan(bits, case.from_weight.get(request)) for request, bits in enumerate(case.bits)]
+    counts = splitter.begin_step(case.owner, case.decode, plans, case.entries)
     expected_counts = np.zeros_like(counts)
     model = GpuModel(HARDWARE, case.costs.shape, whole_experts=case.num_gpus > 0)
     clock, other = StepClock(model), StepClock(model)
@@ -176,6 +183,7 @@ def test_every_pair_of_a_layer_runs_where_the_yardstick_says(case: Case) -> None
             case.bits[:, layer],
             None if table.gpus is None else table.gpus[layer],
             table.hot_bits[layer].astype(np.int64) * 7,
+            {request: wider[layer] for request, wider in case.from_weight.items()},
         )
         balancer = None if case.balancers is None else case.balancers[layer]
         expected = split(known, balancer, case.prompts, case.costs, weighs_input=case.weighs_input)
@@ -271,7 +279,7 @@ def begin(splitter: Splitter, *, owners: tuple[int, ...] = (0, 0), entries: tupl
     splitter.begin_step(
         np.array(owners, np.int32),
         np.ones(len(owners), np.bool_),
-        [np.full((1, 2), 3, np.uint8)],
+        [BitwidthPlan(np.full((1, 2), 3, np.uint8))],
         None if entries is None else np.array(entries, np.int64),
     )
 

@@ -9,7 +9,7 @@ from paths import MODEL
 from ndp_device.errors import ConfigError
 from vllm_ndp.config import NdpSettings
 from vllm_ndp.lab.compare import Workload
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.bitwidths import BY_BITS_READ, LossTable
 from vllm_ndp.planning.importance import ImportanceScore, _rising, calibrated, importance
 from vllm_ndp.planning.plan import Budget, Plan
 from vllm_ndp.planning.policies import (
@@ -50,9 +50,11 @@ def test_every_policy_makes_the_same_plan_twice_and_it_fits(name, bits):
     for score, one, other in zip(scores, first, second, strict=True):
         assert (one.placement.num_hot == 3).all()
         cold = one.bits.bits[one.placement.cold]
-        spent = one.bits_read(score.values) if bits == "layers" else cold.mean()
+        spent = one.bits_read(score.values, score.weights) if bits in BY_BITS_READ else cold.mean()
         assert (spent <= 1.5 + 1e-8) == (bits != "full")
         assert one.bits.bits.tobytes() == other.bits.bits.tobytes()
+        assert (one.bits.from_weight is not None) == (bits == "pairs")
+        assert np.array_equal(one.bits.from_weight, other.bits.from_weight)
 
 
 def test_prefill_scores_the_prompt_and_static_ignores_it():

@@ -35,6 +35,7 @@ constexpr int32_t kDevice = -1, kWarm = -2, kElsewhere = -3, kStream = -4;
 constexpr int64_t kAliasPairs = 32;    // with more, hot pairs are listed, not aliased: docs/log/kernels.md
 constexpr int64_t kWidths = 32;        // bits of a pair lie below
 constexpr uint8_t kFullPrecision = 16;  // of prompts
+constexpr uint8_t kNested = 4;           // widest replica whose first planes are the narrower ones
 // What pairs are counted as, as split.COUNTED: of decode rows, then of prompt rows.
 enum Kind { kHot, kOffloaded, kCold, kByHost, kFallback, kPromptHot, kPromptDevice, kStreamed, kPromptFallback, kKinds };
 
@@ -216,9 +217,11 @@ class Splitter {
     }
 
     // entries [T]: of the KV cache, where routing is noted; owners [T]: the request of each row; is_decode [T];
-    // bits [R] of u8 [L, E]: each request's plan; counts [R, kinds]: is added to, layer by layer.
+    // bits [R] of u8 [L, E]: each request's plan; from_weights [R] of f32 [L, E, 3] or None: the router weights from
+    // which its cold pairs read 2, 3 and 4 bits; counts [R, kinds]: is added to, layer by layer.
     void begin_step(std::optional<In<int64_t, 1>> entries, In<int32_t, 1> owners, In<uint8_t, 1> is_decode,
-                    std::vector<In<uint8_t, 2>> bits, Out<int64_t, 2> counts) {
+                    std::vector<In<uint8_t, 2>> bits, std::vector<std::optional<In<float, 3>>> from_weights,
+                    Out<int64_t, 2> counts) {
         num_rows_ = 0;
         const auto rows = static_cast<int64_t>(owners.shape(0));
         want(rows > 0 && static_cast<int64_t>(is_decode.shape(0)) == rows, "a step needs rows, each of a request");
@@ -237,12 +240,18 @@ class Splitter {
         for (const auto& plan : bits)
             want(plan.shape(0) == where_.size() && plan.shape(1) == static_cast<size_t>(num_experts_),
                  "bits must be [L, E]");
+        want(from_weights.size() == bits.size(), "every plan says from which weights pairs are wider, or None");
+        for (const auto& from : from_weights)
+            want(!from || (from->shape(0) == where_.size() && from->shape(1) == static_cast<size_t>(num_experts_) &&
+                           from->shape(2) == kNested - 1),
+                 "weights from which pairs are wider must be [L, E, 3]");
         want(counts.shape(0) == bits.size() && counts.shape(1) == static_cast<size_t>(kKinds),
              "counts must be [R, 9]");
         entries_ = std::move(entries);
         owners_.emplace(std::move(owners));
         is_decode_.emplace(std::move(is_decode));
         bits_ = std::move(bits);
+        from_weights_ = std::move(from_weights);
         counts_.emplace(std::move(counts));
         all_decode_ = std::all_of(is_decode_->data(), is_decode_->data() + rows, [](uint8_t flag) { return flag; });
         num_rows_ = rows;
@@ -271,7 +280,7 @@ class Splitter {
         sent_prompts_.clear();
         host_ps_ = warm_ps(ids);
         if (offload.ptr() != Py_False && all_decode_) decide(ids, weights, offload);
-        if (!prompts.is_none() && !all_decode_) decide_prompts(ids, prompts);
+        if (!prompts.is_none() && !all_decode_) decide_prompts(ids, weights, prompts);
         lay_out(ids, weights);
         std::optional<int64_t> hot_bytes;
         if (!hot_bits_.empty()) hot_bytes = layer_hot_bytes_;
@@ -315,8 +324,13 @@ class Splitter {
         return place == kDevice ? device_ : place == kWarm ? warm_ : stream_;
     }
 
-    uint8_t planned(int64_t row, int64_t expert) const {
-        return bits_[owners_->data()[row]].data()[layer_ * num_experts_ + expert];
+    uint8_t planned(int64_t row, int64_t expert, float weight) const {
+        const int32_t owner = owners_->data()[row];
+        const int64_t at = layer_ * num_experts_ + expert;
+        const uint8_t bits = bits_[owner].data()[at];
+        if (!from_weights_[owner] || bits == 0 || bits > kNested) return bits;
+        const float* from = from_weights_[owner]->data() + at * (kNested - 1);
+        return static_cast<uint8_t>(1 + (weight >= from[0]) + (weight >= from[1]) + (weight >= from[2]));
     }
 
     bool first_time(int32_t expert) {
@@ -375,7 +389,7 @@ class Splitter {
                     ++seen.rows;
                     seen.weight += static_cast<double>(weights[i]);
                 } else if (table_[expert] == kDevice) {
-                    cold_.push_back({expert, 1, planned(row, expert)});
+                    cold_.push_back({expert, 1, planned(row, expert, weights[i])});
                     ++pairs;
                 }
             }
@@ -428,7 +442,7 @@ class Splitter {
         for (size_t i = 0; i < best; ++i) moved_.push_back(hot_[i].id);
     }
 
-    void decide_prompts(const int32_t* ids, const nb::object& rule) {
+    void decide_prompts(const int32_t* ids, const float* weights, const nb::object& rule) {
         std::vector<int64_t> counts(num_experts_, 0), experts, rows, decode_experts, decode_bits;
         for (int64_t row = 0; row < num_rows_; ++row)
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
@@ -438,7 +452,7 @@ class Splitter {
                     ++counts[ids[i]];
                 else if (where == kDevice) {
                     decode_experts.push_back(ids[i]);
-                    decode_bits.push_back(planned(row, ids[i]));
+                    decode_bits.push_back(planned(row, ids[i], weights[i]));
                 }
             }
         for (int64_t expert = 0; expert < num_experts_; ++expert)
@@ -460,9 +474,9 @@ class Splitter {
         return decode ? where : there_[expert] ? kDevice : kStream;
     }
 
-    uint8_t width_of(int64_t row, int32_t expert, bool decode) const {
+    uint8_t width_of(int64_t row, int32_t expert, bool decode, float weight) const {
         if (!decode) return kFullPrecision;
-        const uint8_t bits = planned(row, expert);
+        const uint8_t bits = planned(row, expert, weight);
         return bits || moved_.empty() ? bits : prices_.offload_bits;
     }
 
@@ -493,7 +507,7 @@ class Splitter {
                 const float weight = weighs_input_ ? 1.0f : weights[i];
                 switch (place) {
                     case kDevice:
-                        device_.add(row, expert, width_of(row, expert, decode), weight);
+                        device_.add(row, expert, width_of(row, expert, decode, weights[i]), weight);
                         ++counts[!decode ? kPromptDevice : offloaded_[expert] ? kOffloaded : kCold];
                         break;
                     case kWarm:
@@ -580,6 +594,7 @@ class Splitter {
     std::optional<In<int32_t, 1>> owners_;
     std::optional<In<uint8_t, 1>> is_decode_;
     std::vector<In<uint8_t, 2>> bits_;        // [R]
+    std::vector<std::optional<In<float, 3>>> from_weights_;  // [R]
     std::optional<Out<int64_t, 2>> counts_;   // [R, kinds]
 
     // of the layer
@@ -651,7 +666,7 @@ NB_MODULE(_split, m) {
         .def("use", &Splitter::use, nb::arg("place"), nb::arg("sent"), nb::arg("local"), nb::arg("experts"),
              nb::arg("bits"), nb::arg("weights"))
         .def("begin_step", &Splitter::begin_step, nb::arg("entries").none(), nb::arg("owners"), nb::arg("is_decode"),
-             nb::arg("bits"), nb::arg("counts"))
+             nb::arg("bits"), nb::arg("from_weights"), nb::arg("counts"))
         .def("split", &Splitter::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
              nb::arg("offload"), nb::arg("prompts").none())
         .def("fall_back", &Splitter::fall_back)

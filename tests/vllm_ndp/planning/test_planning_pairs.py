@@ -1,0 +1,174 @@
+"""Widths of single pairs by their own router weight: the best of all plans that read as much, within the budget."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ndp.planning.bitwidths import LossTable, bits_of_pairs, bits_over_layers
+from vllm_ndp.planning.follower import exchanged
+from vllm_ndp.planning.importance import ImportanceScore, scores_for_bits
+from vllm_ndp.planning.placement import top_experts
+from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
+from vllm_ndp.planning.policies import PolicySettings, load_policy
+from vllm_ndp.planning.stats import WEIGHT_SAMPLES, RoutingStats
+
+WIDER = np.array([[[0.2, 0.4, np.inf], [0.1, 0.1, 0.3], [0.0, 0.0, 0.0]]], np.float32)
+
+
+def small_model(seed: int, layers: int, experts: int, samples: int) -> tuple[ImportanceScore, LossTable]:
+    random = np.random.default_rng(seed)
+    score = ImportanceScore.from_weights(random.random((layers, experts)))
+    weights = np.sort(random.random((layers, experts, samples)), axis=2)
+    mse = np.sort(random.exponential(size=(layers, experts, 4)), axis=2)[:, :, ::-1]
+    return replace(score, weights=weights), LossTable(mse, random.random(layers) + 0.1, nats=1.0)
+
+
+def read_and_lost(score: ImportanceScore, loss: LossTable, placement: Placement, widths: np.ndarray) -> tuple:
+    """By a cold pair on average, and by them all; widths [L, E, Q]."""
+    assert score.weights is not None
+    shares = np.zeros(placement.cold.shape)
+    shares[placement.cold] = placement.cold_shares(score.values)
+    square = score.weights.astype(float) ** 2
+    mean = (square.mean(axis=2) * score.values).sum(axis=1)
+    lost = 0.0
+    for layer, expert, sample in np.argwhere(np.broadcast_to(placement.cold[:, :, None], widths.shape)):
+        one = square[layer, expert, sample] / mean[layer] * loss.mse[layer, expert, widths[layer, expert, sample] - 1]
+        lost += one * loss.layer_weights[layer] * score.values[layer, expert] / widths.shape[2]
+    return float((widths.mean(axis=2) * shares).sum()), lost
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "samples", "hot"), [(1, 1, 5, 0), (1, 2, 2, 0), (2, 2, 1, 0), (2, 2, 2, 1)]
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_widths_of_single_pairs_that_read_as_much_lose_less(seed, layers, experts, samples, hot):
+    score, loss = small_model(seed, layers, experts, samples)
+    placement = top_experts(score.values, hot)
+    cold = np.broadcast_to(placement.cold[:, :, None], (layers, experts, samples))
+    every = []
+    for chosen in itertools.product((1, 2, 3, 4), repeat=int(cold.sum())):
+        widths = np.zeros(cold.shape, np.uint8)
+        widths[cold] = chosen
+        every.append(read_and_lost(score, loss, placement, widths))
+    for avg_bits in (1.0, 1.3, 2.0, 2.7, 3.5, 4.0):
+        plan = bits_of_pairs(score, placement, loss, Budget(hot, avg_bits))
+        read, lost = read_and_lost(score, loss, placement, plan.of_pairs(score.weights))
+        assert read <= avg_bits + 1e-8
+        assert Plan(1, placement, plan).bits_read(score.values, score.weights) == pytest.approx(read)
+        assert lost <= min(other for bits, other in every if bits <= read + 1e-9) + 1e-9
+        assert loss.predicted_nats(score, plan.of_pairs(score.weights)) == pytest.approx(lost)
+        wider = [bits for bits, other in every if other < lost - 1e-9]
+        assert not wider or avg_bits < read + 3 / samples, "what is left does not pay for three bits of a pair"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 12), st.data(), st.floats(1.0, 4.0))
+def test_pairs_read_what_the_budget_pays_for_but_for_one_step_of_one_pair(seed, layers, experts, data, avg_bits):
+    score, loss = small_model(seed, layers, experts, WEIGHT_SAMPLES)
+    hot = data.draw(st.integers(0, experts - 1))
+    placement = top_experts(score.values, hot)
+    plan = Plan(1, placement, bits_of_pairs(score, placement, loss, Budget(hot, avg_bits)))
+    step = 3 * placement.cold_shares(score.values).max() / WEIGHT_SAMPLES
+    assert avg_bits - step - 1e-8 <= plan.bits_read(score.values, score.weights) <= avg_bits + 1e-8
+    assert (plan.bits.bits[placement.hot] == 0).all()
+    assert ((plan.bits.bits >= 1) & (plan.bits.bits <= 4))[placement.cold].all()
+
+
+def test_pairs_lose_less_than_experts_that_read_as_many_bits():
+    for seed in range(10):
+        score, loss = small_model(seed, 3, 8, WEIGHT_SAMPLES)
+        score = replace(score, strength=score.pair_strength.mean(axis=2))
+        placement = Placement(np.zeros((3, 8), bool))
+        experts = bits_over_layers(score, placement, loss, Budget(0, 2.0))
+        pairs = bits_of_pairs(score, placement, loss, Budget(0, Plan(1, placement, experts).bits_read(score.values)))
+        assert loss.predicted_nats(score, pairs.of_pairs(score.weights)) < loss.predicted_nats(score, experts.bits)
+
+
+def test_a_budget_of_nats_is_met_by_single_pairs_with_fewer_bits_than_by_experts():
+    score, loss = small_model(3, 2, 6, WEIGHT_SAMPLES)
+    placement = Placement(np.zeros((2, 6), bool))
+    lost = [loss.predicted_nats(score, np.full((2, 6, WEIGHT_SAMPLES), bits)) for bits in (1, 4)]
+    budget = Budget(0, 4.0, max_loss=sum(lost) / 2)
+    pairs = bits_of_pairs(score, placement, loss, budget)
+    assert lost[1] < loss.predicted_nats(score, pairs.of_pairs(score.weights)) <= budget.max_loss * 1.02
+    experts = Plan(1, placement, bits_over_layers(score, placement, loss, budget))
+    assert Plan(1, placement, pairs).bits_read(score.values, score.weights) < experts.bits_read(score.values)
+
+
+def test_pairs_that_gain_the_same_are_all_wider_or_none_is():
+    score = replace(ImportanceScore.from_weights(np.ones((1, 4))), weights=np.full((1, 4, WEIGHT_SAMPLES), 0.5))
+    placement = Placement(np.zeros((1, 4), bool))
+    for avg_bits, widths in ((1.5, 1), (2.0, 2), (2.9, 2), (4.0, 4)):
+        plan = bits_of_pairs(score, placement, LossTable.nominal(1, 4), Budget(0, avg_bits))
+        assert (plan.of_pairs(score.weights) == widths).all()
+
+
+def test_where_single_weights_are_not_known_pairs_are_as_wide_as_their_experts():
+    score, loss = small_model(1, 2, 5, 4)
+    unknown, placement = replace(score, weights=None), top_experts(score.values, 2)
+    plan = bits_of_pairs(unknown, placement, loss, Budget(2, 2.5))
+    assert plan.from_weight is None
+    assert (plan.bits == bits_over_layers(unknown, placement, loss, Budget(2, 2.5)).bits).all()
+
+
+def test_a_plan_of_pairs_names_every_nested_width_and_leaves_hot_and_warm_experts_alone():
+    plan = BitwidthPlan(np.array([[2, 0, 16]]), WIDER)
+    assert plan.width_mask().tolist() == [[0b1111, 0, 0b10000]]
+    weights = np.array([[[0.1, 0.2, 0.5]] * 3], np.float32)
+    assert plan.of_pairs(weights).tolist() == [[[1, 2, 3], [0, 0, 0], [16, 16, 16]]]
+    assert plan.of_pairs(None).tolist() == [[[2], [0], [16]]]
+
+
+def test_weights_that_fall_with_bits_or_are_of_another_model_are_refused():
+    for wrong in (WIDER[:, :, ::-1], WIDER[:, :2], np.full_like(WIDER, np.nan)):
+        with pytest.raises(ValueError, match="weights"):
+            BitwidthPlan(np.array([[2, 3, 4]]), wrong)
+
+
+def test_an_expert_that_leaves_gpu_memory_takes_over_the_weights_of_the_one_that_comes():
+    before, after = np.array([[True, False, False]]), np.array([[False, False, True]])
+    swapped = exchanged(WIDER, before, after)
+    assert swapped[0, 0].tolist() == WIDER[0, 2].tolist()
+    assert not swapped[0, 2].any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 200), st.integers(1, 6), st.floats(0.01, 3.0))
+def test_samples_stand_for_the_router_weights_of_an_expert_s_choices(seed, tokens, experts, largest):
+    random = np.random.default_rng(seed)
+    top_k = int(random.integers(1, experts + 1))
+    ids = np.argsort(random.random((tokens, 2, experts)), axis=2)[:, :, :top_k]
+    weights = (random.uniform(0.01, 1.0, ids.shape) * largest).astype(np.float32)
+    samples = RoutingStats.from_choices(ids, weights, experts).weights
+    assert samples is not None
+    for layer in range(2):
+        for expert in range(experts):
+            own = np.sort(weights[:, layer][ids[:, layer] == expert])
+            own = own if len(own) else np.sort(weights[:, layer].ravel())
+            ranks = (2 * np.arange(WEIGHT_SAMPLES) + 1) * len(own) // (2 * WEIGHT_SAMPLES)
+            assert samples[layer, expert] == pytest.approx(np.clip(own[ranks], 2**-8, 4), rel=0.07)
+
+
+def test_weights_below_and_above_all_classes_are_of_the_outermost_ones():
+    ids, weights = np.zeros((2, 1, 1), int), np.array([0.0, 100.0], np.float32).reshape(2, 1, 1)
+    samples = RoutingStats.from_choices(ids, weights, 1).weights
+    assert samples is not None
+    assert samples.min() < 2**-7
+    assert samples.max() > 3.5
+
+
+def test_requests_in_common_read_an_expert_at_one_width():
+    """From four running requests on, as the default says: rows that want two widths of one expert read it twice."""
+    ids, random = np.array([[[0, 1]]] * 8), np.random.default_rng(0)
+    placement, policy = Placement(np.zeros((1, 2), bool)), load_policy("prefill", PolicySettings(bit_rule="pairs"))
+    scores = [policy.score(RoutingStats.from_choices(ids, random.random((8, 1, 2)), 2)) for _ in range(4)]
+    for running, has_pairs in ((3, True), (4, False)):
+        for score in scores_for_bits(scores[:running], "auto"):
+            plan = policy.assign(score, placement, LossTable.nominal(1, 2), Budget(0, 2.0))
+            assert (plan.from_weight is not None) == has_pairs
