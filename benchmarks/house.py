@@ -36,7 +36,7 @@ LAYER = (
         "integration/step.py",
         "simulation/balance.py",
     ),
-    *("integration/csrc/decode_layers.cpp", "integration/cuda/layer.py", "integration/cuda/routing.py"),
+    *("integration/cuda/layer.py", "integration/cuda/routing.py"),
     *(
         "integration/cuda/packet.py",
         "integration/cuda/kernels.py",

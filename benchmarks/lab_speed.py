@@ -51,6 +51,9 @@ from measured import ROOT, Measurement, add_json_option
 
 ROWS_PER_STEP = (1, 8, 64)
 MOST_STEPS = 4000
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""glibc keeps memory that was given back. Otherwise a process's history decides whether arrays of megabytes fault in
+page by page: the same function took 31 or 42 ms."""
 
 
 def recording(trace: Trace, rows_per_step: int) -> dict[str, float]:
@@ -113,7 +116,7 @@ def older_tree(commit: str) -> Path:
 
 def speeds_of(command: list[str], rounds: int, packages: str = "") -> dict[str, float]:
     """Decisions and recorded rows per second of CPU time, by name."""
-    environment = os.environ | ({"PYTHONPATH": packages} if packages else {})
+    environment = os.environ | KEPT_MEMORY | ({"PYTHONPATH": packages} if packages else {})
     words = [sys.executable, *command, "--rounds", str(rounds)]
     done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])["figures"]

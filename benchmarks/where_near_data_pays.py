@@ -86,8 +86,8 @@ def message_us(model: str, assumed: Assumed) -> list[float]:
 
 
 def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
-    """Of each limit of loss: the best row of the two fastest sides, of the device, and of the paper's plan; each as
-    [name, side, tokens/s, loss, part of choices on the GPU], fastest first."""
+    """Of each limit of loss: the best row of the two fastest sides, of the device, of joint plans that leave it idle,
+    and of the paper's plan; each as [name, side, tokens/s, loss, part of choices on the GPU], fastest first."""
     for limit, loss in LIMITS.items():
         within = [row for row in cell.rows if row.loss <= loss * (1 + 1e-6)]
         best: dict[str, Summary] = {}
@@ -95,7 +95,7 @@ def as_rows(name: str, cell: Cell) -> Iterator[dict[str, Any]]:
             best.setdefault(_side(row), row)
         ranked = list(best.values())
         paper = next((row for row in within if row.system == "balanced"), None)
-        kept = [*ranked[:2], best.get("device"), paper]
+        kept = [*ranked[:2], best.get("device"), best.get("joint"), paper]
         told = dict.fromkeys(_said(row) for row in kept if row is not None)
         rows = sorted(told, key=lambda row: -row[2])
         if rows:

@@ -26,7 +26,7 @@ from vllm_ndp.lab.systems import SYSTEMS, ReplayOptions, require_options, system
 from vllm_ndp.lab.vectorised.batches import Batches
 from vllm_ndp.lab.vectorised.outcome import Outcome, Summary, against, step_times, summarise
 from vllm_ndp.lab.vectorised.prediction import NextLayer
-from vllm_ndp.planning.bitwidths import LossTable
+from vllm_ndp.planning.bitwidths import OF_PAIRS, LossTable
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import Budget
 from vllm_ndp.planning.policies import POLICIES, PolicySettings, policies_with
@@ -218,6 +218,11 @@ class Replays:
             "prior_tokens": settings.prior_tokens,
             **settings.policy_options,
         }
+        if told["bit_rule"] == OF_PAIRS:
+            raise ConfigError(
+                f"bit_rule {OF_PAIRS!r} gives single pairs widths of their own, but the systems compared here have one "
+                "for each expert: use 'layers', or replay a recorded run"
+            )
         names = {"prefill" if name == ORACLE else name for name in settings.policies} | {"prefill"}
         self._policies = policies_with(sorted(names), told)
         self._bounds: dict[tuple[int, int], Bound] = {}

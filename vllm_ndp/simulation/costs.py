@@ -152,6 +152,9 @@ class Costs:
     def hop_ps(self, rows: int) -> int:
         """Time of the activations of `rows` rows to the host's CPU and of their results back. They are launched as
         messages to the device are: a hop is a hop."""
+        return int(self._once(("hop", rows), lambda: self._hop_ps(rows)))
+
+    def _hop_ps(self, rows: int) -> int:
         if rows == 0:
             return 0
         num_bytes = rows * self.shape.hidden_size * self.shape.dtype_bytes

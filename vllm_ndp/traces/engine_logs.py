@@ -2,7 +2,6 @@
 
     routelog    JSON lines of vLLM loggers: {"type": "meta", ...}, then {"type": "route", "req_id", "token_idx",
                 "layer", "topk_ids", "topk_weights"}, rows of a step interleaved by request; a file, or one per layer
-    moe-trace   CSV of llama.cpp forks: columns layer and expert, one row a choice, tokens in order, no requests
 
 Loggers that know no requests write one req_id, and count token_idx from zero in every step. A row keeps its place in
 vLLM's batch until a request comes or goes. So the reader recovers requests while the number of rows in a step stays.
@@ -11,7 +10,6 @@ Knows rows as engines write them. Does not know traces.
 
 from __future__ import annotations
 
-import csv
 import itertools
 from array import array
 from collections.abc import Iterator
@@ -170,30 +168,3 @@ def _found_again(source: Path, rows: Rows, left_out: dict[str, int]) -> tuple[li
 def _at(rows: Rows, places: NDArray[np.int64], name: str) -> Logged:
     """The request whose rows are those [T, L]."""
     return Logged(name, rows.ids[places], None if rows.weights is None else rows.weights[places], 0)
-
-
-def read_moe_trace(source: Path) -> NDArray[np.int64]:
-    """[T, L, k]. A token ends where a layer comes again after another one; every token must have the same rows."""
-    lines = csv.reader(line.decode() for line in read_lines(source))
-    header = [name.strip() for name in next(lines, [])]
-    if "layer" not in header or "expert" not in header:
-        raise TraceError(f"{source} must begin with a header that has layer and expert, got {header}")
-    at_layer, at_expert = header.index("layer"), header.index("expert")
-    try:
-        rows = np.array([(int(row[at_layer]), int(row[at_expert])) for row in lines if row], np.int64)
-    except (ValueError, IndexError) as error:
-        raise TraceError(f"{source} must have whole numbers as layer and expert: {error}") from None
-    if not len(rows):
-        raise TraceError(f"{source} has a header and no rows")
-    layers = np.unique(rows[:, 0])
-    starts = np.flatnonzero(np.diff(rows[:, 0], prepend=-1))
-    top_k = int(np.diff(starts, append=len(rows))[0])
-    span = top_k * len(layers)
-    want = np.tile(np.repeat(rows[:span:top_k, 0], top_k), max(len(rows) // span, 1))
-    if len(rows) % span or not np.array_equal(rows[:, 0], want[: len(rows)]):
-        wrong = int(np.flatnonzero(rows[: len(want), 0] != want[: len(rows)])[:1].sum()) if len(want) else 0
-        raise TraceError(
-            f"{source}: rows must come as {top_k} experts of each of {len(layers)} layers, token by token; row "
-            f"{wrong + 1} or the file's end does not"
-        )
-    return rows[:, 1].reshape(-1, len(layers), top_k)

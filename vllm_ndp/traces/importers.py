@@ -7,7 +7,7 @@
 | megatron | directory of router_trace_rank*.jsonl                          | no       | no      |
 | flame    | directory of layer_NN.parquet (FLAME-MoE-Traces)               | no       | yes     |
 | routelog | JSON lines of vLLM loggers, or a directory of them (engine_logs.py) | yes    | if told |
-| moe-trace | CSV of llama.cpp forks, layer and expert a row (engine_logs.py) | no       | no      |
+| moe-trace | CSV of llama.cpp forks, a row a choice or a token (llama_logs.py) | found again | no  |
 | expert-selection | JSON of MoE_expert_selection_trace, a file a request (published.py) | yes | no  |
 | columns  | .safetensors of rows: ids, router logits or both (published.py) | yes      | if told |
 | dynande  | CSV of DynaNDE, the score of every expert a row (published.py) | if told   | yes     |
@@ -38,8 +38,9 @@ from ndp_device import strict_json
 from ndp_device.errors import TraceError
 from ndp_device.strict_arrays import decode_array, read_arrays
 from ndp_device.strict_files import read_lines
-from vllm_ndp.traces.engine_logs import read_moe_trace, read_routelog
+from vllm_ndp.traces.engine_logs import read_routelog
 from vllm_ndp.traces.format import Provenance, open_parquet
+from vllm_ndp.traces.llama_logs import read_moe_trace
 from vllm_ndp.traces.published import read_columns, read_dynande, read_expert_selection
 from vllm_ndp.traces.rows import Logged, chosen
 from vllm_ndp.traces.trace import Sequence, Trace, from_sequences
@@ -274,7 +275,8 @@ def from_routelog(source: Path, settings: ImportSettings) -> Trace:
 
 
 def from_moe_trace(source: Path, settings: ImportSettings) -> Trace:
-    return _of_logged([Logged("", read_moe_trace(source), None)], settings, "moe-trace")
+    logged, left_out = read_moe_trace(source)
+    return _of_logged(logged, settings, "moe-trace", left_out)
 
 
 def from_expert_selection(source: Path, settings: ImportSettings) -> Trace:

@@ -1,7 +1,7 @@
 """Logs that engines write row by row: read interleaved or one layer a file, and refused where they lack something.
 
 routelog was tried on five real logs of four public repositories of vLLM loggers (TotaniYash, weiran0129, KaxitPandya,
-KennethWang1221), whose shape the tests below repeat; moe-trace only on rows written from its description.
+KennethWang1221), whose shape the tests below repeat.
 """
 
 from __future__ import annotations
@@ -129,24 +129,3 @@ def test_a_log_that_lacks_something_is_refused_in_one_sentence(tmp_path, rows, s
     with pytest.raises(TraceError) as refusal:
         import_trace(tmp_path / "log.jsonl", "routelog")
     assert says in str(refusal.value)
-
-
-def test_rows_of_layer_and_expert_are_cut_into_tokens(tmp_path):
-    rows = [(layer, (token + choice + layer) % 8) for token in range(6) for layer in (0, 3) for choice in range(2)]
-    text = "token_type,layer,expert\n" + "".join(f"x,{layer},{expert}\n" for layer, expert in rows)
-    (tmp_path / "t.csv").write_text(text)
-    settings = ImportSettings(sequence_len=3, prompt_len=1)
-    trace = import_trace(tmp_path / "t.csv", "moe-trace", settings)
-    assert trace.ids.shape == (6, 2, 2)
-    assert trace.sequences[1].prompt_ids.tolist() == [[[3, 4], [6, 7]]]
-    (tmp_path / "cut.csv").write_text(text[: text.rindex("x,")])
-    with pytest.raises(TraceError, match="2 experts of each of 2 layers"):
-        import_trace(tmp_path / "cut.csv", "moe-trace", settings)
-    for bad, says in (
-        ("a,b\n1,2\n", "layer and expert"),
-        ("layer,expert\n", "no rows"),
-        ("layer,expert\n0,x\n", "whole"),
-    ):
-        (tmp_path / "bad.csv").write_text(bad)
-        with pytest.raises(TraceError, match=says):
-            import_trace(tmp_path / "bad.csv", "moe-trace", settings)

@@ -202,7 +202,7 @@ def sweep(
 )
 def reproduce(
     source: Annotated[
-        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic"],
+        Literal["paper", "monde", "cxl-expert", "hobbit", "moepic", "locality"],
         typer.Argument(metavar="SOURCE", help="Whose figures."),
     ],
     trace: Annotated[
@@ -223,16 +223,14 @@ def reproduce(
         raise ConfigError(f"a trace belongs to paper and hobbit, got one with {source!r}: leave it out")
     recorded = None if trace is None else Trace.load(trace)
     with waiting(f"computing the figures of {source}"):
-        if source == "paper":
-            result = figures.reproduce_paper(recorded)
-        elif source == "cxl-expert":
-            result = figures.reproduce_cxl_expert(physical)
-        elif source == "hobbit":
-            result = figures.reproduce_hobbit(recorded)
-        elif source == "monde":
-            result = figures.reproduce_monde()
-        else:
-            result = figures.reproduce_moepic()
+        result = {
+            "paper": lambda: figures.reproduce_paper(recorded),
+            "cxl-expert": lambda: figures.reproduce_cxl_expert(physical),
+            "hobbit": lambda: figures.reproduce_hobbit(recorded),
+            "monde": figures.reproduce_monde,
+            "moepic": figures.reproduce_moepic,
+            "locality": figures.reproduce_locality,
+        }[source]()
     print_reproduction(result)
     rows = [row.as_dict() for row in result.rows]
     print_json({"source": result.source, "rows": rows, "notes": list(result.notes)}, shown=True)

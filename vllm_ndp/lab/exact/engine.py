@@ -29,7 +29,7 @@ from vllm_ndp.layer.split import Split, SplitRules, Splitter
 from vllm_ndp.layer.tiers import Tiers
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.owners import Owners
-from vllm_ndp.planning.plan import Plan
+from vllm_ndp.planning.plan import BitwidthPlan, Plan
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
 from vllm_ndp.planning.stats import RoutingStats
 from vllm_ndp.simulation.balance import Balancer
@@ -140,7 +140,6 @@ class Engine:
         self._ended: list[int] = []
         self._arrives_ps = 0  # when what is copied beside decode is there
         self._timings: list[Timing | None] = []
-        self._no_plan = np.zeros(self.hot.shape, np.uint8)
         self.requests = [RequestState(int(n)) for n in trace.prompt_len]
 
     def _make_splitter(self, balancer: Balancer | None, prompts: PrefillSplit | None) -> Splitter:
@@ -264,7 +263,7 @@ class Engine:
         self._streamed = np.zeros_like(self.hot)
         spans = {r: (int(positions[owner == r].min()), end) for r, end in ends.items()}
         self.clock.begin_step(len(rows), sum(ends.values()), int(positions.sum()) + len(rows), list(spans.values()))
-        plans = [self._bits_of(r) if decode[owner == r].any() else self._no_plan for r in ends]
+        plans = [self._bits_of(r) if decode[owner == r].any() else None for r in ends]
         request_of = np.searchsorted(list(ends), owner).astype(np.int32)
         self._splitter.begin_step(request_of, decode, plans)
         alone = None
@@ -352,8 +351,8 @@ class Engine:
     def _work(self, layer: int, rows: NDArray[np.int64], experts: NDArray[np.integer], bits: NDArray[np.uint8]) -> Work:
         return work_of(self.clock.model.shape, self._held, layer, rows, experts.tolist(), bits.tolist())
 
-    def _bits_of(self, request: int) -> NDArray[np.uint8]:
+    def _bits_of(self, request: int) -> BitwidthPlan:
         plan = self.requests[request].plan
         if plan is None:
             raise TraceError(f"request {request} decodes before its prefill has ended: the trace is incomplete")
-        return plan.bits.bits
+        return plan.bits

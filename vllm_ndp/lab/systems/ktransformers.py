@@ -88,8 +88,9 @@ def replay(batches: Batches, costs: Costs, options: ReplayOptions) -> Outcome:
         return np.maximum(resident, cpu.layers_ps(costs, np.where(hot, 0, counts), cold_bytes))
 
     pairs = int(batches.loads.rows.sum())
-    ran = np.where(hot[np.arange(layers)[:, None], batches.ids], gpu_bits, bits)
-    widths = np.where(ran == FULL_PRECISION_BITS, 0, ran)
+    by_expert = np.where(hot, gpu_bits, bits).astype(np.uint8)
+    by_expert[by_expert == FULL_PRECISION_BITS] = 0
+    widths = by_expert[np.arange(layers)[:, None], batches.ids]
     narrow_hits = hits if gpu_bits < FULL_PRECISION_BITS else 0
     return without_device(
         "ktransformers",
