@@ -99,6 +99,8 @@ class Family:
     """A multimodal model's keys beside the two: tokens that stand for images and videos."""
     tensors: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Names that vLLM's loader of the family takes, as patterns -> shape."""
+    preprocessor: Mapping[str, Any] = field(default_factory=dict)
+    """Of preprocessor_config.json, where vLLM reads one even for text alone."""
     own_class: bool = False
     """Whether published checkpoints bring the class of their config.json, which no library has."""
     norm_mean: float = 1.0
@@ -110,8 +112,15 @@ class Family:
     """Whether stock vLLM runs this checkpoint on a CPU: others are compared with transformers only."""
 
 
+def _read(path: Path) -> dict[str, Family]:
+    return {name: Family(**fields) for name, fields in tomllib.loads(path.read_text()).items()}
+
+
+OUTLINES: Mapping[str, Family] = MappingProxyType(_read(Path(__file__).with_name("outlines.toml")))
+"""Of architectures that no engine here builds whole: what stock vLLM and the plugin say of them before that."""
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {name: Family(**fields) for name, fields in tomllib.loads(MORE.read_text()).items()}
+    _read(MORE)
     | {
         "mixtral": Family("MixtralConfig", {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}),
         "qwen2_moe": Family(
@@ -228,13 +237,15 @@ def make(name: str, out: Path, *, seed: int = 0) -> Path:
     if (directory / "tokenizer_config.json").is_file():
         return directory
     transformers.utils.logging.disable_progress_bar()
-    family, generator = FAMILIES[name], torch.Generator().manual_seed(seed)
+    family, generator = (FAMILIES | OUTLINES)[name], torch.Generator().manual_seed(seed)
     if family.tensors:
         _save_from_table(family, directory, generator)
     else:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             _save_from_class(family, directory, generator)
+    if family.preprocessor:
+        (directory / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     for file in ("tokenizer.json", "tokenizer_config.json"):  # last: what says that the directory is whole
         shutil.copyfile(TOKENIZER / file, directory / file)
     return directory
@@ -316,8 +327,10 @@ def _redraw(values: Iterable[tuple[str, Any]], family: Family, generator: Any) -
 
 
 def _add_keys(path: Path, added: Mapping[str, Any]) -> None:
+    """To the language model's, except those that the whole model has already (`architectures`)."""
     config = json.loads(path.read_text())
-    config.get("text_config", config).update(added)
+    for key, value in added.items():
+        (config if key in config else config.get("text_config", config))[key] = value
     path.write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -332,7 +345,9 @@ def _add_ones(path: Path, names: Sequence[str], size: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar="FAMILY", help=", ".join(FAMILIES))
+    parser.add_argument(
+        "families", nargs="*", choices=[*FAMILIES, *OUTLINES, []], metavar="FAMILY", help=", ".join(FAMILIES)
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     made = {name: str(make(name, options.out, seed=options.seed)) for name in options.families or FAMILIES}

@@ -229,6 +229,11 @@ class _Config:
                 groups=self.size("mamba_n_groups"),
                 kernel=self.size("mamba_d_conv"),
             )
+        if "mamba_expand" not in self._config:
+            raise ConfigError(
+                f"model {self._name!r}: its config.json must give sizes of linear attention by keys that are known "
+                f"(linear_num_value_heads, mamba_n_heads, mamba_expand): {keys_about(self._config, 'linear', 'mamba')}"
+            )
         return SelectiveScan(
             inner=self.size("mamba_expand") * self.size("hidden_size"),
             state=self.size("mamba_d_state"),

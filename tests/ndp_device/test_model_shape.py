@@ -120,6 +120,14 @@ def test_sizes_that_no_model_has_are_refused() -> None:
         whole_model(SMALL, {"num_attention_heads": 2}, {0, 1})
 
 
+def test_linear_attention_of_a_kind_that_is_not_known_is_not_taken_for_mambas() -> None:
+    """GLM-5-next's config.json was asked for mamba_expand."""
+    config = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 100}
+    config |= {"layer_types": ["linear_attention"], "linear_num_heads": 4}
+    with pytest.raises(ConfigError, match=r"by keys that are known .*: it has linear_num_heads$"):
+        whole_model(SMALL, config, [0])
+
+
 def test_a_recorded_model_that_lacks_a_size_or_has_an_impossible_one_is_refused() -> None:
     lacking = {key: value for key, value in RECORDED_IN_2026.items() if key != "vocab"}
     with pytest.raises(ConfigError, match="must record the sizes hidden, num_layers"):
