@@ -371,14 +371,9 @@ class Assembly:
         return host_replicas.load_losses(replicas, self.layers, self.settings)
 
     def make_costs(self, facts: DeviceFacts) -> Costs:
-        return Costs(
-            self.hardware,
-            self.shape,
-            group_size=facts.group_size,
-            num_gpus=self.ranks.size,
-            slot_bits=self.settings.slot_bits,
-            has_bytes=BYTE_BITS in facts.expert_bytes,
-        )
+        group, bits, in_bytes = facts.group_size, self.settings.slot_bits, BYTE_BITS in facts.expert_bytes
+        size = self.ranks.size
+        return Costs(self.hardware, self.shape, group_size=group, num_gpus=size, slot_bits=bits, has_bytes=in_bytes)
 
     def measure_prices(
         self, hot: HotExperts, device: DeviceView, replicas: Path | None, shared: Shared | None

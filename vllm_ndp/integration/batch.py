@@ -150,15 +150,10 @@ class BatchRows:
     def all_decode(self) -> bool:
         return all(span.start >= span.first_decode for span in self.spans)
 
-    @property
-    def owners(self) -> list[int]:
-        """[T], index into spans."""
-        return [index for index, span in enumerate(self.spans) for _ in range(span.num_tokens)]
-
     @cached_property
     def owner(self) -> NDArray[np.int32]:
         """[T], index into spans."""
-        return np.repeat(np.arange(len(self.spans), dtype=np.int32), [span.num_tokens for span in self.spans])
+        return np.arange(len(self.spans), dtype=np.int32).repeat([span.num_tokens for span in self.spans])
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -168,6 +163,8 @@ class BatchRows:
     @cached_property
     def decode(self) -> NDArray[np.bool_]:
         """[T]"""
+        if self.all_decode:
+            return np.ones(self.num_rows, np.bool_)
         first = np.array([span.first_decode for span in self.spans], dtype=np.int64)
         return self.positions >= first[self.owner]
 

@@ -149,7 +149,9 @@ class NdpController:
                 "hot_experts": num_hot,
                 "warm_experts": num_warm,
                 "prices": self.worker.made.settings.prices,
-                "avg_bits": round(request.plan.bits_read(request.score.values), 6) if placement.num_cold.any() else 0.0,
+                "avg_bits": round(request.plan.bits_read(request.score.values, request.score.weights), 6)
+                if placement.num_cold.any()
+                else 0.0,
                 "predicted_nats": replanner.predicted_nats(slot_bits, request.score, request.plan),
             }
             for name, request in planned.items()

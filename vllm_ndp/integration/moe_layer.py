@@ -7,26 +7,24 @@ computed here. Knows tensors of one layer; does not know how a plan was made, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
 
-from vllm_ndp.device.calls import ExecuteResult
 from vllm_ndp.integration.cuda.layer import AsideLayer, FixedOutput
 from vllm_ndp.integration.cuda.limits import refuse_capture
 from vllm_ndp.integration.cuda.messenger import Messenger
 from vllm_ndp.integration.device import DeviceView
-from vllm_ndp.integration.device_link import DeviceCall
-from vllm_ndp.integration.executor import Executor, Pending
+from vllm_ndp.integration.executor import Pending
 from vllm_ndp.integration.host_cpu import HostCpuExperts
 from vllm_ndp.integration.hot_experts import HotExperts
 from vllm_ndp.integration.planner import PlanRunner
 from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import RunningStep, Step
 from vllm_ndp.integration.streamed_experts import StreamedExperts
-from vllm_ndp.layer.split import Pairs, Split
+from vllm_ndp.layer.split import Pairs
 
 Shared = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts: [T, H] -> [T, H], a fresh tensor."""
@@ -78,13 +76,13 @@ class MoELayer:
             refuse_capture(self.index, x)
             beside()
             out = self._slots.run_anything(self._weighed(x, topk_weights), self._applied(topk_weights), topk_ids)
-            return out if self._fixed is None else self._fixed.hold(out)
-        try:
-            out = self._forward(step, x, topk_weights, topk_ids, beside)
-            return out if self._fixed is None else self._fixed.hold(out)
-        except BaseException:
-            step.abandon()  # whoever asks for the step's report now must not hide the cause
-            raise
+        else:
+            try:
+                out = self._forward(step, x, topk_weights, topk_ids, beside)
+            except BaseException:
+                step.abandon()  # whoever asks for the step's report now must not hide the cause
+                raise
+        return out if self._fixed is None else self._fixed.hold(out)
 
     def forward_with_shared(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, shared_input: torch.Tensor
@@ -138,7 +136,13 @@ class MoELayer:
         step.begin_layer()
         split = step.split(self.index, topk_ids, topk_weights, with_device=self._device.is_up)
         hot = parts.views.of(split, self._slots, topk_ids, self._applied(topk_weights))
-        pending = [executor.start(step, self.index, x, pairs) for executor, pairs in self._beside(split)]
+        pending, call = list[Pending](), None
+        if split.device and self._link is not None:  # of several ranks the leader alone sends
+            pending.append(call := self._link.start(step, self.index, x, split.device))
+        if split.warm and parts.host is not None:
+            pending.append(parts.host.start(self.index, x, split.warm))
+        if split.stream:
+            pending.append(parts.stream.start(step, self.index, x, split.stream))
         answered = True
         try:
             beside()
@@ -151,26 +155,11 @@ class MoELayer:
             for each in pending:
                 each.abandon()
             raise
-        step.end_layer(self.index, split, _answer_in(pending), answered=answered)
+        step.end_layer(self.index, split, None if call is None else call.answer, answered=answered)
         return out
-
-    def _beside(self, split: Split) -> Iterator[tuple[Executor, Pairs]]:
-        """Executors beside the hot slots, each with its pairs; of several ranks the leader alone for whole experts."""
-        parts = self._parts
-        if split.device and self._link is not None:
-            yield self._link, split.device
-        if split.warm and parts.host is not None:
-            yield parts.host, split.warm
-        if split.stream:
-            yield parts.stream, split.stream
 
     def _compute_here(self, out: torch.Tensor, x: torch.Tensor, pairs: Pairs) -> None:
         """The device gave no valid answer: add the same pairs, computed in this process."""
         assert self._link is not None
         here = self._link.compute_locally(self.index, x, pairs)
         out.add_(self._parts.hot.stream_whole(self.index, x, pairs) if here is None else here)
-
-
-def _answer_in(pending: list[Pending]) -> ExecuteResult | None:
-    """The device's, where it was asked here and gave one."""
-    return pending[0].answer if pending and isinstance(pending[0], DeviceCall) else None

@@ -110,6 +110,8 @@ class PlanRunner:
         self.checksum = zlib.crc32(placement.tiers.tobytes(), change.epoch)
         for plan in change.plans.values():
             self.checksum = zlib.crc32(plan.bits.bits.tobytes(), self.checksum)
+            if plan.bits.from_weight is not None:
+                self.checksum = zlib.crc32(plan.bits.from_weight.tobytes(), self.checksum)
 
     def _place(self) -> None:
         self._hot.place(self.replanner.placement)

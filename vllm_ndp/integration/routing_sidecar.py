@@ -25,6 +25,7 @@ class RoutingSidecar:
         # Not zeroed: pages become resident as KV entries are used, and only written entries are ever read.
         self._ids = torch.empty(shape, dtype=torch.int16, device=device)
         self._weights = torch.empty(shape, dtype=torch.float32, device=device)
+        self._of_layer = list(zip(self._ids.unbind(), self._weights.unbind(), strict=True))
 
     @property
     def on_host(self) -> tuple[NDArray[np.int16], NDArray[np.float32]] | None:
@@ -37,8 +38,9 @@ class RoutingSidecar:
 
     def write(self, layer: int, slot_mapping: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
         """slot_mapping i64 [T], topk_ids [T, k] global expert ids, topk_weights f32 [T, k]."""
-        self._ids[layer].index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
-        self._weights[layer].index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
+        ids, weights = self._of_layer[layer]
+        ids.index_copy_(0, slot_mapping, topk_ids.to(torch.int16))
+        weights.index_copy_(0, slot_mapping, topk_weights.to(torch.float32))
 
     def ids_at(self, entries: torch.Tensor) -> torch.Tensor:
         """i16 [L, T, k], a fresh tensor where the sidecar lies, for entries i64 [T] that lie there too."""

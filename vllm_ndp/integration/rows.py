@@ -62,7 +62,7 @@ def as_float32(rows: NDArray[Any]) -> NDArray[np.float32]:
 def add_sums(out: torch.Tensor, sums: NDArray[np.float32], rows: NDArray[np.int64]) -> None:
     """Add partial sums f32 [S, H] to these rows [S] of out [T, H], which are distinct and in order."""
     if out.device.type == "cpu" and len(rows) <= FEW_ROWS and out.dtype is not torch.float16 and out.is_contiguous():
-        _split.add_rows(out.data_ptr(), len(out), sums, rows, out.dtype is torch.bfloat16)
+        _split.add_rows(out.data_ptr(), out.shape[0], sums, rows, out.dtype is torch.bfloat16)
         return
     partial = torch.from_numpy(sums)
     if len(rows) == out.shape[0]:

@@ -21,7 +21,7 @@ class HotViews:
 
     def of(self, split: Split, slots: HotSlots, topk_ids: torch.Tensor, applied: torch.Tensor) -> SlotPairs | None:
         """topk_ids [T, k]; applied f32 [T, k]: what outputs are multiplied with. None where no pair is hot here."""
-        splitter, num_hot, num_rows = self._splitter, split.num_hot, len(topk_ids)
+        splitter, num_hot, num_rows = self._splitter, split.num_hot, topk_ids.shape[0]
         if not num_hot:
             return None
         if self._on_gpu:

@@ -20,7 +20,7 @@ from vllm_ndp.integration.device import DeviceView
 from vllm_ndp.integration.device_link import DeviceLink
 from vllm_ndp.integration.device_members import DeviceMembers
 from vllm_ndp.integration.routing_sidecar import RoutingSidecar
-from vllm_ndp.planning.bitwidths import OVER_LAYERS, verdict_on, verdict_on_loss
+from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, verdict_on, verdict_on_loss
 from vllm_ndp.planning.importance import AUTO_MORE_BITS, AUTO_SHARES_FROM
 from vllm_ndp.planning.plan import Budget
 
@@ -126,7 +126,7 @@ def _device(link: DeviceLink, device: DeviceView, settings: NdpSettings, pool_by
         "device_copies": 1 if device.devices is None else device.devices.rules.num_copies,
         "device_parts": 1 if device.devices is None else device.devices.num_parts,
         "kernel": description.kernel + (" (a slow check)" if description.kernel == "reference" else ""),
-        "layers": _layers(link.members.replicas, settings.losses) if settings.bit_rule_in_force == OVER_LAYERS else "",
+        "layers": _layers(link.members.replicas, settings.losses) if settings.bit_rule_in_force in BY_BITS_READ else "",
         "replicas": f"{description.replicas} in {link.members.replicas}" if link.members.replicas else "none needed",
         "hardware": description.hardware,
         "planned_hardware": settings.hardware,
@@ -200,11 +200,12 @@ def _bits(status: dict[str, Any]) -> str:
     bits = status["avg_bits"]
     if status["max_loss"] is not None:
         return f"bits for at most {status['max_loss']:g} nats a token, as predicted,"
-    of = "read by a cold pair" if status["bit_rule"] == OVER_LAYERS else "kept by a cold expert"
+    of = "read by a cold pair" if status["bit_rule"] in BY_BITS_READ else "kept by a cold expert"
     if status["bits_for"] != "auto":
         return f"average {bits:g} bits {of}, per {status['bits_for']},"
     more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
-    return f"average {bits:g} bits {of}, per request, {more:g} in common from {AUTO_SHARES_FROM} running ones on,"
+    rule = f" by {OVER_LAYERS}" if status["bit_rule"] == OF_PAIRS else ""  # with one width for each expert
+    return f"average {bits:g} bits {of}, per request, {more:g} in common{rule} from {AUTO_SHARES_FROM} running ones on,"
 
 
 def _execution(num_hot: int, offload_bits: int, device_hosts: int) -> str:

@@ -103,18 +103,14 @@ class Step:
         """The rows, and the KV entry of each, i64 [T]: vLLM's runner orders them before the first layer."""
         return self.parts.locator.locate(self.spans)
 
-    @property
+    @cached_property
     def rows(self) -> BatchRows:
         return self.located[0]
 
     @cached_property
     def streamed(self) -> NDArray[np.bool_]:
         """[L, E], experts that this step's prefill rows streamed."""
-        return np.zeros(self._shape, dtype=np.bool_)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.parts.sizes.num_layers, self.parts.sizes.num_experts
+        return np.zeros((self.parts.sizes.num_layers, self.parts.sizes.num_experts), np.bool_)
 
     @property
     def ending(self) -> list[TrackedRequest]:
@@ -135,14 +131,11 @@ class Step:
         return sum(span.num_sampled_rows for span in self.spans.values()), drafts
 
     def _begin(self) -> None:
-        if self._begun:
-            return
         self.close_until(self.number - 1)
         self._begun = True
         rows, slot_mapping = self.located
         self.parts.clock.begin_step(rows.num_rows, rows.kv_tokens, rows.attended, rows.positions_by_request)
-        none = np.zeros(self._shape, np.uint8)
-        plans = [none if (plan := span.request.plan) is None else plan.bits.bits for span in rows.spans]
+        plans = [None if (plan := span.request.plan) is None else plan.bits for span in rows.spans]
         entries = slot_mapping.numpy() if slot_mapping.device.type == "cpu" else None
         self.counts = self.parts.splitter.begin_step(rows.owner, rows.decode, plans, entries)
 
@@ -152,7 +145,6 @@ class Step:
             self.parts.sidecar.write(layer, self.located[1], topk_ids, topk_weights)
 
     def begin_layer(self) -> None:
-        self._begin()
         self._catch_up()
         self.parts.clock.begin_layer()
 
@@ -173,6 +165,9 @@ class Step:
         self._arriving = self.parts.send(self.parts.sidecar.ids_at(self.located[1]))
 
     def _catch_up(self) -> None:
+        """Take the clock and the splitter, and end the layers that ran without."""
+        if not self._begun:
+            self._begin()
         if not self._later:
             return
         if self._arriving is None:
@@ -206,7 +201,6 @@ class Step:
             return None
         self.parts.locator.settle()
         self._reported = True
-        self._begin()
         self._catch_up()
         clock, per_row = self.parts.clock, self.parts.sizes.pairs_per_row
         num_sampled, drafts = self._sampled

@@ -1,6 +1,6 @@
 """Prompt pairs of experts without a slot: in full precision through the kernel, some of them to stay.
 
-An `Executor` that has nothing under way: all of it runs when it is collected. Knows the pool's streams and the plan.
+Nothing is under way: all of it runs when it is collected. Knows the pool's streams and the plan.
 """
 
 from __future__ import annotations

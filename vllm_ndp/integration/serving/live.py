@@ -17,7 +17,8 @@ from vllm_ndp.planning.replanner import Replanner
 
 def plan_in_force(replanner: Replanner, planned: Sequence[TrackedRequest]) -> dict[str, Any]:
     """planned: the requests that were planned last. Averages are over them."""
-    bits = [one.plan.bits_read(one.score.values) for one in planned if one.plan is not None and one.score is not None]
+    known = [(one.plan, one.score) for one in planned if one.plan is not None and one.score is not None]
+    bits = [plan.bits_read(score.values, score.weights) for plan, score in known]
     average = float(np.mean(bits)) if bits else math.nan  # where every expert is hot, too
     return {
         "epoch": replanner.epoch,
