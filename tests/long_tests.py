@@ -136,8 +136,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tests/ndp_device/kernels/test_kernels_native_sanitizers.py",
         "tests/ndp_device/protocol/test_device_codec.py",
         "tests/ndp_device/transport/test_device_fragments.py",
+        "tests/ndp_device/transport/test_device_layer_messages.py",
         "tests/ndp_device/transport/test_device_shm.py",
         "tests/ndp_device/transport/test_device_shm_sanitizers.py",
+        "tests/ndp_device/transport/test_device_shm_sockets.py",
     ),
 }
 """Marker -> patterns of the files that its tests are about, their own among them."""

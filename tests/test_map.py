@@ -52,6 +52,18 @@ def test_a_cell_names_winner_runner_up_lead_and_the_band_of_the_device():
     assert "| host 80 GB/s | 1 of 1 | 1 of 1 |" in text
 
 
+def test_where_the_fastest_joint_plan_leaves_the_device_idle_the_device_is_no_slower():
+    """Qwen3-30B at 80 GB, hops by DMA: 0.62 stood in the band, the paper's plan over all experts at 4 bits, beside a
+    joint plan as fast as those. It wins no cell."""
+    idle, paper = ["joint, GPU alone", "joint", 955.23, 0.0], ["device", "device", 592.01, 0.0]
+    every = ["all 4 bits", "quantized", 955.23, 0.0]
+    known = Map(small({"assumed": AS_FITTED, "rows": [every, idle, paper]}))
+    assert known.ratio(AS_FITTED, "mixtral-8x7b", 8, "4 bits") == 1
+    assert known.won(AS_FITTED, "4 bits") == []
+    alone = Map(small({"assumed": AS_FITTED, "rows": [["joint, GPU alone", "joint", 999.0, 0.0], every, paper]}))
+    assert alone.ratio(AS_FITTED, "mixtral-8x7b", 8, "4 bits") == 1
+
+
 def test_a_cell_says_how_many_choices_the_winner_finds_on_the_gpu():
     rows = [["joint", "device", 40.0, 0.0, 0.36], ["cache 4 bits", "expert_cache", 32.0, 0.0, 0.51]]
     text = page(small({"assumed": AS_FITTED, "rows": rows}))

@@ -5,11 +5,13 @@ Helpers to import are in engines.py, and in served_model.py for servers.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import IN_PROCESS
+from engines import IN_PROCESS, device_processes
 
 pytest.register_assert_rewrite("served_model", "scraping")  # what they assert is shown as in tests
 os.environ |= IN_PROCESS | {
@@ -26,3 +28,11 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ndp-cache")
     os.environ["NDP_CACHE_DIR"] = str(directory)
     return directory
+
+
+@pytest.fixture
+def no_device_is_left_behind() -> Iterator[None]:
+    before = {process.pid for process in device_processes()}
+    yield
+    gc.collect()
+    assert not [process for process in device_processes() if process.pid not in before]

@@ -43,6 +43,7 @@ from vllm_ndp.integration.slot_pairs import HotViews
 from vllm_ndp.integration.step import ModelSizes, RunningStep, Step, StepParts
 from vllm_ndp.layer.split import Pairs, SplitRules, Splitter
 from vllm_ndp.layer.tiers import WARM, Tiers
+from vllm_ndp.planning.plan import BitwidthPlan
 from vllm_ndp.simulation.costs import Costs
 from vllm_ndp.simulation.gpu_timing import GpuModel, StepClock
 
@@ -140,7 +141,7 @@ class Cpu:
 
     layers: list[SlotWeights]
 
-    def start(self, step: Step, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
+    def start(self, layer: int, x: torch.Tensor, pairs: Pairs) -> WarmPending:
         rows = chosen(x, pairs.sent_rows).float().cpu().numpy()
         return WarmPending(self, layer, pairs, rows)  # type: ignore[arg-type]
 
@@ -243,7 +244,7 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
     )
     layers = [MoELayer(index, parts) for index in range(num_layers)]
     for span, bits in zip(spans, setup.bits, strict=True):
-        span.request.plan = SimpleNamespace(bits=SimpleNamespace(bits=bits))  # type: ignore[assignment]
+        span.request.plan = SimpleNamespace(bits=BitwidthPlan(bits))  # type: ignore[assignment]
     gpu.waits.clear()
     gpu.launches = 0
     by_layer = []
@@ -270,8 +271,8 @@ def _run(gpu: Gpu, setup: Setup, asynchronous: bool) -> Outcome:
 def device_link(client: Client, num_layers: int, dtype: torch.dtype) -> Any:
     """A real link around a client that computes here."""
     link: Any = DeviceLink.__new__(DeviceLink)
-    link.client = link._executes = client
-    link.members, link._devices, link._gather = SimpleNamespace(clients=[client]), None, Gather(HIDDEN, dtype)
+    link.client = link._only = client
+    link._gather = Gather(HIDDEN, dtype)
     link._layers, link._installing, link._local = range(num_layers), None, None
     link._round_trips_s = deque()
     link._fallbacks = Counter()

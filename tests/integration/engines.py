@@ -14,9 +14,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+import pytest
+
+if TYPE_CHECKING:  # a program without the plugin imports this file, and must find none of our modules
+    from ndp_device.errors import NdpError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-mixtral"
@@ -160,3 +164,12 @@ def _is_device(process: psutil.Process) -> bool:
         return "ndp_device" in process.cmdline()
     except psutil.Error:
         return False
+
+
+def sentence(error: pytest.ExceptionInfo[NdpError]) -> str:
+    """The message, after checking that it is one line without a trace of how it came about."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert 20 < len(text) < 400
+    return text

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 from engines import PATIENCE_S, VLLM_PROGRAM, check_pairs
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ndp.integration.report import PAIR_KINDS, PHASES
 
 NAME = "tiny-mixtral"
 KEY = "a key of this server"
@@ -149,3 +154,34 @@ def metrics_of(server: Server) -> dict[str, float]:
                 labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
                 samples[f"{sample.name.removeprefix('vllm:')}{{{labels}}}"] = sample.value
     return samples
+
+
+def check_sums(grown: dict[str, float], reports: list[dict[str, Any]]) -> None:
+    """/metrics grew by what the reports tell, by kind and by phase; and each of them adds up."""
+    counts = {f"{kind}_pairs": grown[f"ndp_pairs_total{{where={kind}}}"] for kind in PAIR_KINDS}
+    counts |= {f"{phase}_rows": grown[f"ndp_rows_total{{phase={phase}}}"] for phase in PHASES}
+    assert counts == {name: sum(report[name] for report in reports) for name in counts}
+    for one in (counts, *reports):
+        check_pairs(one, PAIRS_PER_ROW)
+
+
+@contextmanager
+def collecting(spans: list[Any]) -> Iterator[str]:
+    """The address of a collector of OpenTelemetry that appends what it gets to `spans`."""
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}/v1/traces"
+        listening.shutdown()
+        thread.join()

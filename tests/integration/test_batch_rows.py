@@ -27,7 +27,9 @@ def rows_of(shapes: list[tuple[int, int, int]]) -> BatchRows:
 def test_sums_over_requests_are_sums_over_rows(shapes: list[tuple[int, int, int]]) -> None:
     rows = rows_of(shapes)
     assert rows.num_rows == len(rows.positions) == len(rows.decode) == len(rows.owner)
-    assert rows.owners == rows.owner.tolist()
+    assert rows.decode.tolist() == [
+        p >= rows.spans[r].first_decode for p, r in zip(rows.positions, rows.owner, strict=True)
+    ]
     assert rows.all_decode == bool(rows.decode.all())
     assert rows.attended == int((rows.positions + 1).sum())
     assert [rows.owner[first] for first in rows.first_rows] == list(range(len(shapes)))

@@ -31,6 +31,11 @@ BY_DEFAULT = ("deepseek_v3", "gpt_oss")
 MODELS_AT_ONCE = 6
 TRAINED = ROOT / "models" / "tiny-qwen3-moe"
 
+DENSE = (
+    *("minicpmv", "pangu_embedded", "cosmos3_edge", "gemma4_unified", "glm4v", "minicpm3", "qwen3_5", "qwen3_5_vl"),
+)
+"""Their files in vLLM reach experts, which their published checkpoints have not."""
+
 REFUSED = {
     "ernie4_5_moe": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "minimax_m2": "a score correction bias without groups, which vLLM's CPU router leaves out",
@@ -45,11 +50,16 @@ REFUSED = {
     "ernie4_5_vl_moe": "we serve one shape",
     "diffusion_gemma": "an encoder beside a decoder is not served",
     "openpangu_vl": "is a dense model",
-}
+    "interns2_mobius": "no experts were found by the names that are known",
+    "moondream3": "one number of experts per token",
+    "nemotron_nano_vl": "no gate projection",
+    "minimax_m3_vl": "a score correction bias without groups, which vLLM's CPU router leaves out",
+} | dict.fromkeys(DENSE, "is a dense model")
 
 WITH_STAND_INS = {
     *("qwen3_5_moe", "qwen3_5_moe_vl", "glm4v_moe", "minicpmv4_6", "minicpmv4_7", "gemma4_vl", "llama4_vl"),
-    *("aria", "qwen3_omni_moe", "diffusion_gemma", "openpangu_vl"),
+    *("aria", "qwen3_omni_moe", "diffusion_gemma", "openpangu_vl", "mimo_v2_omni", "kimi_k25", "interns2_preview"),
+    *("interns2_mobius", "moondream3", "nemotron_nano_vl", "minimax_m3_vl", *DENSE),
 }
 """vLLM's module of this family imports torchvision, which our set-up removes (docs/compatibility.md) and which its text
 model does not use: stock and plugin run with an empty package of that name."""

@@ -96,6 +96,28 @@ def test_served_decode_nll_is_the_quality_benchmarks(measured: Any) -> None:
 
 
 @pytest.mark.quality
+def test_pairs_at_widths_of_their_own_router_weight_lose_what_the_benchmark_computes_at_those_widths(
+    replicas: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the experts are hot. Other widths would show: with one width for each expert another loss comes."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    quality, served = importlib.import_module("quality"), importlib.import_module("quality_served")
+    sequences = quality.held_out_sequences(MODEL, 1)["german"]
+    model = quality.MixedModel(MODEL, ExpertStore(MODEL, replicas, kernel=ReferenceKernel()))
+    by_pair, by_expert = (
+        served.harness_nll(model, sequences, quality.Cell(1.5, 4, rule, "prefill"), replicas)
+        for rule in ("pairs", "layers")
+    )
+    told = settings | {"hot_experts": 4, "policy_options": {"bit_rule": "pairs"}, "execution": "paper"}
+    through_engine, totals = served.served_nll(sequences, told)
+    assert totals["cold_pairs"] > 0
+    assert totals["fallback_pairs"] == 0
+    np.testing.assert_allclose(through_engine, by_pair, atol=1e-3)
+    assert (np.abs(by_expert - by_pair) > 1e-2).all()
+
+
+@pytest.mark.quality
 def test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does(
     measured: Any, server: scoring.ScoringServer
 ) -> None:

@@ -87,6 +87,7 @@ def weighed_replicas(directory: Path) -> Path:
         ),
         ({"hot_experts": 0, "avg_bits": 3.0}, {"max_num_batched_tokens": 48}),
         ({"hot_experts": 2, "avg_bits": 2.0, "bit_rule": "layers", "replicas": "weighed"}, {}),
+        ({"hot_experts": 2, "avg_bits": 2.0, "bit_rule": "pairs"}, {"max_num_seqs": 3}),
         ({"hot_experts": 5, "avg_bits": 2.0, "prefill": "streamed", "hardware_overrides": SLOW_GPU}, {}),
         (
             {"hot_experts": 6, "offload_bits": 2, "prefill": "streamed", "hardware_overrides": SLOW_GPU},
@@ -103,6 +104,7 @@ def weighed_replicas(directory: Path) -> Path:
         "identity",
         "all-cold",
         "over-layers",
+        "pairs",
         "balanced",
         "balanced-2",
         "paper",

@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ from engines import (
     free_port,
     user_environment,
 )
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from scraping import expressions, scraping, value_of
 from served_model import (
     KEY,
@@ -46,7 +43,9 @@ from served_model import (
     Server,
     chat,
     check_report,
+    check_sums,
     chunk_with_reports,
+    collecting,
     complete,
     get,
     get_json,
@@ -54,8 +53,6 @@ from served_model import (
     report_of,
     serving,
 )
-
-from vllm_ndp.integration.report import PAIR_KINDS, PHASES
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import soak
@@ -76,24 +73,8 @@ def spans() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def collector(spans: list[Any]) -> Iterator[str]:
-    """The address of a collector of OpenTelemetry that appends what it gets to `spans`."""
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}/v1/traces"
-        listening.shutdown()
-        thread.join()
+    with collecting(spans) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -347,15 +328,6 @@ def test_metrics_count_what_reports_count(server: Server):
     assert after["ndp_device_up{}"] == 1
 
 
-def check_sums(grown: dict[str, float], reports: list[dict[str, Any]]) -> None:
-    """/metrics grew by what the reports tell, by kind and by phase; and each of them adds up."""
-    counts = {f"{kind}_pairs": grown[f"ndp_pairs_total{{where={kind}}}"] for kind in PAIR_KINDS}
-    counts |= {f"{phase}_rows": grown[f"ndp_rows_total{{phase={phase}}}"] for phase in PHASES}
-    assert counts == {name: sum(report[name] for report in reports) for name in counts}
-    for one in (counts, *reports):
-        check_pairs(one, PAIRS_PER_ROW)
-
-
 def test_pairs_of_aborted_requests_are_counted_to_their_last_step(server: Server):
     """vLLM takes an abort between a step and its outcome: what that step computed for the request is its as well."""
     before = metrics_of(server)
@@ -419,21 +391,15 @@ def test_top_shows_what_the_server_does(server: Server):
 # -- Prometheus and Grafana -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def prometheus(server: Server, tmp_path: Path) -> Iterator[str]:
-    """The address of one that scrapes the server."""
-    with scraping(server.address, tmp_path) as address:
-        yield address
-
-
-def test_every_expression_of_rules_and_dashboard_gives_data_of_a_real_server(server: Server, prometheus: str):
+def test_every_expression_of_rules_and_dashboard_gives_data_of_a_real_server(server: Server, tmp_path: Path):
     waiting, values = expressions(NAME), dict[str, float]()
     assert len(waiting) > 40
     deadline = time.monotonic() + PATIENCE_S
-    while waiting and time.monotonic() < deadline:
-        complete(server, PROMPTS[len(values) % 4])
-        values |= {one: value for one in waiting if (value := value_of(prometheus, one)) is not None}
-        waiting = [one for one in waiting if one not in values]
+    with scraping(server.address, tmp_path) as prometheus:
+        while waiting and time.monotonic() < deadline:
+            complete(server, PROMPTS[len(values) % 4])
+            values |= {one: value for one in waiting if (value := value_of(prometheus, one)) is not None}
+            waiting = [one for one in waiting if one not in values]
     assert waiting == []
     assert values["min by (model_name) (vllm:ndp_device_up)"] == 1
     assert 0 < values["ndp:hit_share"] < 1

@@ -59,8 +59,7 @@ def hot_pairs(slots, weights, ids, *, aliases=True):  # type: ignore[no-untyped-
     tiers = Tiers(1, EXPERTS)
     tiers.where[0] = slots.where
     splitter = Splitter(tiers, TOP_K, SplitRules(), aliases=aliases)
-    plan = np.zeros((1, EXPERTS), np.uint8)
-    splitter.begin_step(np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_), [plan])
+    splitter.begin_step(np.zeros(len(ids), np.int32), np.ones(len(ids), np.bool_), [None])
     split = splitter.split(0, ids.data_ptr(), weights.data_ptr(), with_device=False)
     return HotViews(splitter, ids.device).of(split, slots, ids, weights)
 

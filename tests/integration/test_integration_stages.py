@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,10 +127,12 @@ def test_a_quantized_run_plans_with_each_stages_own_losses(tmp_path_factory: pyt
     assert all(totals["cold_pairs"] > 0 for totals in said["totals"])
 
 
-def test_a_prior_of_the_whole_model_is_refused_beside_stages():
+def test_a_prior_of_the_whole_model_is_refused_beside_stages(tmp_path: Path):
     from vllm.engine.arg_utils import EngineArgs
 
-    settings = {"policy": "static", "policy_options": {"prior": "prior.npy"}}
+    prior = tmp_path / "prior.npy"
+    np.save(prior, np.ones((4, 8)))
+    settings = {"policy": "static", "policy_options": {"prior": str(prior)}}
     with pytest.raises(ConfigError, match="a prior of the whole model beside pipeline parallelism"):
         EngineArgs(
             str(MODEL), quantization="ndp", additional_config={"ndp": settings}, **TWO_STAGES

@@ -5,6 +5,7 @@ Nothing is timed: function calls and lines are counted, and only experts that re
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -40,6 +41,7 @@ def steps_of(work: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # a collection runs callbacks of other tests' libraries, and their lines would be counted
     sys.settrace(trace)
     sys.setprofile(profile)
     try:
@@ -47,6 +49,7 @@ def steps_of(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(None)
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
