@@ -63,12 +63,16 @@ class System:
     file: str = ""
     linear_bits: float = 16
     avx2: bool = False
+    executor: str = ""  # vLLM's name; the plugin chooses where it is empty
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
+_SIMULATED = {"hardware": "h100-ndp512"}
+_SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
     "defaults": System("vllm", 4, 0, {}),
@@ -76,7 +80,9 @@ SYSTEMS: dict[str, System] = {
     "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
     "defaults-avx2": System("vllm", 4, 0, {}, avx2=True),
     "defaults-linear4-avx2": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4, avx2=True),
-    "defaults-before": System("vllm", 3, 1 / 2, {"hardware": "h100-ndp512"}),
+    "before-spinning-worker": System("vllm", 3, 1 / 2, _SIMULATED, executor="mp", environment=_SPINNING),
+    "before-spinning": System("vllm", 3, 1 / 2, _SIMULATED, environment=_SPINNING),
+    "defaults-before": System("vllm", 3, 1 / 2, _SIMULATED),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
@@ -95,7 +101,9 @@ SYSTEMS: dict[str, System] = {
 }
 """By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
 defaults: what a server chooses that is told nothing; defaults-linear8: with linear layers at 8 bits;
-defaults-before: by simulated prices, half of the experts hot."""
+defaults-before: by simulated prices, half of the experts hot; before-spinning: and OpenMP's threads spin;
+before-spinning-worker: and the engine polls a process of its worker's own. The waterfall: before-spinning-worker,
+before-spinning, defaults-before, defaults, defaults-linear8."""
 
 
 class Unavailable(Exception):
@@ -129,6 +137,8 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         if "hot_experts" in settings:
             settings["hot_experts"] = round(settings["hot_experts"] * config_of(arguments)["num_local_experts"])
         engine = {"quantization": "ndp", "additional_config": {"ndp": settings}}
+        if system.executor:
+            engine["distributed_executor_backend"] = system.executor
     return Job(
         name,
         "llama" if system.kind == "llama" else "vllm",
@@ -151,6 +161,7 @@ def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Of the system's process."""
     system = SYSTEMS[name]
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
+    environment |= system.environment
     if system.hot is None and system.kind == "vllm":
         # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))

@@ -32,12 +32,12 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 class Measurement:
-    """Begun before the first figure is taken, so that the load before is known."""
+    """Begun before the first figure is taken, so that the load and the commit before are known."""
 
     def __init__(self, doc: str) -> None:
         """`doc` is the benchmark's docstring: its first line is the question."""
         self.question = doc.strip().splitlines()[0]
-        self._load = os.getloadavg()[0]
+        self._load, self._commit = os.getloadavg()[0], commit()
 
     def end(self, figures: dict[str, Any], path: Path | None) -> None:
         print(json.dumps(self.save(figures, path)))
@@ -49,7 +49,7 @@ class Measurement:
             "command": command_line(sys.argv),
             "origin": "measured",
             "date": datetime.date.today().isoformat(),
-            "commit": commit(),
+            "commit": self._commit,
             "machine": machine() | {"load": [round(self._load, 2), round(os.getloadavg()[0], 2)]},
             "figures": figures,
         }
@@ -76,13 +76,18 @@ def command_line(argv: list[str]) -> str:
 
 
 def commit() -> str:
-    """With `-dirty` where the tree was changed since; where there is no git, that of the kit (gpu_kit/)."""
-    described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    """With `-dirty` where more than kept figures was changed since; where there is no git, that of the kit
+    (gpu_kit/)."""
     try:
-        done = subprocess.run(described, cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
+        described = [_git("rev-parse", "--short", "HEAD")]
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return os.environ.get("NDP_COMMIT", "")
-    return done.stdout.strip() if done.returncode == 0 else os.environ.get("NDP_COMMIT", "")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{MEASURED}")
+    return "-".join([*described, *(["dirty"] if changed else [])])
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def machine() -> dict[str, Any]:

@@ -131,25 +131,29 @@ def quality_uncovered(root: Path = ROOT) -> str:
     """What each way to make replicas loses on subjects that no calibration text covers, a table per model."""
     parts = []
     for name, found in load_measured(root / "docs" / "measured").items():
-        if not name.startswith("quality_uncovered"):
-            continue
-        rows = found.figures["rows"]
-        arms = list(dict.fromkeys(row["arm"] for row in rows))
-        places = list(dict.fromkeys(_place(row) for row in rows))
-        lines = [f"**{found.figures['model']}**", "", f"| path | average bits | hot | {' | '.join(arms)} |"]
-        lines.append("|---" * (3 + len(arms)) + "|")
-        for how, equal, bits, hot in places:
-            of = {row["arm"]: row for row in rows if _place(row) == (how, equal, bits, hot)}
-            cells = [loss_cell(of[arm]) if arm in of else "-" for arm in arms]
-            path = f"{how}, {next(iter(of.values()))['sequences']} sequences, equal {equal}"
-            lines.append(f"| {path} | {bits:g} | {f'{hot:.0%}' if hot else 'none'} | {' | '.join(cells)} |")
-        parts.append("\n".join([*lines, "", about(found)]))
+        if name.startswith("quality_uncovered"):
+            table = _beside_each_other(found.figures["rows"])
+            parts.append("\n".join([f"**{found.figures['model']}**", "", *table, "", about(found)]))
     return "\n\n".join(parts)
 
 
-def _place(row: dict[str, Any]) -> tuple[str, str, float, float]:
-    """Older figures are all at equal bytes."""
-    return row["how"], row.get("equal", "bytes"), row["avg_bits"], row["part_hot"]
+def _beside_each_other(rows: list[dict[str, Any]]) -> list[str]:
+    """A column for each arm at equal bytes and at equal time. The yardstick, first, is the same in both."""
+    columns = list(dict.fromkeys((row["arm"], row["equal"]) for row in rows))
+    yardstick = rows[0]["arm"]
+    columns = [(arm, equal) for arm, equal in columns if arm != yardstick or equal == "bytes"]
+    heads = [arm if arm == yardstick else f"{arm}, equal {equal}" for arm, equal in columns]
+    lines = [f"| path | average bits | hot | {' | '.join(heads)} |", "|---" * (3 + len(columns)) + "|"]
+    for how, bits, hot in dict.fromkeys(_place(row) for row in rows):
+        of = {(row["arm"], row["equal"]): row for row in rows if _place(row) == (how, bits, hot)}
+        cells = [loss_cell(of[column]) if column in of else "-" for column in columns]
+        path = f"{how}, {next(iter(of.values()))['sequences']} sequences"
+        lines.append(f"| {path} | {bits:g} | {f'{hot:.0%}' if hot else 'none'} | {' | '.join(cells)} |")
+    return lines
+
+
+def _place(row: dict[str, Any]) -> tuple[str, float, float]:
+    return row["how"], row["avg_bits"], row["part_hot"]
 
 
 def loss_cell(row: dict[str, Any]) -> str:

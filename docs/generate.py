@@ -26,6 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import code_tables
+import family_tables
 import fault_figures
 import figure_tables
 import jinja2
@@ -46,7 +47,12 @@ def rendered(template: str, root: Path = ROOT) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.globals |= {"about": about, "headline": headline}
+    templates.globals |= {
+        "about": about,
+        "headline": headline,
+        "by_sentence": family_tables.by_sentence,
+        "by_outcome": family_tables.by_outcome,
+    }
     architectures = tomllib.loads((root / "tests" / "data" / "moe-architectures.toml").read_text())
     return templates.get_template(template).render(
         load_measured(root / "docs" / "measured"), architectures=architectures

@@ -27,6 +27,8 @@ BEFORE = {
 
 
 AS_FITTED, SAME_GPU = "as fitted", "H100 rates at every size"
+WITH_DEVICE = ("device", "joint")
+"""Sides of a machine with a device: plans that use it, and joint plans that leave it idle, which win nothing."""
 
 
 _SHORT = {
@@ -71,9 +73,9 @@ class Map:
                 yield model, size
 
     def ratio(self, assumed: str, model: str, size: int, limit: str) -> float | None:
-        """The device's speed over the fastest other's; None where one of them is missing."""
+        """The device's speed over the fastest other's, 1 where the fastest plan leaves it idle; None without both."""
         rows = self.rows(assumed, model, size, limit)
-        return _ratio(next((row for row in rows if row.side == "device"), None), rows)
+        return _ratio(next((row for row in rows if row.side in WITH_DEVICE), None), rows)
 
     def won(self, assumed: str, limit: str, by: float = 0.0) -> list[tuple[str, int]]:
         """Cells that the device wins, by at least that part of the other's speed."""
@@ -130,9 +132,9 @@ def page(source: Figures) -> str:
     lines += [
         "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. In",
         "brackets: the share of choices found on the GPU. Then comes the device's speed over the fastest other",
-        "system's: the range over locality and prices, and the assumptions with which another side wins. `joint` and",
-        "`device` use the device. `cache` is a GPU cache of experts whose misses are fetched or computed on the host.",
-        "`all` has every expert on the GPU.",
+        "system's: the range over locality and prices, and assumptions with which another side wins. `device` uses",
+        "the device, `joint` may not (1.00). `cache` is a GPU cache of experts whose misses are fetched or computed on",
+        "the host. `all` has every expert on the GPU.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
