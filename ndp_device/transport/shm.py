@@ -33,10 +33,10 @@ Taken = tuple[bytes, Any, bool]
 
 NUM_RING_SLOTS = 4
 BODY_ROOM = 20 << 20  # of each slot; pages are taken from the system when a message first needs them
-HOST_SPIN_US = 20  # the host shares its cores with vLLM: a longer spin is descheduled and loses milliseconds
-DEVICE_SPIN_US = (
-    5000  # outlasts the gap between two steps of a small model: to wake an idle device takes half a millisecond
-)
+HOST_SPIN_US = 500  # to sleep and be woken costs 50 to 100 us, a third of a small layer
+_BRIEFLY_NS = 20_000
+_BRIEF_SPINS = 31  # after a whole spin in vain: where answers take longer, spinning costs as much as before
+DEVICE_SPIN_US = 5000  # outlasts the gap between two steps of a small model: an idle device wakes in half a millisecond
 MAX_CHANNELS = 16
 MAX_CHECKED_BODY_BYTES = 64 << 10
 CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000
@@ -217,20 +217,26 @@ class Spinner:
 
     A process that spins on a core that others wait for loses a whole time slice when a message does come. So after a
     spin that lost the core for 0.5 ms, the owner does not spin for 0.4 s. That time doubles with each such loss, up to
-    6.4 s.
+    6.4 s. After a whole spin in vain the next spins are brief: the other side may want this core for its work.
     """
 
     def __init__(self, default_us: int) -> None:
         text = os.environ.get("NDP_SPIN_US", "")  # 0 = never
         self.spin_ns = (int(text) if text.isdecimal() else default_us) * 1000
         self._calm_ns, self._calm_until_ns = 0, 0
+        self._brief_spins = 0  # that are left
 
     def spin(self, channels: Sequence[ShmChannel], timeout_ns: int | None = None) -> bool:
         """True as soon as one of the channels can be read."""
         if not self.spin_ns or (self._calm_ns and time.monotonic_ns() < self._calm_until_ns):
             return False
         assert native is not None
-        seen: int = native.spin([channel.ring for channel in channels], timeout_ns or self.spin_ns)
+        if timeout_ns is None:
+            timeout_ns = min(self.spin_ns, _BRIEFLY_NS) if self._brief_spins else self.spin_ns
+            self._brief_spins -= self._brief_spins > 0
+        seen: int = native.spin([channel.ring for channel in channels], timeout_ns)
+        if not seen & 1 and timeout_ns == self.spin_ns:
+            self._brief_spins = _BRIEF_SPINS
         if seen & 2:
             now = time.monotonic_ns()
             if now > self._calm_until_ns + 10 * CALM_LAST_NS:

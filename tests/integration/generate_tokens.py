@@ -1,6 +1,6 @@
 """A program: what one engine is made of, and the tokens it makes. Options of `LLM` come as JSON.
 
-python generate_tokens.py MODEL '{"quantization": "ndp"}'
+python generate_tokens.py MODEL '{"quantization": "ndp"}' [--replace-layer]
 """
 
 from __future__ import annotations
@@ -25,14 +25,29 @@ def describe(llm: Any) -> dict[str, Any]:
     return {
         "worker": f"{type(worker).__module__}.{type(worker).__qualname__}",
         "moe_methods": sorted(methods),
+        "layers": sorted({type(one).__qualname__ for one in layer.modules() if "RoutedExperts" in type(one).__name__}),
         "connector": llm.llm_engine.vllm_config.kv_transfer_config is not None,
         "devices": len(device_processes()),
         "our_modules": sorted(name for name in sys.modules if name.split(".")[0] in ("vllm_ndp", "ndp_device")),
     }
 
 
+def replace_layer() -> None:
+    """As the plugin does where vLLM's methods no longer execute; ours would fail here if it were called."""
+    from vllm_ndp.integration.execution import replace_vllms_layer
+    from vllm_ndp.integration.moe_method import NdpMoEMethod
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("vLLM called the method")
+
+    NdpMoEMethod.apply = never  # type: ignore[assignment]
+    replace_vllms_layer()
+
+
 def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if "--replace-layer" in sys.argv:
+        replace_layer()
     with engine(Path(sys.argv[1]), **json.loads(sys.argv[2])) as llm:
         tokens = token_ids(greedy(llm, PROMPTS, 16))
         print(json.dumps(describe(llm) | {"tokens": tokens}), flush=True)

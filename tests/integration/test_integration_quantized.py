@@ -28,15 +28,19 @@ SERVED = {
 
 
 def _marked(name: str) -> Any:
-    absent = importlib.util.find_spec(SERVED[name]) is None
-    marks = [pytest.mark.skipif(absent, reason=f"needs {SERVED[name]}"), pytest.mark.families]
+    marks = [pytest.mark.skipif(not _is_writable(name), reason=f"needs {SERVED[name]}"), pytest.mark.families]
     return pytest.param(name, marks=marks[: 1 if name == "gpt_oss-mxfp4" else 2])
+
+
+def _is_writable(name: str) -> bool:
+    return importlib.util.find_spec(SERVED[name]) is not None
 
 
 @pytest.fixture(scope="module")
 def ran(request: pytest.FixtureRequest, models: Path) -> tuple[Runs, Runs]:
     """The plugin on each checkpoint that this run has a test of, and stock on its dequantized twin."""
-    paths = made(models, *selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name"))
+    names = selected(request, test_every_token_is_that_of_stock_vllm_on_the_dequantized_twin, "name")
+    paths = made(models, *filter(_is_writable, names))
     twins = {name: path.with_name(f"{path.name}-dequantized") for name, path in paths.items()}
     return Runs(paths, "ndp"), Runs(twins, "stock")
 

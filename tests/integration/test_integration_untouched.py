@@ -1,4 +1,4 @@
-"""The plugin installed but not asked for: vLLM as if it were not there."""
+"""The plugin installed but not asked for: vLLM as if it were not there. On a vLLM to come: the same tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from engines import MODEL, last_json, run_program
 pytestmark = pytest.mark.vllm
 
 PROGRAM = Path(__file__).with_name("generate_tokens.py")
+OPTIONS = '{"dtype": "float32"}'
+ASKED = '{"dtype": "float32", "quantization": "ndp", "settings": {"hot_experts": 3, "cold_precision": "full"}}'
 
 
 def generate(**environment: str) -> dict[str, Any]:
-    done = run_program(sys.executable, PROGRAM, MODEL, "{}", **environment)
+    done = run_program(sys.executable, PROGRAM, MODEL, OPTIONS, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "vllm-ndp" not in done.stdout + done.stderr
     return last_json(done.stdout)
@@ -58,3 +60,13 @@ def test_no_device_is_started_and_no_controller_is_even_imported(installed: dict
 def test_the_tokens_are_the_same(without: dict[str, Any], installed: dict[str, Any]):
     assert installed["tokens"] == without["tokens"]
     assert all(len(tokens) == 16 for tokens in installed["tokens"])
+
+
+def test_a_replaced_layer_gives_the_same_tokens_and_never_calls_the_method(without: dict[str, Any]):
+    """vLLM's issue 54959 ends execution by a method: then RoutedExperts is replaced as a PluggableLayer."""
+    done = run_program(sys.executable, PROGRAM, MODEL, ASKED, "--replace-layer")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = last_json(done.stdout)
+    assert found["layers"] == ["NdpRoutedExperts"]
+    assert found["moe_methods"] == ["NdpMoEMethod"]
+    assert found["tokens"] == without["tokens"]

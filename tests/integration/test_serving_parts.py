@@ -95,6 +95,27 @@ def test_the_routes_end_the_start_of_a_server_that_did_not_ask_for_ndp():
     assert "needs --quantization ndp, got fp8: drop one of the two" in sent[0]["message"]
 
 
+@pytest.mark.parametrize(("method", "status"), [("ndp", 200), ("fp8", 404)])
+def test_an_endpoint_plugin_adds_the_routes_to_servers_of_this_plugin_only(method: str, status: int):
+    from fastapi import FastAPI
+    from starlette.testclient import TestClient
+
+    from vllm_ndp.integration.serving.routes import NdpEndpoints
+
+    async def collective_rpc(name: str, args: tuple[str, ...]) -> list[Any]:
+        return []
+
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=method))
+    app = FastAPI()
+    app.state.engine_client = SimpleNamespace(
+        vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc
+    )
+    app.state.args = SimpleNamespace(api_key=[])
+    NdpEndpoints().attach_router(app)
+    with TestClient(app) as client:
+        assert client.get("/v1/ndp/experts").status_code == status
+
+
 @pytest.mark.parametrize(
     ("keys", "asked", "status", "said"),
     [

@@ -183,10 +183,10 @@ def _plugin(now: Sample, between: Rates | None) -> list[RenderableType]:
 
 
 def _requests(status: Any) -> list[RenderableType]:
-    """The plan and the running requests, which the middleware adds. One hint where the server has no middleware."""
+    """The plan and the running requests, which our routes tell. One hint where the server has no such routes."""
     workers = status.get("workers") or []
     if not workers:
-        return ["[dim]more with --middleware vllm_ndp.integration.serving.routes.NdpRoutes[/]"]
+        return ["[dim]more where the server has VLLM_PLUGINS=ndp, or --middleware (docs/serving.md)[/]"]
     plan, effective = workers[0].get("plan") or {}, workers[0].get("effective") or {}
     bits = plan.get("avg_bits")
     told = (

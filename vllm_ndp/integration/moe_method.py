@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts method: K slots where vLLM would hold E experts, and one opaque operator per layer."""
+"""The Mixture-of-Experts method: K slots where vLLM would hold E experts. Execution is execution.py's."""
 
 from __future__ import annotations
 
@@ -7,58 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.library import Library
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import direct_register_custom_op
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.integration import compat, huge_pages
 from vllm_ndp.integration.assembly import current_assembly
-from vllm_ndp.integration.moe_layer import LAYERS
+from vllm_ndp.integration.execution import execute
 from vllm_ndp.planning.owners import slots_per_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_OURS = SharedExpertsOrder.MK_INTERNAL_OVERLAPPED
-_LIBRARY = Library("vllm_ndp", "FRAGMENT")  # operators live as long as this object
-
-
-def _moe(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return LAYERS[layer_name].forward(x, topk_weights, topk_ids)
-
-
-def _moe_fake(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _moe_shared(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    shared_input: torch.Tensor,
-    layer_name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return LAYERS[layer_name].forward_with_shared(x, topk_weights, topk_ids, shared_input)
-
-
-def _moe_shared_fake(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    shared_input: torch.Tensor,
-    layer_name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(shared_input)
-
-
-# On CPU torch.compile traces into apply(), which depends on data and on another process: it must be opaque.
-direct_register_custom_op("moe", _moe, fake_impl=_moe_fake, target_lib=_LIBRARY)
-direct_register_custom_op("moe_shared", _moe_shared, fake_impl=_moe_shared_fake, target_lib=_LIBRARY)
 
 
 class NdpMoEMethod(FusedMoEMethodBase):
@@ -73,6 +34,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
         num_hot = settings.resolve_hot_experts(moe.num_experts)
         if settings.has_quantized_slots:
             num_hot = 0  # of tensors of vLLM's: replicas are the device's kernel's
+        self.ndp_layer_name: str | None = None  # once its layer is attached
         self.num_slots = slots_per_gpu(num_hot, moe.moe_parallel_config.ep_size)
 
     @property
@@ -130,7 +92,7 @@ class NdpMoEMethod(FusedMoEMethodBase):
             del getattr(layer, name).copy_
         for name in self._stored_beside:
             delattr(layer, name)
-        self._name = self._worker.attach(layer)
+        self.ndp_layer_name = self._worker.attach(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         return None
@@ -144,20 +106,8 @@ class NdpMoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            if not self._runs_shared(shared_experts, x):
-                return torch.ops.vllm_ndp.moe(x, topk_weights, topk_ids, self._name)
-            routed, shared = torch.ops.vllm_ndp.moe_shared(x, topk_weights, topk_ids, shared_experts_input, self._name)
-            shared_experts._output[shared_experts._output_idx] = shared  # as its own forward leaves it
-            return routed
-        layer = LAYERS[self._name]  # an operator's dispatch costs 10 us
-        if not self._runs_shared(shared_experts, x):
-            return layer.forward(x, topk_weights, topk_ids)
-        return layer.forward(x, topk_weights, topk_ids, partial(shared_experts, shared_experts_input, _OURS))
-
-    def _runs_shared(self, shared_experts: Any, x: torch.Tensor) -> bool:
-        """Whether vLLM leaves the layer's shared experts to us."""
-        return shared_experts is not None and shared_experts._determine_shared_experts_order(x) == _OURS
+        assert self.ndp_layer_name is not None
+        return execute(self.ndp_layer_name, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
 
 def _leave_in_pool(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:

@@ -19,12 +19,17 @@ METHOD = "ndp"
 
 def register() -> None:
     """Entry point `vllm.general_plugins`."""
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     if METHOD in QUANTIZATION_METHODS:
         return
     from vllm_ndp.integration.quantization import NdpConfig
 
+    if not hasattr(FusedMoEMethodBase, "apply"):
+        from vllm_ndp.integration.execution import replace_vllms_layer
+
+        replace_vllms_layer()
     register_quantization_config(METHOD)(NdpConfig)
     _hook_architectures()
 

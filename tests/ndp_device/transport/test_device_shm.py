@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -211,6 +212,24 @@ def test_spinning_ends_with_a_message_or_with_its_time(pair: tuple[ShmChannel, S
     timer.start()
     assert shm.Spinner(60_000_000).spin([device])
     timer.join()
+
+
+def test_after_a_spin_in_vain_the_next_ones_are_brief(
+    pair: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where answers take longer than a spin, the core belongs to whoever computes them."""
+    asked: list[int] = []
+
+    def spin(rings: list[object], timeout_ns: int) -> int:
+        asked.append(timeout_ns)
+        return 0
+
+    monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
+    spinner = shm.Spinner(500)
+    for _ in range(34):
+        spinner.spin([pair[1]])
+    assert [asked.index(500_000), asked.count(500_000), asked[32]] == [0, 2, 500_000]
+    assert set(asked) == {500_000, 20_000}
 
 
 def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[ShmChannel, ShmChannel]) -> None:

@@ -1,4 +1,4 @@
-"""`--middleware vllm_ndp.integration.serving.routes.NdpRoutes`: our paths, and reports in answers that ask for them.
+"""Our paths, and reports in answers that ask for them: `VLLM_PLUGINS=ndp`, or `--middleware` with `NdpRoutes` by name.
 
     GET /v1/ndp/                 the live page (page.py)
     GET /v1/ndp/status           what is effective, totals, device, requests now and lately
@@ -8,8 +8,9 @@
     X-NDP-Report: 1              on a completion or chat: the reports come with the answer, streamed or not
 
 Everything comes from the workers by `collective_rpc`, so it works with several front ends and without vLLM's stats.
-Since vLLM puts `--middleware` outside of its own authentication, the same class guards our paths here. Knows HTTP and
-vLLM's engine client; does not know what a report holds.
+Since vLLM puts `--middleware` outside of its own authentication, the same class guards our paths here. An endpoint
+plugin stands inside of it, so that a browser without the key meets vLLM's refusal in place of our login. Knows HTTP
+and vLLM's engine client; does not know what a report holds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_ndp.integration.plugin import METHOD
 from vllm_ndp.integration.serving.login import LOGIN
 
 PREFIX = "/v1/ndp/"
@@ -38,6 +40,8 @@ FORMAT = 1
 """Version of the JSON that /v1/ndp/status answers; docs/serving.md lists its fields. Fields may be added under one
 number."""
 _DONE = b"data: [DONE]\n\n"
+_SEEN = "vllm_ndp.routes"
+"""Key of a scope that has met our routes: a server may have them in both ways."""
 _MOST_BODY_BYTES = 4096  # of what we are sent: an address
 _ASK_AGAIN_S, _MOST_QUESTIONS = 0.005, 40
 """The worker learns of a finished request with the step after it, a few milliseconds later."""
@@ -46,8 +50,9 @@ _adding = asyncio.Lock()
 
 
 class NdpRoutes:
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, is_asked_for: bool = True) -> None:
+        """is_asked_for: by this server's command line, so that an engine without the plugin is an error."""
+        self._app, self._is_asked_for = app, is_asked_for
         paths = [
             Route(PREFIX, _page),
             Route(PREFIX + "status", _status),
@@ -61,6 +66,8 @@ class NdpRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
+        elif scope.get(_SEEN) or not (self._is_asked_for or _method(scope) == METHOD):
+            await self._app(scope, receive, send)
         elif scope["type"] == "http" and _path(scope).startswith(PREFIX):
             guarded = self._behind_keys(scope)
             if _path(scope) == PREFIX and guarded is not self._ours and "authorization" not in Headers(scope=scope):
@@ -70,13 +77,14 @@ class NdpRoutes:
                 guarded = _refusal(403, error)
             await guarded(scope, receive, send)
         elif scope["type"] == "http" and HEADER in Headers(scope=scope):
+            scope[_SEEN] = True
             await self._app(scope, receive, _WithReports(scope, send))
         else:
             await self._app(scope, receive, send)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method = scope["app"].state.engine_client.vllm_config.model_config.quantization
-        if method != "ndp":
+        method = _method(scope)
+        if self._is_asked_for and method != METHOD:
             sentence = f"--middleware {__name__}.NdpRoutes needs --quantization ndp, got {method}: drop one of the two"
             await receive()
             await send({"type": "lifespan.startup.failed", "message": sentence})
@@ -96,6 +104,23 @@ class NdpRoutes:
             keys = [key for key in given if key]
             self._guarded = AuthenticationMiddleware(self._ours, keys) if keys else self._ours
         return self._guarded
+
+
+class NdpEndpoints:
+    """Entry point `vllm.endpoint_plugins`: the same routes without `--middleware`, where VLLM_PLUGINS names `ndp`.
+
+    Servers of other models keep their answers.
+    """
+
+    name = METHOD
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """app: vLLM's FastAPI, before it has started."""
+        app.add_middleware(NdpRoutes, is_asked_for=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Do nothing: the routes find the engine's client in the application's state."""
 
 
 class _WithReports:
@@ -238,6 +263,12 @@ async def _ask(app: Any, method: str, *arguments: Any) -> list[Any]:
         answers: list[list[Any]] = await ask_all("collective_rpc", method, None, arguments, None)
         return [answer for engine in answers for answer in engine]
     return list(await client.collective_rpc(method, args=arguments))
+
+
+def _method(scope: Scope) -> str | None:
+    """How the engine behind this server is quantized."""
+    method: str | None = scope["app"].state.engine_client.vllm_config.model_config.quantization
+    return method
 
 
 def _path(scope: Scope) -> str:
