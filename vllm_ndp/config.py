@@ -81,7 +81,8 @@ class NdpSettings:
     avg_bits: float = DEFAULT_AVG_BITS
     """Average bits that a request's cold pairs read, 1 to 4, or 8 for all of them. Some bit rules count the bits that
     its cold experts keep instead. Below 2, answers are of no use, and a warning says so. Or {"max_loss": NATS}: the
-    smallest average whose predicted loss is at most that many nats per token."""
+    smallest average whose predicted loss is at most that many nats per token. Or, for an engine,
+    {"simulated_tokens_per_s": N}: the largest average with which one request decodes so fast at even routing."""
     max_loss: float | None = None
     """Nats of `avg_bits`, if it bounds the loss."""
     bits_for: str = "auto"

@@ -107,7 +107,10 @@ def _budget(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(asked, Mapping):
         return values
     if set(asked) != {"max_loss"}:
-        raise ConfigError(f"ndp setting 'avg_bits' must be a number or {{\"max_loss\": NATS}}, got {dict(asked)!r}")
+        raise ConfigError(
+            "ndp setting 'avg_bits' must be a number or {\"max_loss\": NATS}, or for an engine "
+            f'{{"simulated_tokens_per_s": N}}, got {dict(asked)!r}'
+        )
     return values | {"avg_bits": float(WIDTHS[-1]), "max_loss": asked["max_loss"]}
 
 

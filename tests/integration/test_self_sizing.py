@@ -7,10 +7,17 @@ import shlex
 from typing import Any
 
 import pytest
-from engines import REPLICAS
+from engines import MODEL, REPLICAS
 from test_integration_refusals import configure
 
+from ndp_device.errors import ConfigError
+from ndp_device.timing.spec import load_hardware
 from vllm_ndp.operating.sizing import KV_BLOCK
+from vllm_ndp.operating.sources import source_named
+from vllm_ndp.operating.speed import simulated
+from vllm_ndp.simulation.costs import Costs
+
+TIME_BUDGET = "simulated_tokens_per_s"
 
 pytestmark = pytest.mark.vllm
 
@@ -61,3 +68,35 @@ def test_a_choice_that_leaves_measured_prices_nothing_to_decide_is_not_made(capf
     config = configure(additional_config={"ndp": given})
     hot = config.additional_config["ndp"].get("hot_experts")
     assert hot == 4 or (hot is None and "not sized to this machine: " in said(capfd)[0])
+
+
+def bits_at(tokens_per_s: object, **others: Any) -> float:
+    settings = TOLD | {"hardware": "h100-ndp512", "hot_experts": 2, "avg_bits": {TIME_BUDGET: tokens_per_s}} | others
+    bits: float = configure(additional_config={"ndp": settings}).additional_config["ndp"]["avg_bits"]
+    return bits
+
+
+def test_a_speed_becomes_the_most_bits_that_reach_it(capfd: pytest.CaptureFixture[str]) -> None:
+    costs = Costs(load_hardware("h100-ndp512"), source_named(str(MODEL)).model)
+
+    def speed(bits: float) -> float:
+        return simulated(costs, 2, bits, 1, 128).decode_tokens_per_s
+
+    assert speed(4.0) < speed(2.5) < speed(1.0)
+    assert bits_at(speed(4.0) * 0.9) == 4.0
+    assert bits_at(speed(2.5)) == 2.5
+    assert bits_at((speed(2.5) + speed(2.75)) / 2) == 2.5
+    assert said(capfd)[-1].startswith("avg_bits 2.5: the most that reach ")
+    with pytest.raises(ConfigError, match=r"and 1 bit with 2 hot experts per layer reaches \d+: ask for less, or for"):
+        bits_at(speed(1.0) * 1.1)
+
+
+@pytest.mark.parametrize("wanted", ["fast", 0, True, float("inf")])
+def test_a_speed_that_is_no_number_is_refused(wanted: object) -> None:
+    with pytest.raises(ConfigError, match="must ask for a number of simulated tokens/s above 0"):
+        bits_at(wanted)
+
+
+def test_a_speed_beside_a_joint_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asks for a speed beside 'plan' 'joint': use 'fixed'"):
+        bits_at(100, plan="joint")

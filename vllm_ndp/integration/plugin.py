@@ -66,6 +66,7 @@ def configure(vllm_config: VllmConfig) -> None:
     from vllm_ndp.traces.recorder import require_writable
 
     compat.refuse_mixed_settings(sys.argv)
+    self_sizing.meet_time_budget(vllm_config)
     settings = compat.check(vllm_config)
     self_sizing.choose(vllm_config, settings)
     if settings.record is not None:
