@@ -66,13 +66,20 @@ FAMILIES = (
         "Drop one of the two, as the sentence says.",
         files="vllm_ndp/config.py vllm_ndp/integration ndp_device/transport/address.py ndp_device/transport/keys.py",
         sentence=r"has no effect|which needs quantized|'prefill' is 'split'|drop one of the two|'devices' counts|"
-        r"use 'checkpoint'|use 'execution': 'paper'",
+        r"use 'checkpoint'|use 'execution': 'paper'|asks for a speed beside",
+    ),
+    Family(
+        "A machine that does not say what it has",
+        "A server that sizes itself asks the system for free memory.",
+        "Give `hot_experts`, `avg_bits` and `--kv-cache-memory-bytes` by hand: compatibility.md.",
+        files="vllm_ndp/integration/self_sizing.py",
+        sentence=r"does not say how much memory",
     ),
     Family(
         "A setting out of its range",
         "The value cannot be what was meant: there are only 1 to 4 bits and 8, or the model has fewer experts.",
         "Give a value from the range in the sentence.",
-        files="vllm_ndp/config.py vllm_ndp/setting_names.py",
+        files="vllm_ndp/config.py vllm_ndp/setting_names.py vllm_ndp/integration/self_sizing.py",
     ),
     Family(
         "A model that cannot be found",
@@ -127,13 +134,6 @@ FAMILIES = (
         "Start the engine first, or call from the process that holds it.",
         files="vllm_ndp/integration/controller.py",
         sentence=r"no engine with quantization",
-    ),
-    Family(
-        "A machine that does not say what it has",
-        "A server that sizes itself asks the system for free memory.",
-        "Give `hot_experts`, `avg_bits` and `--kv-cache-memory-bytes` by hand: compatibility.md.",
-        files="vllm_ndp/integration/self_sizing.py",
-        sentence=r"does not say how much memory",
     ),
     Family(
         "Several ranks",
