@@ -39,7 +39,8 @@ _BRIEF_SPINS = 31  # after a whole spin in vain: where answers take longer, spin
 DEVICE_SPIN_US = 5000  # outlasts the gap between two steps of a small model: an idle device wakes in half a millisecond
 MAX_CHANNELS = 16
 MAX_CHECKED_BODY_BYTES = 64 << 10
-CALM_FIRST_NS, CALM_LAST_NS = 400_000_000, 6_400_000_000
+CALM_FIRST_NS, CALM_LAST_NS = 10_000_000, 6_400_000_000
+_KEPT_NS = 2_000_000
 _DOORBELLS, _DOORBELLS_MARK = (
     struct.Struct("<4sii"),
     b"BELL",
@@ -216,19 +217,22 @@ class Spinner:
     """Looks at memory for a bounded time before its owner goes to sleep, as long as the core is its own.
 
     A process that spins on a core that others wait for loses a whole time slice when a message does come. So after a
-    spin that lost the core for 0.5 ms, the owner does not spin for 0.4 s. That time doubles with each such loss, up to
-    6.4 s. After a whole spin in vain the next spins are brief: the other side may want this core for its work.
+    spin that lost the core for 0.5 ms, the owner does not spin for 10 ms. That time doubles with each such loss, up to
+    6.4 s, and ends with 2 ms of spinning without a loss: a neighbour that wants the core now and then costs little.
+    After a whole spin in vain the next spins are brief: the other side may want this core for its work.
     """
 
     def __init__(self, default_us: int) -> None:
         text = os.environ.get("NDP_SPIN_US", "")  # 0 = never
         self.spin_ns = (int(text) if text.isdecimal() else default_us) * 1000
         self._calm_ns, self._calm_until_ns = 0, 0
+        self._kept_ns = 0  # spent on spinning without a loss since the last one
         self._brief_spins = 0  # that are left
 
     def spin(self, channels: Sequence[ShmChannel], timeout_ns: int | None = None) -> bool:
         """True as soon as one of the channels can be read."""
-        if not self.spin_ns or (self._calm_ns and time.monotonic_ns() < self._calm_until_ns):
+        began_ns = time.monotonic_ns()
+        if not self.spin_ns or began_ns < self._calm_until_ns:
             return False
         assert native is not None
         if timeout_ns is None:
@@ -237,13 +241,18 @@ class Spinner:
         seen: int = native.spin([channel.ring for channel in channels], timeout_ns)
         if not seen & 1 and timeout_ns == self.spin_ns:
             self._brief_spins = _BRIEF_SPINS
-        if seen & 2:
-            now = time.monotonic_ns()
-            if now > self._calm_until_ns + 10 * CALM_LAST_NS:
-                self._calm_ns = 0  # long ago: start again
-            self._calm_ns = min(2 * self._calm_ns or CALM_FIRST_NS, CALM_LAST_NS)
-            self._calm_until_ns = now + self._calm_ns
+        if seen & 2 or self._calm_ns:
+            self._note(time.monotonic_ns(), began_ns, lost=bool(seen & 2))
         return bool(seen & 1)
+
+    def _note(self, now_ns: int, began_ns: int, *, lost: bool) -> None:
+        if lost:
+            self._calm_ns = min(2 * self._calm_ns or CALM_FIRST_NS, CALM_LAST_NS)
+            self._calm_until_ns, self._kept_ns = now_ns + self._calm_ns, 0
+            return
+        self._kept_ns += now_ns - began_ns
+        if self._kept_ns > _KEPT_NS:
+            self._calm_ns = 0
 
     @property
     def is_calm(self) -> bool:
