@@ -218,7 +218,7 @@ class Spinner:
 
     A process that spins on a core that others wait for loses a whole time slice when a message does come. So after a
     spin that lost the core for 0.5 ms, the owner does not spin for 10 ms. That time doubles with each such loss, up to
-    6.4 s, and ends with 2 ms of spinning without a loss: a neighbour that wants the core now and then costs little.
+    6.4 s. It is 10 ms again after 2 ms of spinning without a loss, so a neighbour of few short tasks costs little.
     After a whole spin in vain the next spins are brief: the other side may want this core for its work.
     """
 
