@@ -18,6 +18,7 @@ Knows counts and placements. Does not know requests, costs or how experts move.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,14 @@ from vllm_ndp.planning.same_everywhere import exp
 
 _BETS = (0.15, 0.4, 0.9)
 """Shares of the capital that are staked, side by side: small ones find small gains, large ones large gains soon."""
+_STAKES = np.array(_BETS)[:, None]
+_BOTH = np.arange(2)[:, None, None, None]
+
+
+@lru_cache
+def _fading(tokens: int, memories: tuple[float, ...]) -> NDArray[np.float64]:
+    """[R, 1, 1], what is left of counts after so many tokens."""
+    return np.array([exp(-tokens / memory) for memory in memories])[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -58,43 +67,42 @@ class DriftWatch:
         self, rules: DriftRules, hot: NDArray[np.bool_], score: ImportanceScore, prior: ImportanceScore | None = None
     ) -> None:
         """hot [L, E]: as planned from that score."""
-        self._rules = rules
         self._num_hot = int(hot.sum(axis=1).max())
         self._layers = np.arange(len(hot))[:, None]
-        self._base = {"follows": score.values, "turned": np.zeros(hot.shape) if prior is None else prior.values}
-        self._counts = {name: np.zeros(hot.shape) for name in self._base}
-        self._fixed = {} if prior is None else {"prior": prior.values}
-        self._names = (*self._base, *self._fixed)
+        own = rules.own_tokens * score.values
+        fixed = [] if prior is None else [prior.values]
+        turned = np.zeros(hot.shape) if prior is None else rules.own_tokens * prior.values
+        self._names = ("follows", "turned", "prior")[: 2 + len(fixed)]
+        self._base = np.stack([own, turned, *fixed])  # [R, L, E], of each rival
+        self._counts = np.zeros((2, *hot.shape))  # decode's, of the rivals that follow it
+        self._memories, self._renewed_after = (rules.memory, rules.short_memory), rules.renew
+        self._once_in = rules.once_in
         self._planned = hot
         self._seen = 0
         self.noticed = 0
         """How often a rival has taken over."""
         self.aims_at: str | None = None
         """The rival that has; None: the plan stands."""
-        self._capital = {name: np.ones(len(_BETS)) for name in self._names}
+        self._capital = np.ones((len(self._names), len(_BETS)))
         self._renew()
 
     def see(self, ids: NDArray[np.int64]) -> bool:
         """ids [T, L, k]: what the rows of one decode step chose. True if `wanted` has changed since."""
-        rules, (tokens, _, top_k) = self._rules, ids.shape
+        tokens, layers, top_k = ids.shape
         if not tokens:
             return False
-        here = self._aim[self._layers, ids].mean(axis=(1, 2))
-        for name, rival in self._rivals.items():
-            won = rival[self._layers, ids].mean(axis=(1, 2)) - here
-            grown = np.prod(1 + np.array(_BETS)[:, None] * won, axis=1)
-            self._capital[name] = np.maximum(self._capital[name], 1.0) * grown
-        for name, memory in (("follows", rules.memory), ("turned", rules.short_memory)):
-            counts = self._counts[name]
-            counts *= exp(-tokens / memory)
-            np.add.at(counts, (np.broadcast_to(self._layers, ids.shape), ids), 1 / top_k)
+        hits = self._hot[:, self._layers, ids].sum(axis=(2, 3), dtype=np.int64) / (layers * top_k)  # [R + 1, T]
+        grown = np.prod(1 + _STAKES * (hits[1:] - hits[0])[:, None], axis=2)
+        self._capital = np.maximum(self._capital, 1.0) * grown
+        self._counts *= _fading(tokens, self._memories)
+        np.add.at(self._counts, (_BOTH, self._layers, ids), 1 / top_k)
         before, self._seen = self._seen, self._seen + tokens
-        best = max(self._names, key=lambda name: float(self._capital[name].mean()))
-        has_noticed = np.mean(list(self._capital.values())) >= rules.once_in
+        has_noticed = self._capital.mean() >= self._once_in
         if has_noticed:
-            self.aims_at, self.noticed = best, self.noticed + 1
-            self._capital = {name: np.ones(len(_BETS)) for name in self._names}
-        if not has_noticed and before // rules.renew == self._seen // rules.renew:
+            self.aims_at = self._names[int(self._capital.mean(axis=1).argmax())]
+            self.noticed += 1
+            self._capital = np.ones(self._capital.shape)
+        if not has_noticed and before // self._renewed_after == self._seen // self._renewed_after:
             return False
         self._renew()
         return self.aims_at is not None
@@ -102,14 +110,20 @@ class DriftWatch:
     @property
     def wanted(self) -> ImportanceScore | None:
         """The score to plan from, once a change was noticed; it follows decode from then on."""
-        return None if self.aims_at is None else ImportanceScore.from_weights(self._weights(self.aims_at))
+        if self.aims_at is None:
+            return None
+        return ImportanceScore.from_weights(self._weights[self._names.index(self.aims_at)])
 
-    def _weights(self, name: str) -> NDArray[np.float64]:
-        if name in self._fixed:
-            return self._fixed[name]
-        return self._rules.own_tokens * self._base[name] + self._counts[name]
+    @property
+    def _weights(self) -> NDArray[np.float64]:
+        """[R, L, E], what each rival counts."""
+        weights = self._base.copy()
+        weights[:2] += self._counts
+        return weights
 
     def _renew(self) -> None:
         """Renew the rivals from all tokens so far, and with them what is aimed at."""
-        self._rivals = {name: top_experts(self._weights(name), self._num_hot).hot for name in self._names}
-        self._aim = self._planned if self.aims_at is None else self._rivals[self.aims_at]
+        weights = self._weights
+        rivals = top_experts(weights.reshape(-1, weights.shape[2]), self._num_hot).hot.reshape(weights.shape)
+        aim = self._planned if self.aims_at is None else rivals[self._names.index(self.aims_at)]
+        self._hot = np.concatenate([aim[None], rivals])  # [R + 1, L, E], what is aimed at first

@@ -2,9 +2,19 @@
 
     choices [C] of each expert:  time and loss in one step,  bytes held in its tier,  bytes over the link to get there
 
-The sides of a layer run at once (joint_sides.py). The time of a plan is that of the slowest side of each layer, and of
-what moves. Knows numbers: prices of reads come from the caller. Does not know how a plan is found (joint.py), models or
-hardware.
+GPU, host and device work side by side, and the slowest is waited for. The time of a plan is that of the slowest side of
+each layer, and of what moves:
+
+    E max(a, b) = (E a + E b + E |a - b|) / 2,    E |a - b| <= sqrt((E a - E b)^2 + Var(a - b)), E a + E b
+
+no distribution of these means and variances takes longer: a plan is not chosen for what the formula leaves out. Three
+sides are folded two by two. A step picks a number of experts that is nearly fixed, so a busy GPU means an idle device.
+With d = u (1 - u) of an expert's chance u, Var(sum of a_e X_e) = sum d a^2 - (sum d a)^2 / sum d. Source: Hajek, Annals
+of Mathematical Statistics 35 (1964). A side away from the GPU opens one message in steps that use any expert there.
+
+Against drawn routing (8 to 128 experts, 1 and 4 rows) the time is 1 to 6 % too long on average. The sum of the sides is
+10 to 36 % too long, and the longest mean 2 to 20 % too short. Knows numbers: prices of reads come from the caller. Does
+not know how a plan is found (joint.py), models or hardware.
 """
 
 from __future__ import annotations
@@ -17,12 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndp_device.errors import ConfigError
-from vllm_ndp.planning.joint_sides import LayerTimes
+from vllm_ndp.planning import _joint
 from vllm_ndp.planning.same_everywhere import weighted
 from vllm_ndp.planning.stats import frozen_array
 
 TIERS = ("gpu", "host", "device")
 JOINT_WIDTHS = (16, 8, 4, 3, 2, 1)
+_FOLDED = ("device", "host", "gpu")
+"""Sides of a layer, those that are waited for most first: the GPU is folded in last."""
 RESOURCES = (*TIERS, "link")
 """Bytes of the three memories, and bytes that must move over the link before the plan is in force."""
 
@@ -113,8 +125,21 @@ class JointProblem:
         return replace(self, choices=choices, ps=self.ps[which], loss=self.loss[which], moved=moved)
 
     @cached_property
-    def times(self) -> LayerTimes:
-        return LayerTimes([c.tier for c in self.choices], self.ps, self.used, self.openings)
+    def native(self) -> _joint.Problem:
+        """The same in C++, which times and searches plans."""
+        tiers = [choice.tier for choice in self.choices]
+        sides = [tier for tier in _FOLDED if tier in tiers]
+        return _joint.Problem(
+            np.array([sides.index(tier) for tier in tiers]),
+            [self.openings.get(side, 0.0) for side in sides],
+            self.ps,
+            self.loss,
+            self.moving,
+            self.turns,
+            self.used,
+            [takes.ravel() for takes in self.takes.values()],
+            list(self.budgets.values()),
+        )
 
     @cached_property
     def moving(self) -> NDArray[np.float64]:
@@ -131,7 +156,9 @@ class JointProblem:
 
     def layers_ps(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
         """[L], in one step."""
-        return np.asarray(self.times.of(chosen) + at(self.moving, chosen).sum(axis=1))
+        times = np.empty((1, len(chosen)))
+        self.native.times(chosen.reshape(1, -1), times)
+        return np.asarray(times[0] + at(self.moving, chosen).sum(axis=1))
 
     def time_ps(self, chosen: NDArray[np.int64]) -> float:
         """Time of all layers, in one step."""

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from joint_reference import Question
+from joint_reference import searched as searched_slowly
+from joint_reference import times_of as slow_times
+from joint_reference import tried as tried_slowly
 
 from ndp_device.errors import ConfigError
 from vllm_ndp.planning import joint
+from vllm_ndp.planning._joint import Problem
 from vllm_ndp.planning.joint import least_loss, least_time
-from vllm_ndp.planning.joint_columns import Question
 from vllm_ndp.planning.joint_problem import Choice, JointPlan, JointProblem
 
 FULL = 1600
@@ -66,7 +70,7 @@ def with_tiers(whole: JointProblem, *tiers: str) -> JointProblem:
 
 
 def layer_ps(given: JointProblem, plan: list[int], layer: int) -> float:
-    """One expert after the other, in plain Python: the formulas of joint_sides.py."""
+    """One expert after the other, in plain Python: the formulas of joint_problem.py."""
     picks = max(sum(u * (1 - u) for u in given.used[layer]), 1e-9)
     sides = {}
     for tier in ("device", "host", "gpu"):
@@ -237,18 +241,80 @@ def test_more_of_anything_never_makes_a_plan_slower():
     assert times == sorted(times, reverse=True)
 
 
-@given(seed=st.integers(0, 999), some=st.sets(st.integers(0, 4), min_size=1), experts=st.sampled_from([3, 64, 1000]))
-@settings(max_examples=20)
-def test_layers_looked_at_alone_or_in_parts_have_the_same_times_to_the_bit(seed, some, experts):
-    """A descent looks again only at layers that have changed; 1000 experts are more than one part."""
-    whole = problem(seed, 5, experts, 0.3)
-    chosen = np.random.default_rng(seed).integers(0, len(MENU), (3, 5, experts))
-    which = np.isin(np.arange(5), list(some))
-    rows = whole.times.rows(which)
-    assert rows.of(chosen[:, which]).tobytes() == whole.times.of(chosen)[:, which].tobytes()
-    assert rows.changes(chosen[0, which]).tobytes() == whole.times.changes(chosen[0])[:, which].tobytes()
-    columns = Question(whole, "time", 1.0).columns(chosen)
-    assert columns.layers.objective[:, :, 0].tolist() == [whole.layers_ps(plan).tolist() for plan in chosen]
+LIMITS = st.tuples(st.sampled_from(["time", "loss"]), st.sampled_from([1e-5, 0.01, 0.03, 0.1, 0.5]))
+ROOM = st.fixed_dictionaries(
+    {"gpu": st.sampled_from([0.05, 0.1, 0.3, 0.6, 1.0])},
+    optional={"link": st.sampled_from([0.0, 0.1, 0.4]), "device": st.sampled_from([0.3, 1.0])},
+)
+TIERS = st.sampled_from([("gpu", "host", "device"), ("gpu", "device"), ("gpu", "host"), ("device",)])
+
+
+def asked(seed: int, size: tuple[int, int], tiers: tuple[str, ...], room: dict, limit: tuple[str, float]) -> Question:
+    least, share = limit
+    given = with_tiers(problem(seed, *size, **room), *tiers)
+    return Question(given, least, share * size[0] * (1.0 if least == "time" else 30.0 * size[1]))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 999), st.sampled_from([(1, 7), (4, 8), (32, 8), (9, 65), (20, 136)]), TIERS, ROOM, LIMITS)
+def test_a_plan_of_the_native_search_is_that_of_the_slow_way_to_the_last_expert(seed, size, tiers, room, limit):
+    """Whether it fits or not: sums run in numpy's order, so every price on the way is the same to the bit."""
+    question = asked(seed, size, tiers, room, limit)
+    if question.has_room:
+        with np.errstate(all="ignore"):
+            slowly = searched_slowly(question)
+        assert joint._searched(question.problem, question.least == "time", question.most).tolist() == slowly.tolist()
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 999), st.sampled_from([(1, 3), (3, 1), (2, 2)]), ROOM, LIMITS)
+def test_the_best_of_all_plans_is_that_of_the_slow_way(seed, size, room, limit):
+    question = asked(seed, size, ("gpu", "device"), room, limit)
+    found = np.empty(size, np.int64)
+    question.problem.native.tried(question.least == "time", question.most, found.reshape(-1))
+    assert found.tolist() == tried_slowly(question).tolist()
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 999), st.sampled_from([3, 8, 64, 129, 1000]), TIERS)
+def test_times_of_layers_and_of_changes_are_those_of_the_slow_way_to_the_bit(seed, experts, tiers):
+    given = with_tiers(problem(seed, 5, experts, 0.3), *tiers)
+    chosen = np.random.default_rng(seed).integers(0, len(given.choices), (3, 5, experts))
+    times, changes = np.empty((3, 5)), np.empty(given.shape)
+    given.native.times(chosen.reshape(3, -1), times)
+    given.native.changes(chosen[0].reshape(-1), changes)
+    assert times.tobytes() == slow_times(given).of(chosen).tobytes()
+    assert changes.tobytes() == slow_times(given).changes(chosen[0]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"side_of": np.array([0, 1, 9])}, "no such side"),
+        ({"openings": [0.0] * 4}, "one to three sides"),
+        ({"loss": np.zeros((3, 1, 2))}, "must be \\[C, L, E\\]"),
+        ({"used": np.zeros((3, 2))}, "chances must be"),
+        ({"takes": [np.zeros(5)]}, "bytes must be"),
+        ({"budgets": []}, "every budget"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused_before_the_search(wrong, sentence):
+    whole = np.zeros((3, 2, 2))
+    parts = {
+        "side_of": np.array([0, 1, 1]),
+        "openings": [0.0, 0.0],
+        **dict.fromkeys(("ps", "loss", "moving", "turns"), whole),
+        "used": np.ones((2, 2)),
+        "takes": [np.zeros(3)],
+        "budgets": [1.0],
+    }
+    with pytest.raises(ValueError, match=sentence):
+        Problem(**(parts | wrong))
+    right = Problem(**parts)
+    with pytest.raises(ValueError, match=r"choices 0\.\.C-1"):
+        right.times(np.full((1, 4), 3), np.empty((1, 2)))
+    with pytest.raises(ValueError, match=r"a plan must be \[L \* E\]"):
+        right.searched(True, 1.0, [np.zeros(3, np.int64)], np.empty(4, np.int64))
 
 
 def test_the_papers_plan_quantization_alone_and_all_cold_are_points_of_the_space():

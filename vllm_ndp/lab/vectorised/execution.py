@@ -45,9 +45,9 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Pair
     by_width[0] = costs.gpu_experts_ps(b)
     on_device = (widths > 0) & (widths < NOWHERE)
     if b == 1:  # a row never chooses an expert twice: every pair is an expert of its own
-        cost = by_width[:, 1][widths[:, 0]]
-        gpu = add_up(np.where(widths[:, 0] == 0, cost, 0.0))
-        dev = add_up(np.where(on_device[:, 0], cost, 0.0))
+        on_gpu, away = np.zeros((2, 256))
+        on_gpu[0], away[1:NOWHERE] = by_width[0, 1], by_width[1:NOWHERE, 1]
+        gpu, dev = (add_up(cost.take(widths[:, 0])) for cost in (on_gpu, away))
         reads = np.stack([np.zeros(256, np.int64), np.bincount(widths.ravel(), minlength=256)], axis=1)
     else:
         gpu, dev, reads = _grouped(batches, widths, by_width)
