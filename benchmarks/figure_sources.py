@@ -58,6 +58,11 @@ def digests(name: str, root: Path) -> dict[str, str]:
     return {glob: digest(glob, root) for glob in figure.sources} if figure else {}
 
 
+def version(name: str, root: Path) -> str:
+    """One digest of all its sources as they are today."""
+    return hashlib.sha256(repr(sorted(digests(name, root).items())).encode()).hexdigest()[:12]
+
+
 def changed_sources(name: str, taken: dict[str, str] | None, root: Path) -> list[str]:
     """Globs whose code is not what it was when the figure was taken; all of them where the file has no digests."""
     return [glob for glob, now in digests(name, root).items() if (taken or {}).get(glob) != now]

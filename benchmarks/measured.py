@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figure_sources import MEASURED, digests
+from figure_sources import MEASURED, digests, version
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
@@ -58,6 +58,26 @@ class Measurement:
                 envelope["sources"] = digests(path.stem, ROOT)
             path.write_text(readable(envelope) + "\n")
         return envelope
+
+
+def save_row(path: Path, question: str, command: str, name: str, row: dict[str, Any]) -> None:
+    """Into a table that several runs fill. Each row says its commit and the version of its sources; the file has
+    digests, without which a page calls it stale, only while every row is of today's sources."""
+    known = json.loads(path.read_text())["figures"] if path.is_file() else {}
+    now, today = commit(), version(path.stem, ROOT)
+    rows = dict(sorted((known | {name: row | {"commit": now, "sources": today}}).items()))
+    is_current = all(one.get("sources") == today for one in rows.values())
+    envelope = {
+        "question": question,
+        "command": command,
+        "origin": "measured",
+        "date": datetime.date.today().isoformat(),
+        "commit": now,
+        "machine": machine(),
+        "figures": rows,
+        "sources": digests(path.stem, ROOT) if is_current else {},
+    }
+    path.write_text(readable(envelope) + "\n")
 
 
 def command_line(argv: list[str]) -> str:

@@ -56,7 +56,8 @@ WORKS = (
     ),
     Answer(
         "logits_processors",
-        "`vllm_ndp.integration.forced_tokens:ForcedTokens` forces tokens through decode for lm-eval (howto.md)",
+        "`vllm_ndp.integration.forced_tokens:ForcedTokens` forces tokens through decode for lm-eval (howto.md); "
+        "on runner V2 `vllm_ndp.integration.serving.traced_tokens:TracedTokens`, with --enable-trace-replay",
         "test_integration_quality::test_a_server_scores_tokens_on_decodes_precision_as_the_benchmark_does",
     ),
     Answer(

@@ -60,7 +60,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True, tag_field="form", tag=str
 class GroupedQuery(_Form, frozen=True, kw_only=True):
     """Softmax attention with query heads that share key-value heads."""
 
-    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach", "gate_dim", "query_rank"})
+    _may_be_zero: ClassVar[frozenset[str]] = frozenset({"reach", "gate_dim", "query_rank", "sinks"})
 
     num_heads: int
     num_kv_heads: int
@@ -74,13 +74,15 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
     """Whether keys and values come from one projection; they are cached apart all the same."""
     query_rank: int = 0
     """How wide a query is before its second projection (Step-3); 0: it has one."""
+    sinks: int = 0
+    """Learned keys and values that every row attends to (Pangu-Pro-MoE v2)."""
 
     def weights(self, hidden: int) -> int:
-        """Query, gate, key, value and output projections."""
+        """Query, gate, key, value and output projections; keys and values of sinks."""
         heads, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         query = self.query_rank * (hidden + heads) if self.query_rank else hidden * heads
         others = heads + self.num_heads * self.gate_dim + (1 if self.one_projection else 2) * key_value
-        return query + hidden * others
+        return query + hidden * others + 2 * self.sinks * key_value
 
     @property
     def kv_values(self) -> int:
@@ -96,7 +98,7 @@ class GroupedQuery(_Form, frozen=True, kw_only=True):
 
     def flops(self, rows: int, kv_tokens: int, pairs: int) -> int:
         """FLOPs of `rows` rows with `pairs` (row, cached token) pairs: scores and the sum of values."""
-        return 4 * pairs * self.num_heads * self.head_dim
+        return 4 * (pairs + rows * self.sinks) * self.num_heads * self.head_dim
 
 
 class Latent(_Form, frozen=True, kw_only=True):

@@ -182,6 +182,7 @@ class _Config:
             gate_dim=self._gate_dim(head_dim),
             one_projection=kind == "full_attention" and bool(self._config.get("attention_k_eq_v")),
             query_rank=self._or(0, "share_q_dim"),
+            sinks=self._or(0, "param_sink_number"),
         )
 
     def _indexer(self, layer: int) -> dict[str, int]:
@@ -201,6 +202,8 @@ class _Config:
         get = self._config.get
         if gating := get("gating"):  # Laguna: a number per head, unless it says otherwise
             return 1 if gating is True or gating == "per-head" else head_dim
+        if get("use_head_wise_attn_gate"):  # Step-3.5
+            return 1
         gates = "linear_num_value_heads" in self._config or get("model_type") in _GATES_ATTENTION
         return head_dim if gates or get("attn_output_gate") or get("attention_gate_func") else 0
 
@@ -208,6 +211,9 @@ class _Config:
         """Replace the sizes that this layer has of its own, by its number or its kind."""
         given = self._config.get("per_layer_config")
         own = given.get(str(layer)) if isinstance(given, Mapping) else None
+        other = self._config.get("attention_other_setting")  # Step-3.5's layers of one kind
+        if not isinstance(own, Mapping) and isinstance(other, Mapping) and other.get("attention_type") == kind:
+            own = other
         if not isinstance(own, Mapping):
             own = {key: self._config.get(key_of_kind) for key, key_of_kind in _OF_KIND.get(kind, {}).items()}
         return _Config(self._name, {**self._config, **{key: value for key, value in own.items() if value is not None}})

@@ -7,7 +7,6 @@ gets it right.
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import json
 import os
@@ -42,6 +41,7 @@ REFUSED = {
     "laguna": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "longcat_flash": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "minimax_m3": "a score correction bias without groups, which vLLM's CPU router leaves out",
+    "step3p5": "a score correction bias without groups, which vLLM's CPU router leaves out",
     "glm4_moe_lite": "vLLM's CPU build rotates its keys wrongly",
     "jamba": "lacks the operator of its Mamba layers",
     "nemotron_h": "no gate projection",
@@ -155,18 +155,8 @@ def note(family: str, entry: dict[str, Any]) -> None:
     sys.path.insert(0, str(MAKER.parent))
     import measured
 
-    file = Path(path)
-    known = json.loads(file.read_text())["figures"] if file.is_file() else {}
-    envelope = {
-        "question": "Does every family of models give stock vLLM's tokens with half of its experts on the device?",
-        "command": "make test-families",
-        "origin": "measured",
-        "date": datetime.date.today().isoformat(),
-        "commit": measured.commit(),
-        "machine": measured.machine(),
-        "figures": dict(sorted((known | {family: entry}).items())),
-    }
-    file.write_text(measured.readable(envelope) + "\n")
+    question = "Does every family of models give stock vLLM's tokens with half of its experts on the device?"
+    measured.save_row(Path(path), question, "make test-families", family, entry)
 
 
 def noted(name: str, ours: dict[str, Any], stock: dict[str, Any], dtype: str) -> tuple[int, int, dict[str, int]]:

@@ -183,6 +183,28 @@ def test_the_parameter_has_one_name() -> None:
     assert f"{forced_tokens.__name__}:{forced_tokens.ForcedTokens.__name__}" == scoring.PROCESSOR
 
 
+def test_runner_v2_forces_the_same_tokens_by_its_own_trace_replay() -> None:
+    """By the function that vLLM calls to admit a request. A CPU has no runner V2: test_cuda_without_gpu.py goes on."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.worker.gpu.sample import logits_processor
+
+    admit = logits_processor.build_custom_logits_processors_params_validator(
+        ["vllm_ndp.integration.serving.traced_tokens:TracedTokens"]
+    )
+    asked, free = SamplingParams(extra_args={scoring.FORCED: [7, 8]}), SamplingParams()
+    admit(asked)
+    admit(free)
+    assert asked.trace_decode_token_ids == [7, 8]
+    assert free.trace_decode_token_ids is None
+    for wrong in ({"n": 2, "seed": 1, "temperature": 1.0}, {"prompt_logprobs": 0}):
+        with pytest.raises(VLLMValidationError, match="n=1 and no prompt_logprobs"):
+            admit(SamplingParams(extra_args={scoring.FORCED: [7]}, **wrong))
+    for tokens in ([], [-1], "7"):
+        with pytest.raises(VLLMValidationError, match="must be a list of token ids"):
+            admit(SamplingParams(extra_args={scoring.FORCED: tokens}))
+
+
 @pytest.mark.quality
 def test_lm_eval_runs_tasks_on_decodes_precision(server: scoring.ScoringServer) -> None:
     """As a user starts it. Every token of the choices is scored by decode; of documents all but their beginnings."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,25 @@ def test_a_file_of_figures_keeps_short_values_on_one_line() -> None:
     assert json.loads(text) == value
     assert '  "short": [1, 2, 3]' in text.splitlines()
     assert text.count("\n") == 6
+
+
+def test_a_table_of_several_runs_is_current_only_while_every_row_is_of_todays_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an earlier run stay. `make test-families` in pieces gives what one run gives."""
+    file, today = tmp_path / "families.json", {"source": "1"}
+    monkeypatch.setattr(measured, "version", lambda name, root: today["source"])
+    monkeypatch.setattr(measured, "digests", lambda name, root: {"some/**": today["source"]})
+
+    def after(name: str, tokens: int) -> dict[str, Any]:
+        measured.save_row(file, "Same?", "make it", name, {"tokens": tokens})
+        return dict(json.loads(file.read_text()))
+
+    assert after("second", 2)["sources"] == {"some/**": "1"}
+    assert after("first", 1)["sources"] == {"some/**": "1"}
+    today["source"] = "2"
+    mixed = after("first", 3)
+    assert mixed["sources"] == {}
+    assert {name: row["tokens"] for name, row in mixed["figures"].items()} == {"first": 3, "second": 2}
+    assert after("second", 2)["sources"] == {"some/**": "2"}
+    assert list(measured_figures.load_measured(tmp_path)["families"].figures) == ["first", "second"]
