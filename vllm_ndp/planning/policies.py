@@ -125,8 +125,8 @@ class ScoredPolicy:
     settings: PolicySettings
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
-        score = self.scorer(stats, self.settings)
-        return replace(score, weights=stats.weights) if self.settings.bit_rule == OF_PAIRS else score
+        score, deals_bits = self.scorer(stats, self.settings), stats.layer is None
+        return replace(score, weights=stats.weights) if deals_bits and self.settings.bit_rule == OF_PAIRS else score
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
         return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)

@@ -273,7 +273,7 @@ class Replanner:
         bits = rules.policy.assign(score, placement, rules.loss, budget)
         if not rules.budget.num_warm:
             return bits
-        return BitwidthPlan(np.where(placement.warm, FULL_PRECISION_BITS, bits.bits))
+        return BitwidthPlan(np.where(placement.warm, FULL_PRECISION_BITS, bits.bits), bits.from_weight)
 
     def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
         return self.rules.policy.place(scores, self.placement, self.rules.budget)
