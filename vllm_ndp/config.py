@@ -72,7 +72,7 @@ class NdpSettings:
     plan: str = "fixed"
     """`fixed`: the same number of hot and warm experts in every layer. `joint`: each prompt's plan gives every expert a
     tier and a width, in the GPU memory of `hot_experts` full-precision experts. The plan is the fastest on the
-    simulated hardware whose expected loss is not above that of `fixed`."""
+    simulated hardware whose expected loss is not above that of `fixed` with one width for each expert."""
     tiers: str = "gpu+device"
     """Where a joint plan may put experts; `gpu+host+device`: the host's CPU computes some too."""
     warm_experts: int = 0

@@ -233,7 +233,7 @@ def bits_of_pairs(score: ImportanceScore, placement: Placement, loss: LossTable,
     cold, num_samples = placement.cold, score.weights.shape[2]
     falls = np.moveaxis(loss.mse[:, :, :-1] - loss.mse[:, :, 1:], 2, 0)
     falls = _concave(falls.reshape(len(falls), -1)).reshape(falls.shape) * loss.layer_weights[:, None]
-    gains = falls[:, cold, None] * score.pair_strength[cold]  # [3, n, Q]
+    gains = np.ascontiguousarray(falls[:, cold])[:, :, None] * score.pair_strength[cold]  # [3, n, Q]
     read = placement.cold_shares(score.values)[:, None] / num_samples
     gained = gains * (score.values[cold][:, None] / num_samples)
     narrowest = np.repeat(cold[:, :, None], num_samples, axis=2).astype(np.uint8)

@@ -80,7 +80,7 @@ class PolicySettings:
     """Rule that deals bits. `layers`: the largest reduction of loss for the bits that pairs read, over all layers
     together. `pairs`: the same for single pairs, by their own router weights. Two rules count the bits that experts
     keep, with an equal budget for each layer: `importance` weights the reduction by importance, `mse` is as published.
-    `uniform`, `full`: no choice. Source of the default: docs/log/quality.md."""
+    `uniform`, `full`: no choice. The plugin names `pairs` where requests have bits of their own (config.py)."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"

@@ -85,7 +85,7 @@ class PlanChange(Generic[K]):
     moved_bytes: int | None = None
     """Bytes that the plan moves over the link; None: as many as the slots of the moved experts hold."""
     score: ImportanceScore | None = None
-    """Score of these requests from now on; None: their prompts' own, as before."""
+    """Score of these requests from now on, without single router weights; None: their prompts' own, as before."""
 
     @property
     def num_moved(self) -> int:
