@@ -114,7 +114,7 @@ class RoutingStats:
         first_bits = weights.astype(np.float32).view(np.int32) >> 20
         classes = np.clip(first_bits - _FINEST_CLASS, 0, _NUM_CLASSES - 1)
         smallest = np.min_scalar_type(self.num_experts * _NUM_CLASSES)  # numbers of 16 bits are sorted much faster
-        keys = (ids * _NUM_CLASSES + classes).astype(smallest)
+        keys = (ids.astype(np.int32) * _NUM_CLASSES + classes).astype(smallest)
         by_layer = np.moveaxis(keys, 1, 0).reshape(self.num_layers, -1)  # [L, T k]
         found = _middles(np.sort(by_layer, axis=1, kind="stable"), self.counts)
         if not self.counts.all():

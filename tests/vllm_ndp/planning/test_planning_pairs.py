@@ -177,6 +177,14 @@ def test_samples_stand_for_the_router_weights_of_an_expert_s_choices(seed, token
             assert samples[layer, expert] == pytest.approx(np.clip(own[ranks], 2**-8, 4), rel=0.07)
 
 
+def test_samples_are_the_same_of_ids_in_the_narrow_numbers_that_a_trace_holds():
+    random = np.random.default_rng(2)
+    ids, weights = random.integers(0, 200, (300, 3, 1)), random.random((300, 3, 1)).astype(np.float32)
+    samples = [RoutingStats.from_choices(ids.astype(kind), weights, 200).weights for kind in ("i8", "i2", "u1")]
+    assert np.array_equal(samples[0], samples[1])
+    assert np.array_equal(samples[0], samples[2])
+
+
 def test_weights_below_and_above_all_classes_are_of_the_outermost_ones():
     ids, weights = np.zeros((2, 1, 1), int), np.array([0.0, 100.0], np.float32).reshape(2, 1, 1)
     samples = RoutingStats.from_choices(ids, weights, 1).weights
