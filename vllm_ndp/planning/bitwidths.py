@@ -308,8 +308,8 @@ def _num_needed(gained: NDArray[np.float64], nats: float) -> int:
 
 
 def _to_gain(score: ImportanceScore, narrowest: NDArray[np.uint8], loss: LossTable, max_loss: float | None) -> float:
-    """Nats that wider widths must gain over the narrowest, by a loss of 1 in every layer, until no more is lost than
-    max_loss; None: all that they can."""
+    """How much wider widths must gain over the narrowest until no more is lost than max_loss nats, in units of loss.
+    Without max_loss: all that they can."""
     if max_loss is None:
         return math.inf
     if loss.nats is None:

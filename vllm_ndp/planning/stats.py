@@ -144,8 +144,10 @@ class RoutingStats:
 
 
 def _middles(rising: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Choices of each layer in the order of owners and classes [L, n], of which each owner has so many [L, owners] ->
-    the classes [L, owners, WEIGHT_SAMPLES] in the middle of equal parts of them."""
+    """[L, owners, WEIGHT_SAMPLES]: classes in the middle of equal parts of each owner's choices.
+
+    rising [L, n]: classes of choices, those of one owner after those of the other. counts [L, owners]: of choices.
+    """
     first = np.cumsum(counts, axis=1) - counts
     places = first[:, :, None] + (2 * np.arange(WEIGHT_SAMPLES) + 1) * counts[:, :, None] // (2 * WEIGHT_SAMPLES)
     places = np.minimum(places, rising.shape[1] - 1)  # where an owner has none
