@@ -244,7 +244,7 @@ def bits_of_pairs(score: ImportanceScore, placement: Placement, loss: LossTable,
     squares = price * score.mean_squares[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):  # what gains nothing is bought where it is free
         from_weight = np.nan_to_num(np.sqrt(squares / falls), posinf=np.inf)
-    pairs = BitwidthPlan(cold, np.moveaxis(from_weight, 0, 2))
+    pairs = BitwidthPlan(cold.astype(np.uint8), np.moveaxis(from_weight, 0, 2))
     usual = np.sqrt(np.square(score.weights, dtype=np.float64).mean(axis=2, keepdims=True)).astype(np.float32)
     return BitwidthPlan(pairs.of_pairs(usual)[:, :, 0], pairs.from_weight)
 
