@@ -25,11 +25,11 @@ from rich.table import Table
 
 from ndp_device.model_shape import ModelShape
 from ndp_device.timing.shapes import SHAPES, public_shape
+from vllm_ndp.config import NdpSettings
 from vllm_ndp.integration.hot_slots import HotSlots, SlotWeights
 from vllm_ndp.planning.bitwidths import LossTable
-from vllm_ndp.planning.plan import Budget, union_of_widths
-from vllm_ndp.planning.policies import load_policy
-from vllm_ndp.planning.replanner import PlannerRules, Replanner
+from vllm_ndp.planning.plan import union_of_widths
+from vllm_ndp.planning.replanner import Replanner
 from vllm_ndp.planning.stats import RoutingStats
 
 LIMIT_MS = 20.0
@@ -70,7 +70,7 @@ def measure(shape: ModelShape, tokens: int, requests: int, rounds: int) -> dict[
     best: dict[str, float] = dict.fromkeys(PARTS, float("inf"))
     moved = 0
     for _ in range(rounds):
-        rules = PlannerRules(load_policy("prefill"), Budget(num_hot, 3.0), LossTable.nominal(*where))
+        rules = NdpSettings(hot_experts=num_hot).planner_rules(shape.num_experts, LossTable.nominal(*where))
         planner = Replanner(rules, *where)
         scores = {str(n): planner.score(stats) for n, stats in enumerate(others)}
 

@@ -123,8 +123,8 @@ ARMS = (
     Arm("nested, shrunk, tuned, over layers", "nested", tuned=True, selector="layers", shrink=0.3),
     Arm("independent, over layers", "independent", tuned=False, selector="layers"),
 )
-"""The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order). The third is the
-default."""
+"""The first is the yardstick: auto-gptq with its best flags (asymmetric, mse search, act-order). By pair is the default
+for few requests, over layers for several."""
 
 
 class Study:

@@ -16,7 +16,7 @@ from typing import Any
 from ndp_device import transport
 from ndp_device.errors import ConfigError
 from ndp_device.widths import BYTE_BITS, DEFAULT_AVG_BITS, FULL_PRECISION_BITS, PLAN_BITS, REPLICA_WIDTHS
-from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, LossTable
+from vllm_ndp.planning.bitwidths import BY_BITS_READ, OF_PAIRS, OVER_LAYERS, LossTable
 from vllm_ndp.planning.follower import FollowRules
 from vllm_ndp.planning.importance import BITS_FOR
 from vllm_ndp.planning.plan import Budget
@@ -72,7 +72,7 @@ class NdpSettings:
     plan: str = "fixed"
     """`fixed`: the same number of hot and warm experts in every layer. `joint`: each prompt's plan gives every expert a
     tier and a width, in the GPU memory of `hot_experts` full-precision experts. The plan is the fastest on the
-    simulated hardware whose expected loss is not above that of `fixed`."""
+    simulated hardware whose expected loss is not above that of `fixed` with one width for each expert."""
     tiers: str = "gpu+device"
     """Where a joint plan may put experts; `gpu+host+device`: the host's CPU computes some too."""
     warm_experts: int = 0
@@ -227,7 +227,7 @@ class NdpSettings:
 
     def _check_joint(self) -> None:
         default = NdpSettings.__dataclass_fields__
-        if self.bit_rule_in_force == OF_PAIRS and (self.plan == "joint" or self.bits_for == "batch"):
+        if self.bit_rule_in_force == OF_PAIRS and not self.gives_pairs_widths:
             why = "'plan' is 'joint'" if self.plan == "joint" else "'bits_for' is 'batch'"
             raise ConfigError(
                 f"ndp setting 'policy_options' names bit_rule {OF_PAIRS!r}, but {why}, so that every expert has one "
@@ -420,14 +420,21 @@ class NdpSettings:
         return self._policy[1].bit_rule
 
     @property
+    def gives_pairs_widths(self) -> bool:
+        """Whether a request may have bits of its own, so that its pairs can."""
+        return self.plan == "fixed" and self.bits_for != "batch"
+
+    @property
     def losses(self) -> str:
         """Which losses of replicas bits are chosen by."""
         return self._policy[1].losses
 
     @cached_property
     def _policy(self) -> tuple[Policy, PolicySettings]:
-        """The policy, and which of its options are common ones."""
-        return policy_with(self.policy, with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
+        """The policy, and which of its options are common ones. Unless they name a bit rule, it is the one that loses
+        least at equal time. Source: docs/log/quality.md."""
+        usual = {"bit_rule": OF_PAIRS if self.gives_pairs_widths else OVER_LAYERS}
+        return policy_with(self.policy, usual | with_new_names(self.policy_options, RENAMED_OPTIONS, lambda _: None))
 
     def require_followable(self, num_experts: int) -> None:
         """Raises ConfigError where plans are to follow decode and no experts can be exchanged."""

@@ -146,11 +146,16 @@ def test_whole_numbers_are_taken_where_a_float_is_wanted():
 
 def test_the_bit_rule_in_force_is_the_policys_option_where_there_is_one():
     """What the start-up table shows; `bits` is the option's older name."""
-    assert NdpSettings().bit_rule_in_force == "layers"
+    assert NdpSettings().bit_rule_in_force == "pairs"
     assert NdpSettings(policy_options={"bit_rule": "uniform"}).bit_rule_in_force == "uniform"
     assert NdpSettings.from_mapping({"bit_rule": "layers"}).bit_rule_in_force == "layers"
     both = NdpSettings.from_mapping({"bit_rule": "mse", "policy_options": {"bits": "importance"}})
     assert both.bit_rule_in_force == "importance"
+
+
+@pytest.mark.parametrize("settings", [{"plan": "joint"}, {"bits_for": "batch"}])
+def test_where_no_request_has_bits_of_its_own_bits_are_dealt_to_experts_over_layers(settings: dict[str, Any]):
+    assert NdpSettings.from_mapping(settings).bit_rule_in_force == "layers"
 
 
 @pytest.mark.parametrize(

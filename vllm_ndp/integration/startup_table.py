@@ -100,7 +100,8 @@ def _predicted_loss(settings: NdpSettings, num_experts: int, nats: float | None)
         return "known for each plan, which is made from a prompt: `predicted_nats` of its report"
     if settings.losses != "relative":
         return "unknown: only relative losses are known in nats, and 'losses' is 'absolute'"
-    return verdict_on_loss(nats)
+    is_less = nats is not None and settings.bit_rule_in_force == OF_PAIRS
+    return verdict_on_loss(nats) + ("; less by single pairs, as each report says" if is_less else "")
 
 
 def _layers(replicas: Path | None, losses: str) -> str:
@@ -202,7 +203,8 @@ def _bits(status: dict[str, Any]) -> str:
         return f"bits for at most {status['max_loss']:g} nats a token, as predicted,"
     of = "read by a cold pair" if status["bit_rule"] in BY_BITS_READ else "kept by a cold expert"
     if status["bits_for"] != "auto":
-        return f"average {bits:g} bits {of}, per {status['bits_for']},"
+        common = ", so one width for each expert" if status["bits_for"] == "batch" else ""
+        return f"average {bits:g} bits {of}, per {status['bits_for']}{common},"
     more = Budget(0, bits).with_more_bits(AUTO_MORE_BITS).avg_bits
     rule = f" by {OVER_LAYERS}" if status["bit_rule"] == OF_PAIRS else ""  # with one width for each expert
     return f"average {bits:g} bits {of}, per request, {more:g} in common{rule} from {AUTO_SHARES_FROM} running ones on,"

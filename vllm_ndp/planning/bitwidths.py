@@ -65,6 +65,8 @@ _ROUNDING = 1e-9
 """Error of sums of shares: 1.9999999 bits are 2."""
 _MAX_GAINS_AT_ONCE = 1 << 20
 """Layers are tried together while their gains fit in 8 MiB."""
+_BITS_OF_A_SIZE, _SIZES = 44, 1 << 14
+"""Gains are of one size where a float's first 20 bits are equal; sizes within 64 octaves are told apart."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +203,8 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     budget does not pay for. Where the curve is not its own, that may be within a stretch of it: for one expert at
     most. Among equal gains the flattest way counts, then the first layer's and the lowest id's.
     """
+    _require_one_model(score, placement, loss)
     cold = placement.cold
-    if loss.mse.shape[:2] != cold.shape or score.values.shape != cold.shape:
-        raise ConfigError(
-            f"placement {list(cold.shape)}, scores {list(score.values.shape)} and loss table "
-            f"{list(loss.mse.shape[:2])} must be of one model"
-        )
     worth = score.strength * loss.layer_weights[:, None]
     gains = ((loss.mse[:, :, :-1] - loss.mse[:, :, 1:]) * worth[:, :, None])[cold].T  # [3, n], by a pair
     best = np.argsort(-_concave(gains), axis=None, kind="stable")  # among equal ones every second bit before any third
@@ -214,7 +212,7 @@ def bits_over_layers(score: ImportanceScore, placement: Placement, loss: LossTab
     gained = gains.ravel()[best] * score.values[cold][expert]
     spent = min(
         _num_paid(placement.cold_shares(score.values)[expert], budget.avg_bits - WIDTHS[0]),
-        _num_needed(gained, score, cold.astype(np.uint8), loss, budget.max_loss),
+        _num_needed(gained, _to_gain(score, cold.astype(np.uint8), loss, budget.max_loss)),
     )
     bits = np.zeros(cold.shape, np.uint8)
     bits[cold] = WIDTHS[0] + np.bincount(expert[:spent], minlength=gains.shape[1])
@@ -229,41 +227,74 @@ def bits_of_pairs(score: ImportanceScore, placement: Placement, loss: LossTable,
     The best plan buys each bit that gains more than one price p, from w = sqrt(p m / g) on. The prompt's router weights
     say which price spends the budget. Where single weights are not known, the plan is that of bits_over_layers.
     """
-    plan = bits_over_layers(score, placement, loss, budget)
     if score.weights is None:
-        return plan
+        return bits_over_layers(score, placement, loss, budget)
+    _require_one_model(score, placement, loss)
     cold, num_samples = placement.cold, score.weights.shape[2]
     falls = np.moveaxis(loss.mse[:, :, :-1] - loss.mse[:, :, 1:], 2, 0)
     falls = _concave(falls.reshape(len(falls), -1)).reshape(falls.shape) * loss.layer_weights[:, None]
-    gains = falls[:, cold, None] * score.pair_strength[cold]  # [3, n, Q]
-    best = np.argsort(-gains, axis=None, kind="stable")
-    expert = best % max(gains[0].size, 1) // num_samples
-    ordered = gains.ravel()[best]
-    spent = min(
-        _num_paid(placement.cold_shares(score.values)[expert] / num_samples, budget.avg_bits - WIDTHS[0]),
-        _num_needed(
-            ordered * score.values[cold][expert] / num_samples,
-            score,
-            np.repeat(cold[:, :, None], num_samples, axis=2).astype(np.uint8),
-            loss,
-            budget.max_loss,
-        ),
+    gains = np.ascontiguousarray(falls[:, cold])[:, :, None] * score.pair_strength[cold]  # [3, n, Q]
+    read = placement.cold_shares(score.values)[:, None] / num_samples
+    gained = gains * (score.values[cold][:, None] / num_samples)
+    narrowest = np.repeat(cold[:, :, None], num_samples, axis=2).astype(np.uint8)
+    price = max(
+        _price_paid(gains, np.broadcast_to(read, gains.shape), budget.avg_bits - WIDTHS[0]),
+        _price_needed(gains, gained, _to_gain(score, narrowest, loss, budget.max_loss)),
     )
-    squares = _price(ordered, spent) * score.mean_squares[:, None]
+    squares = price * score.mean_squares[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):  # what gains nothing is bought where it is free
         from_weight = np.nan_to_num(np.sqrt(squares / falls), posinf=np.inf)
-    pairs = BitwidthPlan(plan.bits, np.moveaxis(from_weight, 0, 2))
+    pairs = BitwidthPlan(cold.astype(np.uint8), np.moveaxis(from_weight, 0, 2))
     usual = np.sqrt(np.square(score.weights, dtype=np.float64).mean(axis=2, keepdims=True)).astype(np.float32)
     return BitwidthPlan(pairs.of_pairs(usual)[:, :, 0], pairs.from_weight)
 
 
-def _price(gains: NDArray[np.float64], spent: int) -> float:
-    """The price that the first `spent` of falling gains exceed and no other one; fewer where several gain the same."""
-    if spent == len(gains):
+def _require_one_model(score: ImportanceScore, placement: Placement, loss: LossTable) -> None:
+    if loss.mse.shape[:2] != placement.hot.shape or score.values.shape != placement.hot.shape:
+        raise ConfigError(
+            f"placement {list(placement.hot.shape)}, scores {list(score.values.shape)} and loss table "
+            f"{list(loss.mse.shape[:2])} must be of one model"
+        )
+
+
+def _price_paid(gains: NDArray[np.float64], read: NDArray[np.float64], bits: float) -> float:
+    """The lowest price at which what gains more adds no more than so many bits. read: what each adds.
+
+    All that gains the same is bought, or none of it.
+    """
+    if (unpaid := _crossing(gains, read, bits + _ROUNDING)) is None:
         return 0.0
-    unpaid = gains[spent]
-    above = gains[gains > unpaid]
-    return float((above[-1] + unpaid) / 2) if len(above) else math.inf
+    return (float(gains[gains > unpaid].min(initial=math.inf)) + unpaid) / 2
+
+
+def _price_needed(gains: NDArray[np.float64], gained: NDArray[np.float64], nats: float) -> float:
+    """The highest price at which what gains more gains so many nats in all; 0 where all of it does not."""
+    if nats <= 0:
+        return math.inf
+    if math.isinf(nats) or (last := _crossing(gains, gained, nats)) is None:
+        return 0.0
+    return (float(gains[gains < last].max(initial=0.0)) + last) / 2
+
+
+def _crossing(gains: NDArray[np.float64], amounts: NDArray[np.float64], limit: float) -> float | None:
+    """The gain at which amounts, added up by falling gain, exceed the limit; None where all of them do not.
+
+    Gains of one size are added up first, and only those where the limit lies are sorted: there may be many.
+    """
+    gains, amounts = gains.ravel(), amounts.ravel()
+    if not gains.size:
+        return None
+    sizes = gains.view(np.int64) >> _BITS_OF_A_SIZE  # of floats above 0, in their order
+    sizes = np.maximum(sizes - sizes.max() + _SIZES, 0)
+    up_to = np.cumsum(np.bincount(sizes, amounts, minlength=_SIZES + 1)[::-1])
+    place = int(np.searchsorted(up_to, limit, side="right"))
+    if place > _SIZES:
+        return None
+    here = np.flatnonzero(sizes == _SIZES - place)
+    here = here[np.argsort(-gains[here], kind="stable")]
+    before = up_to[place - 1] if place else 0.0
+    last = int(np.searchsorted(before + np.cumsum(amounts[here]), limit, side="right"))
+    return float(gains[here[min(last, len(here) - 1)]])
 
 
 def _num_paid(read: NDArray[np.float64], bits: float) -> int:
@@ -271,25 +302,23 @@ def _num_paid(read: NDArray[np.float64], bits: float) -> int:
     return int(np.searchsorted(np.cumsum(read), bits + _ROUNDING, side="right")) if bits > 0 else 0
 
 
-def _num_needed(
-    gained: NDArray[np.float64],
-    score: ImportanceScore,
-    narrowest: NDArray[np.uint8],
-    loss: LossTable,
-    max_loss: float | None,
-) -> int:
-    """How many increments of these gains to the narrowest widths it takes until no more is lost than so many nats;
-    None: all."""
-    if max_loss is None or not len(gained):
-        return len(gained)
+def _num_needed(gained: NDArray[np.float64], nats: float) -> int:
+    """How many increments of these gains it takes to gain so many nats; all where they do not."""
+    return int(np.count_nonzero(np.cumsum(gained) - gained < nats))
+
+
+def _to_gain(score: ImportanceScore, narrowest: NDArray[np.uint8], loss: LossTable, max_loss: float | None) -> float:
+    """How much wider widths must gain over the narrowest until no more is lost than max_loss nats, in units of loss.
+    Without max_loss: all that they can."""
+    if max_loss is None:
+        return math.inf
     if loss.nats is None:
         raise ConfigError(
             "a budget of max_loss needs replicas that say how much losses matter: `vllm-ndp quantize` with "
             "--calibration measures it"
         )
     at_least = loss.predicted_nats(score, narrowest) or 0.0
-    lost = at_least - loss.nats * np.cumsum(gained)
-    return int(np.count_nonzero(np.concatenate([[at_least], lost[:-1]]) > max_loss))
+    return (at_least - max_loss) / loss.nats if loss.nats else 0.0
 
 
 def _concave(gains: NDArray[np.float64]) -> NDArray[np.float64]:

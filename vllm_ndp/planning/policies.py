@@ -80,7 +80,7 @@ class PolicySettings:
     """Rule that deals bits. `layers`: the largest reduction of loss for the bits that pairs read, over all layers
     together. `pairs`: the same for single pairs, by their own router weights. Two rules count the bits that experts
     keep, with an equal budget for each layer: `importance` weights the reduction by importance, `mse` is as published.
-    `uniform`, `full`: no choice. Source of the default: docs/log/quality.md."""
+    `uniform`, `full`: no choice. The plugin names `pairs` where requests have bits of their own (config.py)."""
     losses: str = "relative"
     """Losses of replicas that bits are chosen by: `relative` to the expert's own output, or `absolute`."""
     batch_rule: str = "sum"
@@ -125,8 +125,8 @@ class ScoredPolicy:
     settings: PolicySettings
 
     def score(self, stats: RoutingStats) -> ImportanceScore:
-        score = self.scorer(stats, self.settings)
-        return replace(score, weights=stats.weights) if self.settings.bit_rule == OF_PAIRS else score
+        score, deals_bits = self.scorer(stats, self.settings), stats.layer is None
+        return replace(score, weights=stats.weights) if deals_bits and self.settings.bit_rule == OF_PAIRS else score
 
     def place(self, scores: Sequence[ImportanceScore], current: Placement | None, budget: Budget) -> Placement:
         return BATCH_RULES[self.settings.batch_rule](scores, budget.num_hot)

@@ -85,7 +85,7 @@ class PlanChange(Generic[K]):
     moved_bytes: int | None = None
     """Bytes that the plan moves over the link; None: as many as the slots of the moved experts hold."""
     score: ImportanceScore | None = None
-    """Score of these requests from now on; None: their prompts' own, as before."""
+    """Score of these requests from now on, without single router weights; None: their prompts' own, as before."""
 
     @property
     def num_moved(self) -> int:
@@ -273,7 +273,7 @@ class Replanner:
         bits = rules.policy.assign(score, placement, rules.loss, budget)
         if not rules.budget.num_warm:
             return bits
-        return BitwidthPlan(np.where(placement.warm, FULL_PRECISION_BITS, bits.bits))
+        return BitwidthPlan(np.where(placement.warm, FULL_PRECISION_BITS, bits.bits), bits.from_weight)
 
     def _place(self, scores: Sequence[ImportanceScore]) -> Placement:
         return self.rules.policy.place(scores, self.placement, self.rules.budget)

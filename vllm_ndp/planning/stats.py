@@ -113,11 +113,14 @@ class RoutingStats:
         ids, weights = self.choices
         first_bits = weights.astype(np.float32).view(np.int32) >> 20
         classes = np.clip(first_bits - _FINEST_CLASS, 0, _NUM_CLASSES - 1)
-        owners = ids.astype(np.int64) + np.arange(self.num_layers)[:, None] * self.num_experts
-        counts = np.bincount((owners * _NUM_CLASSES + classes).ravel(), minlength=self.counts.size * _NUM_CLASSES)
-        counts = counts.reshape(*self.counts.shape, _NUM_CLASSES)
-        of_layers = np.broadcast_to(_middle_classes(counts.sum(axis=1))[:, None], (*self.counts.shape, WEIGHT_SAMPLES))
-        found = np.where(self.counts[:, :, None] > 0, _middle_classes(counts), of_layers)
+        smallest = np.min_scalar_type(self.num_experts * _NUM_CLASSES)  # numbers of 16 bits are sorted much faster
+        keys = (ids.astype(np.int32) * _NUM_CLASSES + classes).astype(smallest)
+        by_layer = np.moveaxis(keys, 1, 0).reshape(self.num_layers, -1)  # [L, T k]
+        found = _middles(np.sort(by_layer, axis=1, kind="stable"), self.counts)
+        if not self.counts.all():
+            of_layer = np.sort((by_layer % _NUM_CLASSES).astype(np.uint8), axis=1, kind="stable")
+            whole = np.full((self.num_layers, 1), by_layer.shape[1])
+            found = np.where(self.counts[:, :, None] > 0, found, _middles(of_layer, whole))
         middles = ((np.arange(_NUM_CLASSES) + _FINEST_CLASS).astype(np.uint32) << 20) + np.uint32(1 << 19)
         return frozen_array(middles.view(np.float32)[found], np.float32)
 
@@ -140,11 +143,13 @@ class RoutingStats:
         )
 
 
-def _middle_classes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Choices by class [.., _NUM_CLASSES] -> the classes [.., WEIGHT_SAMPLES] in the middle of equal parts of them."""
-    up_to = np.cumsum(counts)  # over all owners, so that one search finds all places
-    ends = up_to[_NUM_CLASSES - 1 :: _NUM_CLASSES]
-    numbers = np.diff(ends, prepend=0)
-    places = (ends - numbers)[:, None] + (2 * np.arange(WEIGHT_SAMPLES) + 1) * numbers[:, None] // (2 * WEIGHT_SAMPLES)
-    found = np.searchsorted(up_to, places, side="right") % _NUM_CLASSES
-    return found.reshape(*counts.shape[:-1], WEIGHT_SAMPLES)
+def _middles(rising: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[L, owners, WEIGHT_SAMPLES]: classes in the middle of equal parts of each owner's choices.
+
+    rising [L, n]: classes of choices, those of one owner after those of the other. counts [L, owners]: of choices.
+    """
+    first = np.cumsum(counts, axis=1) - counts
+    places = first[:, :, None] + (2 * np.arange(WEIGHT_SAMPLES) + 1) * counts[:, :, None] // (2 * WEIGHT_SAMPLES)
+    places = np.minimum(places, rising.shape[1] - 1)  # where an owner has none
+    found = np.take_along_axis(rising, places.reshape(len(rising), -1), axis=1).reshape(places.shape)
+    return found.astype(np.int64) % _NUM_CLASSES

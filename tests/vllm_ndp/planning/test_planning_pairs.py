@@ -101,6 +101,28 @@ def test_a_budget_of_nats_is_met_by_single_pairs_with_fewer_bits_than_by_experts
     assert Plan(1, placement, pairs).bits_read(score.values, score.weights) < experts.bits_read(score.values)
 
 
+def test_among_thousands_of_pairs_every_bit_that_is_read_gains_more_than_every_other_one():
+    """Their gains are of very different sizes."""
+    score, loss = small_model(5, 8, 64, WEIGHT_SAMPLES)
+    errors = loss.mse[:, :, :1] * 10.0 ** np.linspace(-12, 12, 8)[:, None, None]
+    loss, placement = LossTable(errors / 4.4 ** np.arange(4)), top_experts(score.values, 16)
+    gains = (loss.mse[:, :, :-1] - loss.mse[:, :, 1:])[placement.cold][:, None] * score.pair_strength[
+        placement.cold, :, None
+    ]
+    for avg_bits in (1.05, 2.0, 3.3, 3.95):
+        plan = bits_of_pairs(score, placement, loss, Budget(16, avg_bits))
+        is_read = plan.of_pairs(score.weights)[placement.cold][:, :, None] > np.arange(1, 4)
+        assert gains[is_read].min() > gains[~is_read].max() * (1 - 1e-6)
+        assert avg_bits - 0.01 < Plan(1, placement, plan).bits_read(score.values, score.weights) <= avg_bits + 1e-8
+
+
+def test_while_a_prompt_still_runs_no_single_weights_are_gathered_for_who_will_be_hot():
+    ids, weights = np.array([[[0]]] * 8), np.random.default_rng(0).random((8, 1, 1))
+    policy, stats = load_policy("prefill", PolicySettings(bit_rule="pairs")), RoutingStats.from_choices(ids, weights, 2)
+    assert policy.score(stats).weights is not None
+    assert policy.score(stats.of_layer(3)).weights is None
+
+
 def test_pairs_that_gain_the_same_are_all_wider_or_none_is():
     score = replace(ImportanceScore.from_weights(np.ones((1, 4))), weights=np.full((1, 4, WEIGHT_SAMPLES), 0.5))
     placement = Placement(np.zeros((1, 4), bool))
@@ -153,6 +175,14 @@ def test_samples_stand_for_the_router_weights_of_an_expert_s_choices(seed, token
             own = own if len(own) else np.sort(weights[:, layer].ravel())
             ranks = (2 * np.arange(WEIGHT_SAMPLES) + 1) * len(own) // (2 * WEIGHT_SAMPLES)
             assert samples[layer, expert] == pytest.approx(np.clip(own[ranks], 2**-8, 4), rel=0.07)
+
+
+def test_samples_are_the_same_of_ids_in_the_narrow_numbers_that_a_trace_holds():
+    random = np.random.default_rng(2)
+    ids, weights = random.integers(0, 200, (300, 3, 1)), random.random((300, 3, 1)).astype(np.float32)
+    samples = [RoutingStats.from_choices(ids.astype(kind), weights, 200).weights for kind in ("i8", "i2", "u1")]
+    assert np.array_equal(samples[0], samples[1])
+    assert np.array_equal(samples[0], samples[2])
 
 
 def test_weights_below_and_above_all_classes_are_of_the_outermost_ones():

@@ -14,8 +14,9 @@ from vllm_ndp.config import NdpSettings
 from vllm_ndp.planning.bitwidths import LossTable, uniform_bitwidths
 from vllm_ndp.planning.importance import ImportanceScore
 from vllm_ndp.planning.plan import BitwidthPlan, Budget, Placement, Plan
-from vllm_ndp.planning.policies import ScoredPolicy, load_policy
+from vllm_ndp.planning.policies import PolicySettings, ScoredPolicy, load_policy
 from vllm_ndp.planning.replanner import PlannerRules, Replanner
+from vllm_ndp.planning.stats import RoutingStats
 
 LAYERS, EXPERTS = 3, 16
 LOSS = LossTable.nominal(LAYERS, EXPERTS)
@@ -79,6 +80,19 @@ def test_a_policy_that_knows_nothing_of_tiers_gets_full_precision_for_warm_exper
     bits = change.plans["a"].bits.bits
     assert (bits[change.placement.warm] == 16).all()
     assert (bits[change.placement.cold] == 2).all()
+
+
+def test_cold_pairs_beside_warm_experts_have_widths_of_their_own():
+    random = np.random.default_rng(3)
+    ids = np.argsort(random.random((64, LAYERS, EXPERTS)), axis=2)[:, :, :4]
+    stats = RoutingStats.from_choices(ids, random.random(ids.shape), EXPERTS)
+    policy, budget = load_policy("prefill", PolicySettings(bit_rule="pairs")), Budget(4, 2.5, 3)
+    score = policy.score(stats)
+    plan = Replanner(PlannerRules(policy, budget, LOSS), LAYERS, EXPERTS).replan({"a": score}).plans["a"]
+    widths = plan.bits.of_pairs(score.weights)
+    assert (widths[plan.placement.warm] == 16).all()
+    assert len(np.unique(widths[plan.placement.cold])) > 1
+    assert 2.4 < plan.bits_read(score.values, score.weights) <= 2.5 + 1e-8
 
 
 def test_before_the_first_prompt_the_ids_after_the_hot_ones_are_warm():
