@@ -21,7 +21,6 @@ from vllm_ndp.planning.stats import frozen_array
 _ALLOWED_BITS = (0, *PLAN_BITS)
 _IS_ALLOWED = np.isin(np.arange(256), _ALLOWED_BITS)
 _FLAG_OF_BITS = np.frombuffer(FLAG_OF_BITS, np.uint8)
-_FLAGS_OF_NESTED = np.bitwise_or.reduce(_FLAG_OF_BITS[list(WIDTHS)])
 
 
 @dataclass(frozen=True)
@@ -203,9 +202,14 @@ class BitwidthPlan:
         return np.where(self._is_nested[:, :, None], WIDTHS[0] + wider, self.bits[:, :, None]).astype(np.uint8)
 
     def width_mask(self) -> NDArray[np.uint8]:
-        """[L, E]: the flag of each expert's width (ndp_device/widths.py)."""
+        """[L, E]: the flags of the widths at which pairs of an expert may run (ndp_device/widths.py)."""
         mask: NDArray[np.uint8] = _FLAG_OF_BITS[self.bits]
-        return mask if self.from_weight is None else np.where(self._is_nested, _FLAGS_OF_NESTED, mask)
+        if self.from_weight is None:
+            return mask
+        ends = np.pad(self.from_weight, ((0, 0), (0, 0), (1, 1)), constant_values=(0, np.inf))
+        some = (ends[..., 1:] > ends[..., :-1]) & self._is_nested[..., None]  # a width between equal ends has no pairs
+        mask |= np.where(some, _FLAG_OF_BITS[list(WIDTHS)], 0).sum(axis=2, dtype=np.uint8)
+        return mask
 
 
 def union_of_widths(plans: Iterable[BitwidthPlan], shape: tuple[int, int]) -> NDArray[np.uint8]:

@@ -139,9 +139,19 @@ def test_where_single_weights_are_not_known_pairs_are_as_wide_as_their_experts()
     assert (plan.bits == bits_over_layers(unknown, placement, loss, Budget(2, 2.5)).bits).all()
 
 
-def test_a_plan_of_pairs_names_every_nested_width_and_leaves_hot_and_warm_experts_alone():
+def test_a_plan_of_pairs_names_no_width_that_no_router_weight_asks_for():
+    """The device prepares what a plan names: with the widest average, one width of each expert."""
+    score, loss = small_model(1, 2, 5, 4)
+    placement = top_experts(score.values, 2)
+    widest = bits_of_pairs(score, placement, loss, Budget(2, 4.0))
+    assert (widest.width_mask() == np.where(placement.hot, 0, 0b1000)).all()
+    between = BitwidthPlan(np.array([[2]]), np.array([[[0.2, 0.2, np.inf]]], np.float32))
+    assert between.width_mask().tolist() == [[0b101 | 0b10]]  # the usual weight's own width counts, whatever it is
+
+
+def test_a_plan_of_pairs_names_the_widths_between_its_weights_and_leaves_hot_and_warm_experts_alone():
     plan = BitwidthPlan(np.array([[2, 0, 16]]), WIDER)
-    assert plan.width_mask().tolist() == [[0b1111, 0, 0b10000]]
+    assert plan.width_mask().tolist() == [[0b111, 0, 0b10000]]
     weights = np.array([[[0.1, 0.2, 0.5]] * 3], np.float32)
     assert plan.of_pairs(weights).tolist() == [[[1, 2, 3], [0, 0, 0], [16, 16, 16]]]
     assert plan.of_pairs(None).tolist() == [[[2], [0], [16]]]
