@@ -232,6 +232,33 @@ def test_after_a_spin_in_vain_the_next_ones_are_brief(
     assert set(asked) == {500_000, 20_000}
 
 
+def test_a_lost_core_pauses_spinning_for_10_ms_and_longer_only_while_losses_go_on(
+    pair: tuple[ShmChannel, ShmChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs take a core for a millisecond several times a second: that must not end spinning for seconds."""
+    now, found, looks = [0], [0], [0]
+
+    def spin(rings: list[object], timeout_ns: int) -> int:
+        looks[0] += 1
+        now[0] += 50_000
+        return found[0]
+
+    def looks_after(milliseconds: int, result: int) -> int:
+        """How often a spinner looks if it is asked once, so much later."""
+        now[0] += milliseconds * 1_000_000
+        before, found[0] = looks[0], result
+        spinner.spin([pair[1]], 50_000)
+        return looks[0] - before
+
+    monkeypatch.setattr(shm, "native", SimpleNamespace(spin=spin))
+    monkeypatch.setattr(shm, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    spinner, lost = shm.Spinner(5000), 2
+    assert [looks_after(1, lost), looks_after(9, 0), looks_after(2, lost)] == [1, 0, 1]
+    assert [looks_after(11, 0), looks_after(10, 0)] == [0, 1]  # after a second loss 20 ms
+    assert sum(looks_after(0, 0) for _ in range(50)) == 50  # 2.5 ms without a loss
+    assert [looks_after(0, lost), looks_after(9, 0), looks_after(2, 0)] == [1, 0, 1]
+
+
 def test_who_loses_the_core_while_spinning_stops_spinning_for_a_while(pair: tuple[ShmChannel, ShmChannel]) -> None:
     """Two spinners and two busy loops on one core: each spin of 20 ms is interrupted."""
     program = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
