@@ -7,7 +7,7 @@
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
-    docs/faults.md          a long night, attacks beside an honest host, a layer without its device
+    docs/faults.md          kinds of faults (faults.toml), a long night, attacks beside an honest host, a lost device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
@@ -66,6 +66,7 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "ranks": lambda: figure_tables.ranks_matrix(root),
         "measured on a GPU": lambda: figure_tables.gpu_results(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
+        "faults": lambda: fault_figures.kinds(root),
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
@@ -127,6 +128,7 @@ def main() -> int:
         "files": (code_tables.files_page, "what each file knows"),
         "hooks": (lambda: figure_tables.vllm_hooks(ROOT), "hooks of vLLM, by version"),
         "models": (code_tables.published_models, "published models, and what their GPU side takes"),
+        "faults": (lambda: fault_figures.every_fault(ROOT), "faults that tests cover, each with its test"),
         "options": (code_tables.option_answers, "options of vllm serve, and what becomes of each"),
     }
     for name, (_, about_it) in printed.items():
