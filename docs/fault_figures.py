@@ -129,8 +129,11 @@ def degraded(measured: dict[str, Figures]) -> str:
     layers = ", ".join(f"{name} {value:.0f}" for name, value in figures["layer_us"].items())
     costs = ", ".join(f"{cost:.2f}" for cost in figures["return_costs_steps"])
     return "\n".join([
-        f"Local over away: {figures['local_over_away']:.3f} ({low:.3f} to {high:.3f}; asked for: {figures['goal']}), "
-        f"over {figures['pairs_of_steps']} pairs of steps. Microseconds of a layer: {layers}. A return costs in all, "
-        f"in usual steps of {figures['usual_step_ms']} ms: {costs} (asked for: below 1).",
+        "While the device is away, the host computes its experts and asks in each call whether it is back. A layer "
+        f"that knows of no device takes {figures['local_over_away']:.3f} times as long ({low:.3f} to {high:.3f}; "
+        f"target at least {figures['goal']}; {figures['pairs_of_steps']} pairs of steps). Microseconds of a layer: {layers}.",
+        "",
+        f"The return of a device costs this many usual steps of {figures['usual_step_ms']} ms: {costs} (target: below "
+        "1).",
         "", about(found),
     ])  # fmt: skip
