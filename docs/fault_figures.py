@@ -131,7 +131,8 @@ def degraded(measured: dict[str, Figures]) -> str:
     return "\n".join([
         "While the device is away, the host computes its experts and asks in each call whether it is back. A layer "
         f"that knows of no device takes {figures['local_over_away']:.3f} times as long ({low:.3f} to {high:.3f}; "
-        f"target at least {figures['goal']}; {figures['pairs_of_steps']} pairs of steps). Microseconds of a layer: {layers}.",
+        f"target at least {figures['goal']}; {figures['pairs_of_steps']} pairs of steps). "
+        f"Microseconds of a layer: {layers}.",
         "",
         f"The return of a device costs this many usual steps of {figures['usual_step_ms']} ms: {costs} (target: below "
         "1).",
