@@ -1,9 +1,14 @@
-"""The generated parts of docs/faults.md: the long night, attacks beside an honest host, a layer without its device.
+"""The generated parts of docs/faults.md: kinds of faults, a long night, attacks, a layer without its device.
 
-Each comes from one file of docs/measured/, and says so where that was not taken yet.
+Faults come from docs/faults.toml, figures from one file of docs/measured/ each. A part says if that is not taken yet.
 """
 
 from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 from measured_figures import Figures, about
 
@@ -25,6 +30,44 @@ GETS = {
     "comes and goes": "a connection",
 }
 """What each attack of benchmarks/hostile_beside_honest.py gets from the device."""
+
+
+OUTCOMES = {
+    "The device dies, hangs or restarts": "the host computes the calls; the device is used again once it answers",
+    "Answers are late, damaged or wrong": "the host rejects the answer, opens a new connection and computes the call",
+    "One of several devices": "devices with copies take over the pairs within the same deadline",
+    "Plans and sessions": "the host keeps the plan and installs it again; a pair without its replica runs on the host",
+    "The host ends or forks": "the device frees the host's connection and memory; an embedded device ends",
+    "Faulty or greedy peers": "that peer loses its connection or waits; others are served",
+    "Paths, ports and keys": "one sentence refuses the peer, the path or the request",
+    "Shared memory": "the socket carries the message",
+    "Files": "one sentence refuses the file; a mapped file that changes costs the calls that need it",
+}
+"""What happens after each kind of fault, in short."""
+
+
+def known_faults(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "docs" / "faults.toml").read_text())
+
+
+def kinds(root: Path) -> str:
+    """How many faults of each kind the tests cover, and what happens in short."""
+    counts = Counter(fault["group"] for fault in known_faults(root)["fault"])
+    lines = ["| kind of fault | covered | what happens |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {kind} | {number} | {OUTCOMES[kind]} |" for kind, number in counts.items())])
+
+
+def every_fault(root: Path) -> str:
+    """The whole list, by kind, and the test files that its letters stand for."""
+    known = known_faults(root)
+    lines = ["The last column names tests: a letter for the file, then parts of their names.", ""]
+    lines += ["| letter | test file | runs |", "|---|---|---|"]
+    lines += [f"| {letter} | `{row['file']}` | {row['runs']} |" for letter, row in known["files"].items()]
+    for kind in dict.fromkeys(fault["group"] for fault in known["fault"]):
+        lines += ["", f"## {kind}", "", "| fault | noticed by | what happens | test |", "|---|---|---|---|"]
+        own = (fault for fault in known["fault"] if fault["group"] == kind)
+        lines += [f"| {one['fault']} | {one['noticed_by']} | {one['then']} | {one['tests']} |" for one in own]
+    return "\n".join(lines)
 
 
 def soak(measured: dict[str, Figures]) -> str:
@@ -86,8 +129,12 @@ def degraded(measured: dict[str, Figures]) -> str:
     layers = ", ".join(f"{name} {value:.0f}" for name, value in figures["layer_us"].items())
     costs = ", ".join(f"{cost:.2f}" for cost in figures["return_costs_steps"])
     return "\n".join([
-        f"Local over away: {figures['local_over_away']:.3f} ({low:.3f} to {high:.3f}; asked for: {figures['goal']}), "
-        f"over {figures['pairs_of_steps']} pairs of steps. Microseconds of a layer: {layers}. A return costs in all, "
-        f"in usual steps of {figures['usual_step_ms']} ms: {costs} (asked for: below 1).",
+        "While the device is away, the host computes its experts and asks in each call whether it is back. A layer "
+        f"that knows of no device takes {figures['local_over_away']:.3f} times as long ({low:.3f} to {high:.3f}; "
+        f"target at least {figures['goal']}; {figures['pairs_of_steps']} pairs of steps). "
+        f"Microseconds of a layer: {layers}.",
+        "",
+        f"The return of a device costs this many usual steps of {figures['usual_step_ms']} ms: {costs} (target: below "
+        "1).",
         "", about(found),
     ])  # fmt: skip

@@ -3,12 +3,15 @@
     docs/performance.md     from docs/templates/performance.md.j2 and docs/measured/*.json
     docs/map.md, map.svg    from docs/measured/map.json (map_page.py, map_picture.py)
     docs/decode-step.svg    from docs/measured/decode_step.json (step_picture.py)
+    docs/demo.svg           from docs/measured/demo.json (demo_picture.py)
+    docs/system.svg         from system_picture.py alone
     docs/families.md        from docs/templates/families.md.j2, docs/measured/families.json and tests/data
     docs/architecture.md    its arrows, from the imports of every file
     docs/compatibility.md   how long installing takes
     docs/gpu.md             what was measured on a GPU, and what a dry run of the same pieces did without one
-    docs/faults.md          a long night, attacks beside an honest host, a layer without its device
+    docs/faults.md          kinds of faults (faults.toml), a long night, attacks beside an honest host, a lost device
     docs/distributed.md     its tables of ranks, from docs/measured/ranks_matrix.json
+    docs/log/house.md       words of pages before and after, from docs/measured/words.json
     docs/replica-format.md  its tables of what is lost, from docs/measured/quality_uncovered*.json
     README.md               the sentences with measured figures
 
@@ -26,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import code_tables
+import demo_picture
 import family_tables
 import fault_figures
 import figure_tables
@@ -33,6 +37,7 @@ import jinja2
 import map_page
 import map_picture
 import step_picture
+import system_picture
 from import_graph import ROOT
 from measured_figures import about, headline, load_measured
 
@@ -66,10 +71,12 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "ranks": lambda: figure_tables.ranks_matrix(root),
         "measured on a GPU": lambda: figure_tables.gpu_results(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
+        "faults": lambda: fault_figures.kinds(root),
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),
         "attacks": lambda: fault_figures.hostile(load_measured(root / "docs" / "measured")),
         "degraded": lambda: fault_figures.degraded(load_measured(root / "docs" / "measured")),
         "quality on uncovered subjects": lambda: figure_tables.quality_uncovered(root),
+        "words of pages": lambda: figure_tables.words(root),
         "install times": lambda: figure_tables.install_times(root),
         "measured": lambda: rendered("readme-measured.md.j2", root),
     }
@@ -96,12 +103,15 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     found[root / "docs" / "map.md"] = map_page.page(drawn)
     found[root / "docs" / "map.svg"] = map_picture.picture(drawn)
     found[root / "docs" / "decode-step.svg"] = step_picture.picture(measured["decode_step"])
+    found[root / "docs" / "demo.svg"] = demo_picture.picture(measured["demo"])
+    found[root / "docs" / "system.svg"] = system_picture.picture()
     for name in (
         "docs/architecture.md",
         "docs/compatibility.md",
         "docs/distributed.md",
         "docs/faults.md",
         "docs/gpu.md",
+        "docs/log/house.md",
         "docs/replica-format.md",
         "README.md",
     ):
@@ -127,6 +137,7 @@ def main() -> int:
         "files": (code_tables.files_page, "what each file knows"),
         "hooks": (lambda: figure_tables.vllm_hooks(ROOT), "hooks of vLLM, by version"),
         "models": (code_tables.published_models, "published models, and what their GPU side takes"),
+        "faults": (lambda: fault_figures.every_fault(ROOT), "faults that tests cover, each with its test"),
         "options": (code_tables.option_answers, "options of vllm serve, and what becomes of each"),
     }
     for name, (_, about_it) in printed.items():

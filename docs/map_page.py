@@ -110,7 +110,10 @@ def summary(source: Figures) -> str:
     return "\n".join(lines)
 
 
-SENTENCE = re.compile(r"wins \d+ of \d+ cells of our map, \d+ by 5 % or more, \d+ with a host of 614 GB/s")
+SENTENCE = re.compile(
+    r"\d+ pairs of model and GPU memory: the device wins \d+, \d+ of them by 5 % or more, "
+    r"and \d+ with a host of 614 GB/s"
+)
 
 
 def renewed(readme: str, source: Figures) -> str:
@@ -118,8 +121,8 @@ def renewed(readme: str, source: Figures) -> str:
     known, limit = Map(source), next(iter(source.figures["limits"]))
     won, fast = (len(known.won(assumed, limit)) for assumed in (AS_FITTED, "host 614 GB/s"))
     clearly = len(known.won(AS_FITTED, limit, by=0.05))
-    said = f"wins {won} of {known.filled(AS_FITTED, limit)} cells of our map, {clearly} by 5 % or more"
-    said += f", {fast} with a host of 614 GB/s"
+    said = f"{known.filled(AS_FITTED, limit)} pairs of model and GPU memory: the device wins {won}, {clearly} of them"
+    said += f" by 5 % or more, and {fast} with a host of 614 GB/s"
     text, count = SENTENCE.subn(said, readme)
     if count != 1:
         raise LookupError(f"the README must say once {SENTENCE.pattern!r}, and does {count} times")
@@ -130,11 +133,15 @@ def page(source: Figures) -> str:
     known = Map(source)
     lines = [f"# {source.question}", "", f"For researchers. Simulated. {about(source)}", ""]
     lines += [
-        "A cell names the fastest system at batch 1 within a limit of loss, and its lead over the runner-up. In",
-        "brackets: the share of choices found on the GPU. Then comes the device's speed over the fastest other",
-        "system's: the range over locality and prices, and assumptions with which another side wins. `device` uses",
-        "the device, `joint` may not (1.00). `cache` is a GPU cache of experts whose misses are fetched or computed on",
-        "the host. `all` has every expert on the GPU.",
+        "A cell names the fastest system within a limit of loss, its tokens/s at batch 1, and its lead over the",
+        "runner-up. In brackets stands the share of the router's choices that the system finds on the GPU. After the",
+        "semicolon stands the device's speed over the fastest system without it: lowest and highest ratio over all",
+        "assumptions about locality and prices. The cell ends with the assumptions under which the other side wins, or",
+        "with `always`.",
+        "",
+        "* `joint`: our planner, which chooses place and width of every expert. Bold: its plan uses the device.",
+        "* `device`: the paper's plan. `all`: every expert on the GPU.",
+        "* `cache`: a GPU cache of experts; a miss is fetched from the host, or computed there.",
         "",
     ]
     lines += ["![The device's speed over the fastest other system's, by model and memory](map.svg)", ""]
@@ -186,7 +193,8 @@ def _prices(known: Map) -> list[str]:
     """What the device wins while messages to it and hops to the host grow dearer alike, cheapest first."""
     limits, prices = known.figures["limits"], known.figures["prices"]
     lines = [
-        "One row to the host's CPU and back, and to the device and back with its first tile; both change together.",
+        "Columns 2 and 3: the time of one row to the host's CPU and back, and to the device and back with the first",
+        "tile of weights. Both change together.",
         "",
         "| assumed | host, us | device, us | " + " | ".join(f"cells won at {limit}' loss" for limit in limits) + " | "
         "device over the fastest other: least, median, most |",
@@ -204,11 +212,15 @@ def _prices(known: Map) -> list[str]:
 def _changes(known: Map) -> list[str]:
     """The device over the fastest other system, by cell and change."""
     limit, *_, wider = known.figures["limits"]
-    changes = known.figures["devices"]
+    changes = [
+        change
+        for change in known.figures["devices"]
+        if change not in known.figures["prices"] and "150 ns" not in change
+    ]
     lines = [
-        f"The device's speed over the fastest other system's at {limit}' loss, one change at a time.",
-        f"`16-bit hot slots`: the paper's plan, whose experts on the GPU keep 16 bits, at {wider}' loss, which it has;",
-        "elsewhere joint plans may narrow them.",
+        f"The device's speed over that of the fastest system without it, at {limit}' loss, one change at a time. Joint",
+        "plans may give experts on the GPU fewer than 16 bits. The column `16-bit hot slots` shows the paper's plan,",
+        f"which may not; it has {wider}' loss.",
         "",
         "| " + " | ".join(["model", "GB", AS_FITTED, "16-bit hot slots", *changes]) + " |",
         "|---|---|---|---|" + "---|" * len(changes),

@@ -24,7 +24,7 @@ def picture(source: Figures) -> str:
     height = len(models) * _ROW + _TOP
     width = _LEFT + len(sizes) * _CELL + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height * len(limits)}" width="{width}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height * len(limits) + 24}" width="{width}">',
         f"<title>Speed with the device over the fastest system without it</title>{_STYLE}",
     ]
     for panel, limit in enumerate(limits):
@@ -38,6 +38,8 @@ def picture(source: Figures) -> str:
             parts += [
                 _cell(_x(at), y, known.ratio(AS_FITTED, model, int(size), limit)) for at, size in enumerate(sizes)
             ]
+    legend = "blue: faster with the device; orange: no gain, or slower; grey: nothing fits"
+    parts.append(_text(width / 2, height * len(limits) + 14, legend, "label"))
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import code_tables
+import fault_figures
 import figure_tables
 from error_families import FAMILIES, family_of
 
@@ -205,6 +206,7 @@ PAGES = {
     "reference/metrics.md": metrics_page,
     "reference/errors.md": errors_page,
     "reference/files.md": code_tables.files_page,
+    "reference/faults.md": lambda: f"# Faults that tests cover\n\n{fault_figures.every_fault(ROOT)}\n",
     "reference/hooks.md": lambda: f"# Hooks of vLLM\n\n{figure_tables.vllm_hooks(ROOT)}\n",
     "reference/models.md": lambda: f"# Published models\n\n{code_tables.published_models()}\n",
     "reference/options.md": lambda: f"# Options of vllm serve\n\n{code_tables.option_answers()}\n",

@@ -87,7 +87,7 @@ def _one_line(message: str) -> str:
 
 
 def why_unwritable(error: OSError) -> str:
-    """Why a file could not be written, and what to change: room that is missing is no matter of rights."""
+    """Why a file could not be written, and what to change. Says whether room or permission is missing."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "make room there, or choose another disk" if is_full else "choose a directory you may write to"
     return f"{error.strerror}; {remedy}"

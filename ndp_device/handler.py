@@ -177,7 +177,7 @@ class Handler:
         self._clients.pop(client, None)
 
     def knows(self, client: bytes) -> bool:
-        """Whether it has a session."""
+        """Whether this client has a session."""
         return client in self._clients
 
     def has_computed(self, client: bytes) -> bool:

@@ -194,7 +194,7 @@ class WholeModel(ModelShape):
         return cls(**given, decoder=tuple(order), shared_weights=sizes["shared_weights"], tied=sizes["tied"])
 
     def recorded(self) -> dict[str, Any]:
-        """The sizes by the names that traces have had from the first on; the decoder where those do not suffice."""
+        """The sizes by the names of the first trace format, and the decoder if these sizes do not describe it."""
         sizes = {key: getattr(self, field) for key, field in _FIELD_OF_RECORDED.items()}
         sizes["dtype_bytes"] = self.dtype_bytes
         attention = self.decoder[0].attention

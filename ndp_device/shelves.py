@@ -1,7 +1,7 @@
 """A device's experts, whole or in parts: one shelf for each part that sessions ask for, all from the same files.
 
-A shelf that no session asks for any longer stays until a session asks for another part. So a host that was cut off
-finds its experts prepared. Knows stores. Knows no session and no client.
+When its last session ends, a shelf stays until a session asks for another part. So a host that lost its connection
+finds its experts still prepared. Knows stores. Knows no session and no client.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 import code_tables  # noqa: E402
+import fault_figures  # noqa: E402
 import figure_sources  # noqa: E402
 import generate  # noqa: E402
 import measured_figures  # noqa: E402
@@ -205,22 +206,29 @@ def test_a_verdict_follows_from_the_figure_and_its_target() -> None:
 
 
 def test_every_fault_that_is_claimed_names_tests_that_exist() -> None:
-    """The last column of docs/faults.md holds a letter for the file and parts of test names: `F stopped, stop_loop`."""
-    page = (ROOT / "docs" / "faults.md").read_text()
-    files = dict(re.findall(r"^\| ([A-Z]) \| `(test_\w+\.py)`", page, re.MULTILINE))
+    """`tests` of docs/faults.toml holds a letter for the file and parts of test names: `F stopped, stop_loop`."""
+    known = fault_figures.known_faults(ROOT)
     names = {
-        letter: re.findall(r"def (test_\w+)", next((ROOT / "tests").rglob(file)).read_text())
-        for letter, file in files.items()
+        letter: [
+            name
+            for file in row["file"].split(", ")
+            for name in re.findall(r"def (test_\w+)", next((ROOT / "tests").rglob(file)).read_text())
+        ]
+        for letter, row in known["files"].items()
     }
-    claims = re.findall(r"\| ([^|\n]*) \|$", page[page.index("| fault |") :], re.MULTILINE)[2:]
     parts = [
         (letter, part)
-        for claim in claims
-        for letter, rest in re.findall(r"\b([A-Z])\b([^A-Z]*)", re.sub(r"\[[^\]]*\]", "", claim))
+        for fault in known["fault"]
+        for letter, rest in re.findall(r"\b([A-Z])\b([^A-Z]*)", re.sub(r"\[[^\]]*\]", "", fault["tests"]))
         for part in re.findall(r"\w+", rest)
+        if not part.startswith("test_")
     ]
-    assert len(parts) > 30, "the pattern finds less than the table holds"
+    assert len(parts) > 30, "the pattern finds less than the list holds"
     assert [(letter, part) for letter, part in parts if not any(part in name for name in names[letter])] == []
+
+
+def test_every_kind_of_fault_says_what_happens_in_short() -> None:
+    assert set(fault_figures.OUTCOMES) == {fault["group"] for fault in fault_figures.known_faults(ROOT)["fault"]}
 
 
 def test_every_command_that_a_page_shows_exists_with_its_options() -> None:

@@ -139,6 +139,7 @@ def test_the_readmes_sentence_follows_from_the_map():
     readme = (ROOT / "README.md").read_text()
     assert renewed(readme, SOURCE) == readme
     known, limit = Map(SOURCE), "4 bits"
-    assert f"wins {len(known.won(AS_FITTED, limit))} of {known.filled(AS_FITTED, limit)} cells of our map" in readme
+    won, filled = len(known.won(AS_FITTED, limit)), known.filled(AS_FITTED, limit)
+    assert f"{filled} pairs of model and GPU memory: the device wins {won}, " in readme
     with pytest.raises(LookupError, match="0 times"):
         renewed("", SOURCE)

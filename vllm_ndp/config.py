@@ -58,7 +58,7 @@ _DECIDED_JOINTLY = {
 
 @dataclass(frozen=True)
 class NdpSettings:
-    """All values of a run, flat. docs/compatibility.md lists the settings that they come from."""
+    """All values of a run in one flat record. docs/compatibility.md lists the settings that set them."""
 
     hot_experts: int | None = None
     """Experts per layer kept on the GPU in full precision; None = half of them."""
@@ -495,7 +495,7 @@ class NdpSettings:
         return self.hot_experts
 
     def needs_replicas(self, num_experts: int, *, in_slots: bool = True) -> bool:
-        """Whether some experts run as replicas of 1 to 8 bits. in_slots: that is what quantized slots hold here."""
+        """Whether some experts run as replicas of 1 to 8 bits. in_slots: quantized GPU slots hold replicas here."""
         hot = self.has_quantized_slots and in_slots
         return self.cold_precision == "quantized" and (self.num_cold(num_experts) > 0 or hot)
 

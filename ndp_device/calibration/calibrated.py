@@ -117,7 +117,7 @@ def load_solver(name: str, group_size: int, track_weights: Mapping[int, float]) 
 
 
 def with_bytes(solver: Solver, group_size: int) -> Solver:
-    """The solver, and 8 bits beside what it makes."""
+    """A solver that makes an 8-bit matrix in addition to those of `solver`."""
 
     def solve(weights: Tensor, hessian: Tensor, damp: float) -> dict[int, QuantizedMatrix]:
         made = solver(weights, hessian, damp)

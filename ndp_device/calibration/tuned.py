@@ -92,7 +92,7 @@ class TrainedExpert:
 
 
 class TrainedLayer:
-    """The experts of one layer, each at the width that it is given; computes in the place of the model's own."""
+    """The experts of one layer, each at its own width. Computes in place of the model's experts."""
 
     def __init__(
         self, full: Sequence[FloatExpert], replicas: Sequence[Mapping[int, QuantizedExpert]], device: torch.device

@@ -178,7 +178,7 @@ class _Names:
         self._number = re.compile(rf"\b({experts})\.\d+\.")
 
     def layer(self, name: str) -> int | None:
-        """Number of the decoder layer; None beside the language model's."""
+        """Number of the decoder layer; None for a tensor outside the language model's layers."""
         at = self._layer.search(name)
         if at is None or int(at[1]) >= self.num_layers or not set(self.known.beside).isdisjoint(name.split(".")):
             return None

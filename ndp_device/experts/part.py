@@ -44,8 +44,8 @@ class Part:
             )
 
     def of(self, expert: Expert) -> Expert:
-        """Cut this part out of an expert that `check` found divisible. The expert's last bias belongs to the first
-        part."""
+        """Cut this part out of an expert that `check` found divisible. The bias of the expert's output goes to the
+        first part."""
         if self.count == 1:
             return expert
         intermediate = expert.w2.shape[1]

@@ -164,7 +164,7 @@ class Session:
 
 
 def listed(flags: NDArray[np.uint8]) -> list[tuple[int, int, int]]:
-    """(layer, expert, bits) of every flag that is set in flags [L, E], layer by layer."""
+    """List (layer, expert, bits) of every flag that is set in flags [L, E], layer by layer."""
     places = np.argwhere(flags[:, :, None] & _FLAGS).tolist()
     return [(layer, expert, PLAN_BITS[index]) for layer, expert, index in places]
 

@@ -4,10 +4,10 @@ Widths 1 to 4 come from a replica directory, FULL_PRECISION_BITS from the checkp
 expert at the first request, and keeps it while all experts together take no more than the packed replicas. An expert
 shares its top bits between widths, but not all bits. So all widths of all experts would take two fifths more.
 
-Where that is too much, the store first forgets widths that no plan names. Then experts prepared at two widths give up
-the part that only the narrow width reads, 3 bits before 1. The kernel computes such a masked width from the wide one:
-slower, to the same bits. The store forgets a masked width as soon as no plan names it. So the next plan that names it
-may find room for all of it.
+If that is too much, the store first drops widths that no plan names. If more must go, it looks at experts prepared at
+two widths, and drops the data that only the narrow width needs, 3 bits before 1. The kernel then computes this masked
+width from the data of the wide one: more slowly, with the same result. The store drops a masked width as soon as no
+plan names it. The next plan that names the width may then find room for all its data.
 
 One array per width tells which experts are prepared, to compare a plan over thousands of experts at once.
 """
@@ -158,12 +158,12 @@ class ExpertStore:
             source.check(layer)
 
     def ask_again(self, bits: int, experts: NDArray[np.bool_]) -> None:
-        """As if get() were called for each of these [L, E], all of which are prepared."""
+        """Mark experts [L, E] as just used, as get() would; all of them must be prepared."""
         self._now += 1
         self._used[bits][experts] = self._now
 
     def prepare_ahead(self, layer: int, expert: int, bits: int) -> Iterator[None]:
-        """Prepare what nobody has asked for yet, in steps of some milliseconds. It is dropped if it does not fit."""
+        """Prepare an expert that no call needs yet, in steps of some milliseconds. It is dropped if it does not fit."""
         key = (layer, expert, bits)
         for prepared in self._kernel.prepare_by_parts(self.expert(*key)):
             if prepared is not None and key not in self._prepared:
@@ -179,9 +179,9 @@ class ExpertStore:
         return self._held_bytes + self.expert_bytes(layer, expert, bits) <= self.resident_bytes
 
     def trim(self, in_use: Mapping[int, NDArray[np.bool_]]) -> int:
-        """Forget what was not asked for longest while there is more than `resident_bytes`; returns how many.
+        """Drop least recently used experts until at most `resident_bytes` are held; returns how many were dropped.
 
-        in_use: by width [L, E] what may be asked for at any moment and stays, masked where there is no room otherwise.
+        in_use: by width [L, E], experts of current plans. They stay, masked if there is no room otherwise.
         """
         count = 0
         for bits, masked in self._masked.items():

@@ -225,7 +225,7 @@ class ArraySpec:
 
     @property
     def macs_per_s(self) -> int:
-        """fp16 multiply-accumulates."""
+        """Rate of fp16 multiply-accumulates."""
         return self.units * self.rows * self.cols * self.clock_hz
 
 

@@ -26,7 +26,7 @@ class Presence:
         self._lost = True
 
     def take(self) -> tuple[bool, ...] | None:
-        """Take what the step went by, [D], and start over. None: it changed within the step; (): nothing was asked."""
+        """Take which devices the step saw up [D], and start over. None: that changed meanwhile; (): no call looked."""
         seen, lost = self._seen, self._lost
         self._seen, self._lost = set(), False
         if lost or len(seen) > 1:

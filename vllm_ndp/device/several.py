@@ -28,7 +28,7 @@ from vllm_ndp.device.presence import Presence
 
 Route = Callable[[int, NDArray[np.int32], NDArray[np.uint8], Sequence[bool]], Sequence[tuple[int, NDArray[np.int64]]]]
 """(layer, expert of each pair, bits of each pair, which devices may be asked) -> (device, its pairs) of each message.
-Several devices with the same pair each compute a part of it. No device serves a pair that is in no list."""
+If several messages hold a pair, each of their devices computes a part of it. A pair in no message stays unserved."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Message:
 
 @dataclass
 class SetHandle:
-    """One layer's call on its way."""
+    """A layer's call that waits for answers."""
 
     layer: int
     step: int

@@ -171,7 +171,7 @@ class Assembly:
 
     @property
     def has_every_layer(self) -> bool:
-        """Whether the model is loaded: MoE layers that vLLM makes from then on are a draft's."""
+        """Whether all MoE layers of the model are attached: those that vLLM makes later belong to a draft model."""
         return len(self.attached) == self.pool.shape.num_layers
 
     # -- once it is loaded ----------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class BatchRows:
 
     @cached_property
     def first_rows(self) -> NDArray[np.int64]:
-        """[R], where each request's rows begin."""
+        """First row of each request [R]."""
         return np.cumsum([0, *(span.num_tokens for span in self.spans[:-1])], dtype=np.int64)
 
     @property
@@ -189,7 +189,7 @@ class BatchRows:
         return sum(s.num_tokens * s.start + s.num_tokens * (s.num_tokens + 1) // 2 for s in self.spans)
 
     def expected_slot_mapping(self, block_size: int) -> NDArray[np.int64]:
-        """The KV entry that each row must write if we are right about who owns it, [T]."""
+        """The KV entry that each row must write if we know its request and position correctly [T]."""
         parts = [
             slot_mapping(span.request.blocks, self.positions[first : first + span.num_tokens], block_size)
             for span, first in zip(self.spans, self.first_rows.tolist(), strict=True)
@@ -197,7 +197,7 @@ class BatchRows:
         return np.concatenate(parts)
 
     def write_to(self, entries: torch.Tensor, block_size: int) -> bool:
-        """Whether these KV entries i64 [T] are the expected ones."""
+        """Whether vLLM writes to the KV entries that this batch expects; entries i64 [T]."""
         if self.num_rows > _FEW_ROWS:
             return np.array_equal(entries.cpu().numpy(), self.expected_slot_mapping(block_size))
         expected = [

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def say(message: str) -> None:
-    """Loud on purpose: what happens at start-up must be seen whatever the log level."""
+    """Print to stderr, whatever the log level: an operator must see what happens at start-up."""
     with contextlib.suppress(OSError):  # stderr may lead to a disk that is full: no request may end by that
         print(f"vllm-ndp: {message}", file=sys.stderr, flush=True)
 
@@ -331,7 +331,7 @@ def _refuse_ineffective_bit_rule(settings: NdpSettings) -> None:
 
 
 def refuse_mixed_settings(arguments: Sequence[str]) -> None:
-    """vLLM's parser makes a second JSON of dotted options, which replaces the first one without a word."""
+    """Refuse --additional-config JSON beside dotted options: vLLM's parser silently drops the former."""
     whole = [a for a in arguments if re.match(r"--additional[-_]config(=|$)", a)]
     dotted = [a.partition("=")[0] for a in arguments if re.match(r"--additional[-_]config\.", a)]
     if whole and dotted:

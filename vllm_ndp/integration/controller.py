@@ -159,9 +159,9 @@ class NdpController:
         }
 
     def add_device(self, address: str, keys: str | None) -> dict[str, Any]:
-        """Between steps: one device more, which gets its part of the experts. Every rank must be asked.
+        """Add a device between two steps, and give it its part of the experts. Every rank must be asked.
 
-        Where any rank cannot use it, all is as before, and `refused` says why in one sentence. An exception in one
+        If any rank cannot use the device, nothing changes, and `refused` says why in one sentence. An exception in one
         worker would leave the answers of the others in vLLM's queues.
         """
         self.log.settle()

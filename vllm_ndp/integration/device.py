@@ -24,7 +24,7 @@ class DeviceView:
 
     @property
     def up(self) -> tuple[bool, ...]:
-        """[D], which devices are up now."""
+        """Which devices are up now [D]."""
         if self.link is not None:
             return self.link.members.up
         return self.agreed or ()

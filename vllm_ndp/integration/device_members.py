@@ -43,7 +43,7 @@ class Member:
         return None if self.process is None else self.process.pid
 
     def describe(self, timeout_s: float = 5.0) -> None:
-        """Ask it what it is and holds."""
+        """Ask the device for its description."""
         with Probe(self.address, timeout_s=timeout_s, keys=self.keys) as probe:
             self.description = probe.describe()
 

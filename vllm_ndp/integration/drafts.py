@@ -20,7 +20,7 @@ WITH_LAYERS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 
 
 def refusals(vllm_config: VllmConfig, settings: NdpSettings, *, on_cpu: bool) -> list[tuple[bool, str]]:
-    """(whether it was asked for, what it is and what to do)."""
+    """Pairs: whether the engine asked for something that is refused, and the sentence that refuses it."""
     proposer, speculative = _proposer(vllm_config), vllm_config.speculative_config
     quantization = getattr(speculative, "quantization", None)
     known = ("", *MODEL_FREE, *WITH_LAYERS)

@@ -33,7 +33,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertsPool:
-    """`shape` is of the layers that this worker runs, `model` of all; layers are counted from the first of its own."""
+    """Full-precision experts of this worker's layers, counted from 0. `shape` is of these layers, `model` of all."""
 
     def __init__(self, model_dir: Path, share: Share = WHOLE) -> None:
         """share: which part of each expert is read unless another one is asked for."""
@@ -68,7 +68,7 @@ class ExpertsPool:
         return self.layout.layers[self._first_layer + layer].activation
 
     def expert(self, layer: int, expert: int, share: Share | None = None) -> ExpertWeights:
-        """share: which part, this worker's own unless one is named."""
+        """Weights of one expert, or the part of it that `share` names; default: this worker's own part."""
         full, share = self._checkpoint.expert(self._first_layer + layer, expert), share or self.share
         part = len(full.w1) // share.count
         here = slice(share.index * part, (share.index + 1) * part)

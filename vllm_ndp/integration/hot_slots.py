@@ -38,7 +38,8 @@ class SlotPairs(NamedTuple):
     topk_weights: torch.Tensor  # f32, likewise
     rows: torch.Tensor | None = None  # i64 [P], where pairs are listed
     idle_rows: Sequence[int] = ()
-    """Rows without a hot pair, if no slot is -1: a row with fewer than C hot pairs has further ones with weight 0."""
+    """Rows without a hot pair, if no slot is -1. C is the largest number of hot pairs in a row; pairs of weight 0
+    fill up the other rows."""
 
 
 class SlotWeights(NamedTuple):
@@ -113,7 +114,7 @@ class CpuSlotKernel:
             to.b2[slot].copy_(down)
 
     def run(self, x: torch.Tensor, held: SlotWeights, weights: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """For slots that were split where they lie, as for a GPU: a pair may run elsewhere."""
+        """Compute pairs in the form for a GPU: a slot of -1 says that the pair runs elsewhere."""
         # The kernel does not check: ids and weights must be contiguous, and no id may be -1 (heap corruption).
         here = slots >= 0
         if bool(here.all()):

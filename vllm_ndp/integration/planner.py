@@ -122,8 +122,8 @@ class PlanRunner:
         self.migrated_experts += num_experts
 
     def score_ended(self, step: Step) -> None:
-        """A step has ended: score the prompts that ended in it, and note which of its experts the slots keep. Where
-        plans follow decode, look at what its decode rows chose."""
+        """After a step: score the prompts that ended in it, and note which streamed experts the slots keep. If plans
+        follow decode, also note what the step's decode rows chose."""
         if self.replanner.follows and step.started:
             rows, sidecar = step.rows, step.parts.sidecar
             self.replanner.see(sidecar.read_ids(rows.expected_slot_mapping(sidecar.block_size)[rows.decode]))

@@ -97,7 +97,7 @@ class RunRecorder:
                 writer.append_plan(step, epoch, placement.tiers, bits)
 
     def note_joined(self, step: int, device: int) -> None:
-        """One of several devices is there from this step on."""
+        """Note that a device has joined: it serves from this step on."""
         with self._writing() as writer:
             if writer is not None:
                 writer.append_devices(step, {device: JOINED})

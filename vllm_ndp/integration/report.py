@@ -168,7 +168,7 @@ def of_all_stages(reports: Sequence[StepReport], pipeline: PipelineClock) -> Ste
 
 
 def added(total: Counter[str] | None, more: Mapping[str, int] | None) -> Counter[str] | None:
-    """Sums of the device's simulated answers; None where there is one without a time."""
+    """Sums over the device's simulated times; None if one of its answers has no time."""
     if total is None or more is None:
         return None
     if more:

@@ -109,7 +109,7 @@ class Step:
 
     @cached_property
     def streamed(self) -> NDArray[np.bool_]:
-        """[L, E], experts that this step's prefill rows streamed."""
+        """Experts that this step's prefill rows streamed [L, E]."""
         return np.zeros((self.parts.sizes.num_layers, self.parts.sizes.num_experts), np.bool_)
 
     @property
@@ -149,13 +149,13 @@ class Step:
         self.parts.clock.begin_layer()
 
     def end_later(self, layer: int, end: Callable[[NDArray[np.int32]], None]) -> None:
-        """A layer has run, and its router's choices [T, k] are not on the host yet. `end` begins and ends it with them
-        when somebody asks."""
+        """Remember a layer that runs before its router's choices [T, k] are on the host. `end` gets the choices later,
+        when a caller needs the layer's counts."""
         self._later.append((layer, end))
 
     @property
     def waits_for_nothing(self) -> bool:
-        """Whether every layer so far is one of `end_later`."""
+        """Whether all layers so far were handed to `end_later`, so that the step has waited for none."""
         return self.started and not self._begun
 
     def send_routing(self) -> None:

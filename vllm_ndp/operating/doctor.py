@@ -77,7 +77,7 @@ class Asked:
 
 
 def examine(machine: Machine, asked: Asked) -> list[Check]:
-    """Every check, in the order of the table."""
+    """Run every check, in the order of the table."""
     checks: list[Callable[[Machine], Iterator[Check]]] = [
         _python,
         _vllm,

@@ -64,7 +64,8 @@ class OwnSize:
 
 
 def own_size(sizing: Sizing, batch: int, measured: Measured) -> OwnSize:
-    """sizing: of one request. batch: how many may be asked at once. Raises ConfigError where not even one fits."""
+    """Choose a size for this machine. sizing: of one request. batch: requests that may run at once. Raises ConfigError
+    if not even one fits."""
     sizing = replace(sizing, hot_is_faster=measured.hot_is_faster(sizing.model))
     option = sizing.require()[0]
     per_request = sizing.kv_per_request + sizing.sidecar

@@ -1,7 +1,7 @@
 """How fast an option would decode: simulated by the tables that plugin and replay price with, and measured by a probe.
 
 Routing is assumed even: every row chooses its experts as if none were preferred. That is the worst case for a hot set;
-prompts with a taste of their own are faster. A test holds the simulated figure against a replay of such a trace. The
+prompts that prefer some experts are faster. A test holds the simulated figure against a replay of such a trace. The
 two clocks stay apart: `Simulated` holds picoseconds of modelled hardware, `Measured` seconds of this machine.
 """
 

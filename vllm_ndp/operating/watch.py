@@ -161,7 +161,7 @@ def read_metrics(text: str) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def rates(before: Sample, after: Sample) -> Rates:
-    """Between two looks at one server. A counter that fell back counts from zero: its server restarted."""
+    """Rates between two readings of one server. A counter that fell counts from zero, because its server restarted."""
     seconds = max(after.at_s - before.at_s, 1e-9)
     grown = {
         name: value - (old if (old := before.sums.get(name, 0.0)) <= value else 0.0)

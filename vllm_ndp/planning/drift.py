@@ -42,7 +42,7 @@ def _fading(tokens: int, memories: tuple[float, ...]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class DriftRules:
-    """When a change counts as noticed."""
+    """Rules by which decode notices a change of subject."""
 
     once_in: float = 20.0
     """Tokens between two false alarms, on average, at least."""

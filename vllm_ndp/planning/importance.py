@@ -68,7 +68,7 @@ class ImportanceScore:
         return cls(_normalised(np.asarray(weights, np.float64)), num_tokens)
 
     def layer(self, layer: int) -> ImportanceScore:
-        """One layer of it, as the score [1, E] of a model of one layer."""
+        """The score of one layer [1, E], as if the model had only this layer."""
         if layer >= len(self.values):
             raise ConfigError(f"importance is known for {len(self.values)} layers, the model has more: record it anew")
         one = slice(layer, layer + 1)

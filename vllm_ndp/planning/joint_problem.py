@@ -41,7 +41,7 @@ RESOURCES = (*TIERS, "link")
 
 @dataclass(frozen=True)
 class Choice:
-    """A tier and a width that an expert may have, and what that takes."""
+    """A tier and a width that an expert may have, and the memory that it takes there."""
 
     tier: str
     bits: int

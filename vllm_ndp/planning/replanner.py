@@ -103,7 +103,7 @@ class Followed(Generic[K]):
 
 
 class Replanner:
-    """The placement in force, its epoch, and what the hot slots hold where that differs."""
+    """The current placement and its epoch, and what the hot slots hold while copies are still under way."""
 
     def __init__(self, rules: PlannerRules, num_layers: int, num_experts: int) -> None:
         """Start before the first prompt: the lowest ids are hot, as good as any, and the next ones are warm."""
@@ -195,12 +195,12 @@ class Replanner:
         return self._follower is not None
 
     def see(self, ids: NDArray[np.int64]) -> None:
-        """A step has run: ids [T, L, k] are what its decode rows chose, in the order of the batch."""
+        """Note the choices of a step's decode rows: ids [T, L, k], in the order of the batch."""
         if self._follower is not None:
             self._follower.see(ids)
 
     def follow(self, plans: Mapping[K, Plan]) -> Followed[K]:
-        """Before a step that no prefill ended before: exchange what is due. plans: of all requests that have one."""
+        """Exchange experts that are due, between two steps of decode. plans: of all requests that have one."""
         if self._follower is None or not plans:
             self._follower = None  # whom it was about is gone
             return Followed()
@@ -251,7 +251,7 @@ class Replanner:
 
         `scores`: of the requests already planned. `ending`: this layer's routing [1, E] of the prompts that end in the
         step. `streamed`: experts that are about to pass through. A policy that looks at several layers at once may
-        decide otherwise when the prompt ends: its experts move then.
+        choose other experts when the prompt ends. These are copied then.
         """
         policy, hot = self.rules.policy, self.placement.hot[layer : layer + 1]
         known = [score.layer(layer) for score in scores] + [policy.score(stats.of_layer(layer)) for stats in ending]

@@ -101,7 +101,7 @@ class Costs:
 
     @cached_property
     def bytes_of_width(self) -> NDArray[np.int64]:
-        """[256], replica_bytes of each width that the timing model knows, 0 elsewhere."""
+        """Table [256] of replica_bytes for each width that the timing model knows; 0 for other widths."""
         return np.array([self.replica_bytes(bits) if bits in PLAN_BITS else 0 for bits in range(256)], np.int64)
 
     def stored_replica_bytes(self, widest: int = WIDTHS[-1]) -> int:
@@ -167,7 +167,7 @@ class Costs:
         return {"host": float(self.hop_ps(1)), "device": float(self.link_ps(1, 1)) + self.device_fill_ps}
 
     def links_ps(self, max_rows: int) -> NDArray[np.float64]:
-        """[rows, pairs]: link_ps as a table; pairs up to top_k per row."""
+        """Table [rows, pairs] of link_ps, with up to top_k pairs per row."""
 
         def measure() -> NDArray[np.float64]:
             pairs = range(max_rows * self.shape.top_k + 1)
@@ -259,7 +259,7 @@ class Costs:
         return known
 
     def attention_ps(self, rows: int, kv_tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Before the experts of one MoE layer of a decode step with `rows` rows, the mean over layers, for each total
+        """Time of attention before one MoE layer of a decode step with `rows` rows: mean over layers, for each total
         context in kv_tokens."""
         values, inverse = np.unique(kv_tokens, return_inverse=True)
         sums = [sum(self.gpu.before_experts_ps(rows, int(tokens))) for tokens in values]

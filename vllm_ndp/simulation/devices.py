@@ -200,7 +200,7 @@ class Devices:
         return [(device, np.flatnonzero(found == device)) for device in np.unique(found[found != NO_COPY]).tolist()]
 
     def balancer(self, rule: Balancer, layer: int, alive: Callable[[], Alive]) -> DevicesBalancer:
-        """The rule for one layer of these devices; alive: is asked whenever it is needed."""
+        """The balancing rule for one layer on these devices. alive: says which are up; called at each use."""
         if self.num_parts == 1:
             return DevicesBalancer(rule, rule, self, layer, alive)
         if self._of_parts is None or self._of_parts[0] is not rule:
@@ -264,7 +264,7 @@ class DevicesBalancer:
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """As a device holds them, and takes their rows."""
+    """Sizes of experts and rows on a device that holds a part of every expert."""
 
     expert_bytes: Mapping[int, int]
     """Bytes of the device's part of an expert, by width."""

@@ -75,7 +75,7 @@ class Footprint:
         return {**vars(self.experts), "gpu": self.gpu}
 
     def missing(self, hardware: Hardware) -> dict[str, int]:
-        """Place -> bytes that it lacks; empty where all fits."""
+        """Bytes that each place lacks; empty if everything fits."""
         lacking = {place: need - _capacity(hardware, place) for place, need in self.by_place().items()}
         return {place: num_bytes for place, num_bytes in lacking.items() if num_bytes > 0}
 

@@ -29,7 +29,7 @@ class Prices(Protocol):
         ...
 
     def hot_ps(self, rows: int) -> float:
-        """An expert with so many rows in a slot of this run's width."""
+        """Time of an expert with so many rows in a GPU slot of this run's width."""
         ...
 
     def shared_ps(self, rows: int) -> float:
@@ -112,7 +112,7 @@ class MeasuredPrices:
             raise ConfigError(f"the recorded prices cannot be read ({error}): record the run again") from None
 
     def recorded(self) -> dict[str, Any]:
-        """Plain values, for a trace."""
+        """The prices as plain values, to be written into a trace."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 

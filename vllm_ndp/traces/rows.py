@@ -48,7 +48,7 @@ class Rows:
         return Rows(self.request[rows], self.token[rows], self.layer[rows], self.ids[rows], weights, self.names)
 
     def sorted_cells(self) -> Rows:
-        """Sort by request, token and layer; of equal cells the last stays."""
+        """Sort by request, token and layer. If a cell occurs twice, the last one stays."""
         order = np.lexsort((self.layer, self.token, self.request))  # stable: told later, sorted later
         keys = np.stack([self.request, self.token, self.layer])[:, order]
         is_last = np.append((keys[:, 1:] != keys[:, :-1]).any(axis=0), True)

@@ -31,7 +31,7 @@ class FinishedRequests:
         return {name: self._reports[name] for name in made_of(client_id, self._reports)}
 
     def latest(self, count: int) -> list[tuple[str, Report]]:
-        """The last ones, the newest first, without what there is of each token."""
+        """The last reports, newest first, without their lists of single tokens."""
         newest = islice(reversed(self._reports.items()), count)
         return [(name, {key: value for key, value in of.items() if not isinstance(value, list)}) for name, of in newest]
 

@@ -77,8 +77,8 @@ def scaling(
 ) -> None:
     """Tokens/s over devices, GPUs, batches; hosts that share them.
 
-    As many hot experts as GPU memory holds, all others on devices, and what takes most of a step. All times are
-    simulated.
+    GPU memory holds as many hot experts as fit; all others are on devices. The table also names the part that takes
+    most of a step. All times are simulated.
     """
     require_writable(out)
     from vllm_ndp.cli.terminal import waiting

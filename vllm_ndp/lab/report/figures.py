@@ -145,7 +145,7 @@ def prompt_tokens(analysis: Analysis) -> Plot:
 
 
 def domains(analysis: Analysis) -> Plot | None:
-    """Coverage in each domain of requests; nothing where there is only one."""
+    """Coverage for each domain of requests; empty if there is only one domain."""
     chosen = list(analysis.by_domain)[:10][::-1]
     if len(chosen) < 2:
         return None

@@ -83,7 +83,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Its name in a file of results; the traces' order is part of what the file is about."""
+        """Name of the task in a file of results. It contains the traces' order, which the file depends on."""
         p, systems = self.part
         return f"{p.trace}/{p.model}/{p.hardware}/{p.memory_gb or '-'}/{'+'.join(systems)}/{self.combination}"
 
@@ -188,7 +188,7 @@ class Grid:
         return [(point, row) for point, done in by_point.items() for row in side_by_side(done)]
 
     def comparison(self, results: Sequence[Result]) -> Comparison:
-        """The table of `compare`, for a grid of one part. Raises ConfigError with the first refusal of a task."""
+        """The table of `compare`, for a grid of one point. Raises ConfigError with the first refusal of a task."""
         (replays,) = self._replays.values()
         refused = [result for result in results if isinstance(result, str)]
         if refused:

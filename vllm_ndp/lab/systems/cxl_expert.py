@@ -66,7 +66,8 @@ def packed_share(bits: int, values: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """Warm experts in host memory, cold ones in the expander: at 4 bits, and in full precision to be loaded from."""
+    """Bytes by place. Warm experts are in host memory. Cold ones are in the expander at 4 bits, and in full precision
+    too, because warm experts are loaded from there."""
     shape, num_hot = costs.shape, min(options.budget.num_hot, costs.shape.num_experts)
     num_warm = _num_warm(shape.num_experts, options)
     warm = shape.num_layers * num_warm * shape.expert_bytes

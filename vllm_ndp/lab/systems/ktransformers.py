@@ -57,7 +57,7 @@ def _on_gpu(costs: Costs, options: ReplayOptions) -> int:
 
 
 def memory(costs: Costs, options: ReplayOptions) -> Memory:
-    """The CPU keeps only what the GPU does not."""
+    """Bytes by place: the host keeps only the experts that are not on the GPU."""
     shape, on_gpu = costs.shape, _on_gpu(costs, options)
     away = shape.num_layers * shape.num_experts - on_gpu
     return Memory(gpu=on_gpu * costs.replica_bytes(_gpu_bits(options)), host=away * costs.replica_bytes(_bits(options)))

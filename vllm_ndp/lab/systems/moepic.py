@@ -30,9 +30,9 @@ _CALIBRATION_GROUPS = 8
 
 
 def hit_rates(batches: Batches, depth: NDArray[np.uint16]) -> NDArray[np.float64]:
-    """Share of used experts found in a cache of that many tops, on the first groups of the trace: [slots, L].
+    """Share of used experts whose tops a cache holds, for each number of slots [slots, L], on the trace's first groups.
 
-    Linear between 16 sizes. depth: of each used expert (`depths`).
+    Computed for 16 sizes, linear between them. depth: of each used expert (see `depths`).
     """
     experts, layers = batches.num_experts, batches.shape[3]
     first, rows = depth[:_CALIBRATION_GROUPS], batches.loads.rows[:_CALIBRATION_GROUPS]

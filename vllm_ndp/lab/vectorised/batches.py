@@ -86,7 +86,7 @@ class Batches:
 
     @cached_property
     def kv_tokens(self) -> NDArray[np.int64]:
-        """[G, D], context of all rows together in each step."""
+        """Sum of the context lengths of all rows in each step [G, D]."""
         prompt = np.array([[stats.num_tokens for stats in group] for group in self.prompts])
         context = prompt[:, :, None] + 1 + np.arange(self.valid.shape[2])
         total: NDArray[np.int64] = (context * self.valid).sum(axis=1, dtype=np.int64)
@@ -99,7 +99,7 @@ class Batches:
 
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
-        """[G, B, D, 1, 1], valid as a mask over pairs."""
+        """Mask over pairs [G, B, D, 1, 1] of the rows that are valid."""
         return self.valid[:, :, :, None, None]
 
     @cached_property

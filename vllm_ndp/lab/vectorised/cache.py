@@ -41,7 +41,7 @@ CACHE_PRIORITIES: dict[str, Priority] = {"lru": LRU, "lfu": LFU, "lcp": lcp()}
 
 
 class Visits(NamedTuple):
-    """Hits and predictions by slot of a Loads; [G, D, L, S], never set where a slot has 0 rows."""
+    """Hits and predictions for each slot of a Loads [G, D, L, S]; never set for a slot with 0 rows."""
 
     hit: NDArray[np.bool_]
     predicted: NDArray[np.bool_]  # missing, but among the experts of highest priority before the step

@@ -60,7 +60,7 @@ def run_pairs(batches: Batches, widths: NDArray[np.uint8], costs: Costs) -> Pair
 
 
 def shared_ps(batches: Batches, costs: Costs) -> NDArray[np.float64]:
-    """[G, D, 1]: the shared experts of one layer in each step."""
+    """Time of the shared experts of one layer in each step [G, D, 1]."""
     return np.array([costs.shared_ps(rows) for rows in range(batches.shape[1] + 1)], np.float64)[batches.rows, None]
 
 
@@ -135,9 +135,9 @@ def with_copies(
 def copied_in_order(
     compute_ps: NDArray[np.float64], resident_ps: NDArray[np.float64], costs: Costs
 ) -> NDArray[np.float64]:
-    """[..., S + 1]: the same rule, at h if the first h experts of compute_ps [..., S] are copied, no others run here.
+    """Times [..., S + 1] by the same rule; entry h: the GPU gets copies of the first h experts of compute_ps [..., S].
 
-    compute_ps falls along S and ends in zeros, which are no experts; resident_ps [..., 1]: what else the GPU computes.
+    compute_ps falls along S; zeros at its end are no experts. resident_ps [..., 1]: other computation on the GPU.
     """
     span = compute_ps.shape[-1]
     every = sums_before(compute_ps)

@@ -60,7 +60,7 @@ def distinct_cells(rows: NDArray[np.int64], kinds: NDArray[np.uint8]) -> tuple[N
 
 @dataclass(frozen=True)
 class Loads:
-    """G groups, D steps, L layers; slots that are left over have 0 rows, of expert 0."""
+    """Rows of each used expert, for G groups, D steps, L layers. Unused slots hold expert 0 with 0 rows."""
 
     experts: NDArray[np.int64]  # [G, D, L, S], distinct, rising
     rows: NDArray[np.int64]  # [G, D, L, S]
@@ -117,7 +117,7 @@ class Loads:
         return found
 
     def count(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """[G, D, L, S], how many of the pairs marked in chosen [G, B, D, L, k] each slot serves."""
+        """Number of pairs that each slot serves [G, D, L, S], of those marked in chosen [G, B, D, L, k]."""
         counts = np.bincount(self.places[chosen], minlength=self.rows.size)
         return counts.reshape(self.rows.shape).astype(np.int64)
 
