@@ -9,7 +9,7 @@ of each of their threads.
     python benchmarks/make_random_mixtral.py MODEL --hidden 4096 --intermediate 14336 --layers 2 --experts 8
     vllm-ndp quantize MODEL --out REPLICAS
     python benchmarks/gguf_mixtral.py MODEL GGUF                    # for llama.cpp only
-    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 5]
+    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 4]
 
 Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. With --avx2
 no system uses wider vectors: vLLM, torch and oneDNN are told that the processor has none, and llama.cpp is another
@@ -164,7 +164,8 @@ def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.avx2 and system.kind == "vllm":
         environment |= AVX2_ONLY
     elif arguments.avx2:
-        environment |= {"LLAMA_CPP_LIB_PATH": str(arguments.llama_avx2), "LD_LIBRARY_PATH": str(arguments.llama_avx2)}
+        libraries = str(arguments.llama_avx2 / "llama_cpp/lib")
+        environment |= {"LLAMA_CPP_LIB_PATH": libraries, "LD_LIBRARY_PATH": libraries}
     return environment
 
 
@@ -400,14 +401,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", default="stock-bf16,defaults", help=f"commas between them: {', '.join(SYSTEMS)}")
     parser.add_argument("--batches", default="1,8,32", help="sequences at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32, help="decode steps of a pass")
+    parser.add_argument("--tokens", type=int, default=16, help="decode steps of a pass")
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens of one more prompt alone; 0: none")
     parser.add_argument(
         "--before", type=Path, metavar="DIR", help="checkout of 3db895e with its .venv, for 3db895e-..."
     )
     parser.add_argument("--avx2", action="store_true", help="no system uses vectors wider than AVX2's")
-    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="libraries of llama.cpp built without AVX-512")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="llama-cpp-python built without AVX-512")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
     add_json_option(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)

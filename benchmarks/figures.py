@@ -26,11 +26,18 @@ from measured import ROOT
 WORK = ROOT / "build" / "figures"
 BIN = Path(sys.executable).parent
 WRITE = "python benchmarks/make_random_mixtral.py"
+_FLAGS = ";".join(f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")) + ";-DGGML_NATIVE=OFF"
+_FROM_SOURCE = "--no-deps --no-binary llama-cpp-python --target LLAMA_AVX2 llama-cpp-python==0.3.36"
 INPUTS = {
     "WIDE": f"{WRITE} WIDE --hidden 4096 --intermediate 14336 --layers 2 --experts 8",
     "WIDE1": f"{WRITE} WIDE1 --hidden 4096 --intermediate 14336 --layers 1 --experts 8",
     "WIDE_REPLICAS": "vllm-ndp quantize WIDE --out WIDE_REPLICAS",
     "WIDE_GGUF": "python benchmarks/gguf_mixtral.py WIDE WIDE_GGUF",
+    "FINE": f"{WRITE} FINE --shape qwen3-30b-a3b --layers 2",
+    "FINE_REPLICAS": "vllm-ndp quantize FINE --out FINE_REPLICAS",
+    "FINE_GGUF": "python benchmarks/gguf_mixtral.py FINE FINE_GGUF",
+    "LLAMA_AVX2": f"python -m pip install --quiet -C 'cmake.args={_FLAGS}' {_FROM_SOURCE}",
+    "BEFORE": "sh benchmarks/older_code.sh 3db895e BEFORE",
 }
 """Files that commands read: the word in figures.toml, and what writes it below build/figures."""
 
