@@ -73,14 +73,15 @@ def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
+_BFLOAT16 = {"debug": {"linear_bits": None}}
 _SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
     "3db895e-cold4": replace(_plugin(0, 4), before=True),
-    "defaults-worker-spinning": System("vllm", 4, 0, executor="mp", environment=_SPINNING),
-    "defaults-spinning": System("vllm", 4, 0, environment=_SPINNING),
-    "defaults": System("vllm", 4, 0),
-    "defaults-linear8": System("vllm", 4, 0, {"debug": {"linear_bits": 8}}, linear_bits=8),
+    "worker-spinning": System("vllm", 4, 0, _BFLOAT16, executor="mp", environment=_SPINNING),
+    "spinning": System("vllm", 4, 0, _BFLOAT16, environment=_SPINNING),
+    "defaults-linear16": System("vllm", 4, 0, _BFLOAT16),
+    "defaults": System("vllm", 4, 0, linear_bits=8),
     "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
@@ -98,10 +99,10 @@ SYSTEMS: dict[str, System] = {
     "llama-q2_k": System("llama", 2, file="q2_k"),
 }
 """By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
-defaults: what a server chooses that is told nothing; defaults-linear8: with linear layers at 8 bits.
+defaults: what a server chooses that is told nothing; defaults-linear4: with linear layers at 4 bits instead of 8.
 Each step of the waterfall beside the one before: 3db895e-cold4, the code of this turn's start with no expert hot;
-defaults-worker-spinning, today's, and the engine polls a process of its worker's own while OpenMP's threads spin;
-defaults-spinning, in one process; defaults, nobody spins; defaults-linear8; defaults-linear4."""
+worker-spinning, today's kernels and device; the engine polls a process of its worker's own and OpenMP's threads spin;
+spinning, in one process; defaults-linear16, nobody spins; defaults, linear layers at 8 bits."""
 
 
 class Unavailable(Exception):
