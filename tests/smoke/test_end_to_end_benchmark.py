@@ -228,7 +228,7 @@ def test_memory_is_held_against_the_weights_that_are_served_and_the_cache() -> N
     assert end_to_end.resident_over_served(stock, MIXTRAL) == pytest.approx(1)
     status = {"hot_bytes": 0, "staging_bytes": 0, "device_bytes": 1 << 30}
     memory = {"engine_anonymous_bytes": rest + cache, "device_anonymous_bytes": 2 << 30, "device_rss_bytes": 9 << 30}
-    ours = {"system": "defaults", "memory": memory, "status": status}
+    ours = {"system": "defaults-linear16", "memory": memory, "status": status}
     assert end_to_end.resident_over_served(ours, MIXTRAL) == pytest.approx(1 + (1 << 30) / (rest + cache + (1 << 30)))
 
 
