@@ -1,10 +1,10 @@
 """What does a whole model gain: tokens per second of stock vLLM, the plugin, vLLM int4 and llama.cpp, side by side.
 
 A Mixtral-shaped model with random weights, real width, few layers; same weights, same prompts, same number of cores
-for everyone (for the plugin: engine and device together). All systems are loaded at once, each in processes of its own,
-and take turns pass by pass: the machine's memory bandwidth changes within minutes. So name systems that fit the memory
-together. Wall clock only, prefill and decode apart; beside it the memory of engine and device, and the processor time
-of each of their threads.
+for everyone (for the plugin: engine and device together). Systems of a group are loaded at once, each in processes of
+its own, and take turns pass by pass, because the machine's memory bandwidth changes within minutes. A group must fit
+the memory together with the checkpoint's page cache; groups run one after the other. Wall clock only, prefill and
+decode apart; beside it the memory of engine and device, and the processor time of each of their threads.
 
     python benchmarks/make_random_mixtral.py MODEL --hidden 4096 --intermediate 14336 --layers 2 --experts 8
     vllm-ndp quantize MODEL --out REPLICAS
@@ -191,6 +191,28 @@ def start(name: str, arguments: argparse.Namespace) -> Arm:
         raise Unavailable(str(ended).strip().splitlines()[-1][:300]) from ended
 
 
+def measure_group(group: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The JSON entries of systems that take turns."""
+    arms: dict[str, Arm] = {}
+    reasons: dict[str, str] = {}
+    for name in group:
+        try:
+            arms[name] = start(name, arguments)
+        except Unavailable as reason:
+            reasons[name] = str(reason)
+        print(f"{name}: {reasons.get(name, 'ready')}", file=sys.stderr, flush=True)
+    rounds = take_turns(arms, arguments)
+    last = {name: arm.ask() for name, arm in arms.items()}
+    for arm in arms.values():
+        arm.close()
+    return [
+        summarise(name, rounds[name], last[name], arguments)
+        if name in arms
+        else {"system": name, "unavailable": reasons[name]}
+        for name in group
+    ]
+
+
 def take_turns(arms: Mapping[str, Arm], arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Rounds of each system, {"passes": {batch: pass}, "long_prompt_s": seconds}; every second round goes backwards."""
     shapes = [(str(batch), batch, arguments.prompt_tokens, arguments.tokens) for batch in arguments.batches]
@@ -306,7 +328,6 @@ def summarise(
     rounds: Sequence[Mapping[str, Any]],
     last: Mapping[str, Any],
     arguments: argparse.Namespace,
-    limit: float,
 ) -> dict[str, Any]:
     """The JSON entry of one system. last: what it said after its rounds: memory, and of the plugin pairs and status."""
     system = SYSTEMS[name]
@@ -332,7 +353,6 @@ def summarise(
     if "1" in batches:
         num_bytes = floor_bytes(system, config_of(arguments), hot_share, entry.get("file_bytes", 0))
         entry["bytes_per_token"] = round(num_bytes)
-        entry["fraction_of_limit"] = round(1e3 * num_bytes / limit / batches["1"]["decode_step_ms"], 3)
     return entry
 
 
@@ -361,23 +381,23 @@ def in_turns(mine: Mapping[str, Any], other: Mapping[str, Any], what: str) -> fl
 def table_of(entries: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, title: str) -> Table:
     table = Table(title=title)
     columns = ["system"]
-    columns += [f"decode tok/s, batch {batch} (x stock)" for batch in arguments.batches]
+    columns += [f"decode tok/s, batch {batch} (x the first)" for batch in arguments.batches]
     columns += [f"prefill tok/s, batch {batch}" for batch in arguments.batches]
     columns += [f"one prompt of {arguments.long_prompt}"] * (arguments.long_prompt > 0)
     columns += ["of limit, batch 1", "hot share", "held / served", "engine GiB", "device GiB"]
     for name in columns:
         table.add_column(name, justify="left" if name == "system" else "right")
-    stock = next((entry["batches"] for entry in entries if entry["system"] == "stock-bf16" and "batches" in entry), {})
     for entry in entries:
         if "unavailable" in entry:
             table.add_row(entry["system"], f"not available: {entry['unavailable']}")
             continue
         row = [entry["system"]]
+        others = (one for one in entries if one["group"] == entry["group"] and "batches" in one)
+        first = next(others)["batches"]
         for batch in map(str, arguments.batches):
             figures = entry["batches"][batch]
             speed, noisy = figures["decode_tokens_per_s"], "" if figures["quiet_steps"] else "~"
-            beside = f" ({in_turns(figures, stock[batch], 'decode_tokens_per_s'):.2f})" if stock else ""
-            row.append(f"{noisy}{speed:.1f}{beside}")
+            row.append(f"{noisy}{speed:.1f} ({in_turns(figures, first[batch], 'decode_tokens_per_s'):.2f})")
         row += [f"{entry['batches'][str(batch)]['prefill_tokens_per_s']:.0f}" for batch in arguments.batches]
         if arguments.long_prompt:
             row.append(f"{entry['long_prompt']['prefill_tokens_per_s']:.0f}" if "long_prompt" in entry else "")
@@ -399,7 +419,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint of a Mixtral")
     parser.add_argument("--replicas", type=Path, help="its replicas; needed by systems with cold experts")
     parser.add_argument("--gguf", type=Path, help="directory with its GGUF files; needed by llama-*")
-    parser.add_argument("--systems", default="stock-bf16,defaults", help=f"commas between them: {', '.join(SYSTEMS)}")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=["stock-bf16,defaults"],
+        metavar="GROUP",
+        help=f"each A,B,… of {', '.join(SYSTEMS)}",
+    )
     parser.add_argument("--batches", default="1,8,32", help="sequences at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16, help="decode steps of a pass")
@@ -418,14 +444,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return arguments
     if arguments.model is None or not (arguments.model / "config.json").exists():
         parser.error("--model must be a checkpoint directory: benchmarks/make_random_mixtral.py writes one")
-    arguments.systems = [name for name in arguments.systems.split(",") if name]
-    if unknown := [name for name in arguments.systems if name not in SYSTEMS]:
+    arguments.systems = [group.split(",") for group in arguments.systems]
+    named = [name for group in arguments.systems for name in group]
+    if unknown := [name for name in named if name not in SYSTEMS]:
         parser.error(f"--systems must be among {', '.join(SYSTEMS)}, got {unknown[0]!r}")
     try:
         arguments.batches = [int(text) for text in arguments.batches.split(",")]
     except ValueError:
         parser.error(f"--batches must be whole numbers with commas between them, got {arguments.batches!r}")
-    if arguments.before is None and any(SYSTEMS[name].before for name in arguments.systems):
+    if arguments.before is None and any(SYSTEMS[name].before for name in named):
         parser.error("--before must be a checkout of 3db895e with its .venv for the systems named 3db895e-...")
     numbers = [*arguments.batches, arguments.prompt_tokens, arguments.rounds]
     if min(numbers) < 1 or arguments.tokens < 2 or arguments.long_prompt < 0:
@@ -448,31 +475,19 @@ def main() -> None:
         return
     measurement = Measurement(__doc__)
     limit = measure_limit(arguments.cores)
-    arms: dict[str, Arm] = {}
-    reasons: dict[str, str] = {}
     loads = [os.getloadavg()[0]]
-    for name in arguments.systems:
-        try:
-            arms[name] = start(name, arguments)
-        except Unavailable as reason:
-            reasons[name] = str(reason)
-        print(f"{name}: {reasons.get(name, 'ready')}", file=sys.stderr, flush=True)
-    rounds = take_turns(arms, arguments)
-    loads.append(os.getloadavg()[0])
-    last = {name: arm.ask() for name, arm in arms.items()}
-    for arm in arms.values():
-        arm.close()
+    entries: list[dict[str, Any]] = []
+    for number, group in enumerate(arguments.systems):
+        entries += [{"group": number, **entry} for entry in measure_group(group, arguments)]
+        loads.append(os.getloadavg()[0])
     limit = max(limit, measure_limit(arguments.cores))
-    entries = [
-        summarise(name, rounds[name], last[name], arguments, limit)
-        if name in arms
-        else {"system": name, "unavailable": reasons[name]}
-        for name in arguments.systems
-    ]
     config = config_of(arguments)
     for entry in entries:
         if "batches" in entry:
             entry["resident_over_served"] = round(resident_over_served(entry, config), 3)
+        if "bytes_per_token" in entry:
+            took_ms = entry["batches"]["1"]["decode_step_ms"]
+            entry["fraction_of_limit"] = round(1e3 * entry["bytes_per_token"] / limit / took_ms, 3)
     title = (
         f"{config['hidden_size']} x {config['intermediate_size']}, {config['num_hidden_layers']} layers, "
         f"{len(arguments.cores)} cores, {limit / 1e9:.1f} GB/s, load {min(loads):.1f} to {max(loads):.1f}; "
