@@ -73,6 +73,7 @@ def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
+_FOUR = {"debug": {"linear_bits": 4}}
 _BFLOAT16 = {"debug": {"linear_bits": None}}
 _SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
@@ -82,7 +83,8 @@ SYSTEMS: dict[str, System] = {
     "spinning": System("vllm", 4, 0, _BFLOAT16, environment=_SPINNING),
     "defaults-linear16": System("vllm", 4, 0, _BFLOAT16),
     "defaults": System("vllm", 4, 0, linear_bits=8),
-    "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
+    "defaults-linear4": System("vllm", 4, 0, _FOUR, linear_bits=4),
+    "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, **_FOUR}, linear_bits=4),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
@@ -100,6 +102,7 @@ SYSTEMS: dict[str, System] = {
 }
 """By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
 defaults: what a server chooses that is told nothing; defaults-linear4: with linear layers at 4 bits instead of 8.
+slots4-linear4: the engine's process holds every expert at 4 bits and computes prompts from those, too.
 Each step of the waterfall beside the one before: 3db895e-cold4, the code of this turn's start with no expert hot;
 worker-spinning, today's kernels and device; the engine polls a process of its worker's own and OpenMP's threads spin;
 spinning, in one process; defaults-linear16, nobody spins; defaults, linear layers at 8 bits."""
