@@ -74,6 +74,7 @@ def _plugin(hot: float, bits: float, **settings: Any) -> System:
 
 
 _FOUR = {"debug": {"linear_bits": 4}}
+_ASKED = {"debug": {"linear_bits": 4, "prepare": "asked"}}  # else the device holds replicas for what may be offloaded
 _BFLOAT16 = {"debug": {"linear_bits": None}}
 _SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
@@ -84,7 +85,7 @@ SYSTEMS: dict[str, System] = {
     "defaults-linear16": System("vllm", 4, 0, _BFLOAT16),
     "defaults": System("vllm", 4, 0, linear_bits=8),
     "defaults-linear4": System("vllm", 4, 0, _FOUR, linear_bits=4),
-    "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, **_FOUR}, linear_bits=4),
+    "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, **_ASKED}, linear_bits=4),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
@@ -370,7 +371,7 @@ def resident_over_served(entry: Mapping[str, Any], config: Mapping[str, Any]) ->
     experts = config["num_hidden_layers"] * config["num_local_experts"]
     kept = entry.get("file_bytes", 0)
     if system.kind != "llama":
-        cold = entry.get("status", {}).get("device_bytes", 0)
+        cold = entry.get("status", {}).get("device_bytes", 0) if system.hot != 1 else 0
         hot = entry["status"]["hot_bytes"] if "status" in entry else experts * expert_bytes(config, 16)
         kept = cold + hot + other_bytes(config, system.linear_bits) + embedding
     return float(held / (kept + KV_BYTES))
