@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +22,12 @@ _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFF
 
 
 class Arm:
-    def __init__(self, command: list[str], **environment: str) -> None:
+    def __init__(self, command: list[str], *, limit_s: float = 900, **environment: str) -> None:
         """Returns when the process is ready. Ends this program with the last words of one that is not.
 
-        environment: of what the caller's own does not name.
+        limit_s: for getting ready, and for each answer. environment: of what the caller's own does not name.
         """
+        self._limit_s = limit_s
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
         self._process = subprocess.Popen(
             command,
@@ -47,10 +49,15 @@ class Arm:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(_MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                return found
+        late = threading.Timer(self._limit_s, self._process.kill)
+        late.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(_MARK):
+                    found: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                    return found
+        finally:
+            late.cancel()
         self._errors.seek(0)
         raise SystemExit(f"an engine ended:\n{self._errors.read()[-3000:]}")
 

@@ -1,21 +1,23 @@
 """What does a whole model gain: tokens per second of stock vLLM, the plugin, vLLM int4 and llama.cpp, side by side.
 
 A Mixtral-shaped model with random weights, real width, few layers; same weights, same prompts, same number of cores
-for everyone (for the plugin: engine and device together). Each system runs in a process of its own, one at a time, in
-rounds. Wall clock only, prefill and decode apart; beside it the memory of engine and device, and the processor time of
-each of their threads.
+for everyone (for the plugin: engine and device together). Systems of a group are loaded at once, each in processes of
+its own, and take turns pass by pass, because the machine's memory bandwidth changes within minutes. A group must fit
+the memory together with the checkpoint's page cache; groups run one after the other. Wall clock only, prefill and
+decode apart; beside it the memory of engine and device, and the processor time of each of their threads.
 
     python benchmarks/make_random_mixtral.py MODEL --hidden 4096 --intermediate 14336 --layers 2 --experts 8
     vllm-ndp quantize MODEL --out REPLICAS
     python benchmarks/gguf_mixtral.py MODEL GGUF                    # for llama.cpp only
-    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 2]
+    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 4]
 
-Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. Systems
-named ...-avx2 use no wider vectors in our kernels or, with --llama-avx2, another build of llama.cpp.
+Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. With --avx2
+no system uses wider vectors: vLLM, torch and oneDNN are told that the processor has none, and llama.cpp is another
+build (--llama-avx2). Systems named 3db895e... run the code of that commit in a checkout of its own (--before).
 Random weights route almost evenly, so half of the decode pairs of "4 of 8 hot" are cold; a trained model's prompts
-choose better. A system's figure is its fastest round; of a round, the mean of the steps beside which other programs
-used at most a tenth of a core, or of all steps, marked ~, where there are too few such ones. Prints a table, then one
-JSON object.
+choose better. A round's figure is the mean of the steps beside which other programs used at most a tenth of a core, or
+of all steps, marked ~, where there are too few such ones. A system's figure is the median of its rounds; a ratio is the
+median of the rounds' ratios. Prints a table, then one JSON object.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from end_to_end_systems import Job, run
+from arm import Arm
+from end_to_end_systems import AVX2_ONLY, KV_BYTES, Job, Order, serve
 from end_to_end_threads import table_of_threads
 from measured import Measurement, add_json_option
 from rich.console import Console
@@ -45,7 +47,7 @@ from rich.table import Table
 
 MAX_FOREIGN_CORES = 0.1
 MIN_QUIET_STEPS = 5
-CHILD_TIMEOUT_S = 900
+SETTLE_S = 1.2  # before each pass: the workers of stock vLLM poll for a second after theirs
 LONG_DEADLINE_MS = 20_000.0  # the batch of 32 at full width is slower than any deadline meant for real hardware
 STREAM_BYTES = 512 << 20  # read by each core, far more than any cache
 STREAM_WAYS = ((1, 2048), (2, 1024), (2, 2048), (4, 1024))  # streams, bytes of prefetch
@@ -62,27 +64,28 @@ class System:
     settings: Mapping[str, Any] = field(default_factory=dict)  # `hot_experts` as a share
     file: str = ""
     linear_bits: float = 16
-    avx2: bool = False
     executor: str = ""  # vLLM's name; the plugin chooses where it is empty
     environment: Mapping[str, str] = field(default_factory=dict)
+    before: bool = False  # runs the code of --before
 
 
 def _plugin(hot: float, bits: float, **settings: Any) -> System:
     return System("vllm", bits, hot, {"hot_experts": hot, "avg_bits": bits, "execution": "paper", **settings})
 
 
-_SIMULATED = {"hardware": "h100-ndp512"}
+_FOUR = {"debug": {"linear_bits": 4}}
+_ASKED = {"debug": {"linear_bits": 4, "prepare": "asked"}}  # else the device holds replicas for what may be offloaded
+_BFLOAT16 = {"debug": {"linear_bits": None}}
 _SPINNING = {"GOMP_SPINCOUNT": "300000"}  # libgomp's own default; a user who sets it keeps it
 SYSTEMS: dict[str, System] = {
     "stock-bf16": System("vllm", 16),
-    "defaults": System("vllm", 4, 0, {}),
-    "defaults-linear8": System("vllm", 4, 0, {"debug": {"linear_bits": 8}}, linear_bits=8),
-    "defaults-linear4": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4),
-    "defaults-avx2": System("vllm", 4, 0, {}, avx2=True),
-    "defaults-linear4-avx2": System("vllm", 4, 0, {"debug": {"linear_bits": 4}}, linear_bits=4, avx2=True),
-    "before-spinning-worker": System("vllm", 3, 1 / 2, _SIMULATED, executor="mp", environment=_SPINNING),
-    "before-spinning": System("vllm", 3, 1 / 2, _SIMULATED, environment=_SPINNING),
-    "defaults-before": System("vllm", 3, 1 / 2, _SIMULATED),
+    "3db895e-cold4": replace(_plugin(0, 4), before=True),
+    "worker-spinning": System("vllm", 4, 0, _BFLOAT16, executor="mp", environment=_SPINNING),
+    "spinning": System("vllm", 4, 0, _BFLOAT16, environment=_SPINNING),
+    "defaults-linear16": System("vllm", 4, 0, _BFLOAT16),
+    "defaults": System("vllm", 4, 0, linear_bits=8),
+    "defaults-linear4": System("vllm", 4, 0, _FOUR, linear_bits=4),
+    "slots4-linear4": System("vllm", 4, 1, {"hot_experts": 1, "slot_bits": 4, **_ASKED}, linear_bits=4),
     "all-hot": System("vllm", 16, 1, {"hot_experts": 1, "cold_precision": "full"}),
     "hot4-cold3": _plugin(1 / 2, 3),
     "hot4-cold3-balanced": _plugin(1 / 2, 3, execution="balanced"),
@@ -97,13 +100,13 @@ SYSTEMS: dict[str, System] = {
     "llama-q4_k": System("llama", 4, file="q4_k"),
     "llama-q3_k": System("llama", 3, file="q3_k"),
     "llama-q2_k": System("llama", 2, file="q2_k"),
-    "llama-q4_0-avx2": System("llama", 4, file="q4_0", avx2=True),
 }
 """By name, in the order of the table; hot4-cold3: half of the experts hot in bf16, the others at 3 bits on average.
-defaults: what a server chooses that is told nothing; defaults-linear8: with linear layers at 8 bits;
-defaults-before: by simulated prices, half of the experts hot; before-spinning: and OpenMP's threads spin;
-before-spinning-worker: and the engine polls a process of its worker's own. The waterfall: before-spinning-worker,
-before-spinning, defaults-before, defaults, defaults-linear8."""
+defaults: what a server chooses that is told nothing; defaults-linear4: with linear layers at 4 bits instead of 8.
+slots4-linear4: the engine's process holds every expert at 4 bits and computes prompts from those, too.
+Each step of the waterfall beside the one before: 3db895e-cold4, the code of this turn's start with no expert hot;
+worker-spinning, today's kernels and device; the engine polls a process of its worker's own and OpenMP's threads spin;
+spinning, in one process; defaults-linear16, nobody spins; defaults, linear layers at 8 bits."""
 
 
 class Unavailable(Exception):
@@ -125,7 +128,7 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         path = arguments.gguf / f"{system.file}.gguf"
         if not path.exists():
             raise Unavailable(f"{path.name} is missing: run benchmarks/gguf_mixtral.py")
-        if system.avx2 and arguments.llama_avx2 is None:
+        if arguments.avx2 and arguments.llama_avx2 is None:
             raise Unavailable("--llama-avx2 was not given")
         model = str(path)
     elif system.hot is not None:
@@ -144,7 +147,6 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
         "llama" if system.kind == "llama" else "vllm",
         model,
         tuple(arguments.batches),
-        tuple(arguments.passes if batch == 1 else 1 for batch in arguments.batches),
         arguments.prompt_tokens,
         arguments.tokens,
         engine,
@@ -160,15 +162,15 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def environment_of(name: str, arguments: argparse.Namespace) -> dict[str, str]:
     """Of the system's process."""
     system = SYSTEMS[name]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
-    environment |= system.environment
+    environment = dict(system.environment)
     if system.hot is None and system.kind == "vllm":
         # vLLM would leave one core to its scheduler, which sleeps meanwhile; the plugin sees to this itself
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, arguments.cores))
-    if system.avx2 and system.kind == "vllm":
-        environment["NDP_ISA"] = "avx2"
-    elif system.avx2:
-        environment |= {"LLAMA_CPP_LIB_PATH": str(arguments.llama_avx2), "LD_LIBRARY_PATH": str(arguments.llama_avx2)}
+    if arguments.avx2 and system.kind == "vllm":
+        environment |= AVX2_ONLY
+    elif arguments.avx2:
+        libraries = str(arguments.llama_avx2 / "llama_cpp/lib")
+        environment |= {"LLAMA_CPP_LIB_PATH": libraries, "LD_LIBRARY_PATH": libraries}
     return environment
 
 
@@ -181,29 +183,57 @@ def why_no_int4() -> str:
     return "vLLM's int4 experts on x86 need AMX, which this processor lacks"
 
 
-def run_child(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Raises Unavailable with the child's last words."""
-    command = [sys.executable, __file__, "--child", job.to_json()]
-    process = subprocess.Popen(
-        command,
-        env=environment_of(job.name, arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, arguments.cores),
-    )
+def start(name: str, arguments: argparse.Namespace) -> Arm:
+    """Loaded and warm. Raises Unavailable with the last words of one that is not."""
+    job = job_of(name, arguments)
+    settings = [f"{name}={value}" for name, value in environment_of(name, arguments).items()]
+    python = arguments.before / ".venv/bin/python" if SYSTEMS[name].before else Path(sys.executable)
+    cores = ",".join(map(str, arguments.cores))
     try:
-        output, errors = process.communicate(timeout=CHILD_TIMEOUT_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    if process.returncode:
-        lines = [line for line in errors.splitlines() if line.strip()]
-        raise Unavailable(lines[-1][:300] if lines else f"it ended with {process.returncode}")
-    result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return result | {"load": os.getloadavg()[0]}
+        return Arm(["taskset", "-c", cores, "env", *settings, str(python), __file__, "--child", job.to_json()])
+    except SystemExit as ended:
+        raise Unavailable(str(ended).strip().splitlines()[-1][:300]) from ended
+
+
+def measure_group(group: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The JSON entries of systems that take turns."""
+    arms: dict[str, Arm] = {}
+    reasons: dict[str, str] = {}
+    for name in group:
+        try:
+            arms[name] = start(name, arguments)
+        except Unavailable as reason:
+            reasons[name] = str(reason)
+        print(f"{name}: {reasons.get(name, 'ready')}", file=sys.stderr, flush=True)
+    rounds = take_turns(arms, arguments)
+    last = {name: arm.ask() for name, arm in arms.items()}
+    for arm in arms.values():
+        arm.close()
+    return [
+        summarise(name, rounds[name], last[name], arguments)
+        if name in arms
+        else {"system": name, "unavailable": reasons[name]}
+        for name in group
+    ]
+
+
+def take_turns(arms: Mapping[str, Arm], arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Rounds of each system, {"passes": {batch: pass}, "long_prompt_s": seconds}; every second round goes backwards."""
+    shapes = [(str(batch), batch, arguments.prompt_tokens, arguments.tokens) for batch in arguments.batches]
+    shapes += [("long", 1, arguments.long_prompt, 1)] * (arguments.long_prompt > 0)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for number in range(arguments.rounds):
+        order = list(arms) if number % 2 == 0 else list(arms)[::-1]
+        done: dict[str, dict[str, Any]] = {name: {} for name in arms}
+        for shape, batch, prompt_tokens, tokens in shapes:
+            for name in order:
+                time.sleep(SETTLE_S)
+                done[name][shape] = arms[name].ask(asdict(Order(batch, prompt_tokens, tokens, seed=number + 1)))
+        for name, passes in done.items():
+            long_s = passes.pop("long")["prefill_s"] if arguments.long_prompt else 0.0
+            rounds[name].append({"passes": passes, "long_prompt_s": long_s})
+        print(f"round {number + 1} of {arguments.rounds}, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    return rounds
 
 
 def measure_limit(cores: Sequence[int]) -> float:
@@ -241,42 +271,34 @@ def read_limit() -> float:
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def step_ms(passes: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
-    """Mean decode step over the quiet steps of all passes, and how many those are (0: all steps were taken).
+def step_ms(one: Mapping[str, Any]) -> tuple[float, int]:
+    """Mean decode step over the quiet steps of a pass, and how many those are (0: all steps were taken).
 
     The mean, because steps differ: how many of a token's experts are hot is a matter of luck.
 
     The first step of a pass is left out: with the plugin it holds the migration, which `first_step_ms` shows.
     """
-    steps = [
-        (seconds, foreign)
-        for one in passes
-        for seconds, foreign in list(zip(one["steps_s"], one["foreign"][1:], strict=True))[1:]
-    ]
+    steps = list(zip(one["steps_s"], one["foreign"][1:], strict=True))[1:]
     quiet = [seconds for seconds, foreign in steps if foreign <= MAX_FOREIGN_CORES]
     enough = len(quiet) >= MIN_QUIET_STEPS
     return 1e3 * statistics.fmean(quiet if enough else [seconds for seconds, _ in steps]), len(quiet) * enough
 
 
-def figures_of(passes: Sequence[Mapping[str, Any]], batch: int, prompt_tokens: int) -> dict[str, float]:
-    """One system, one batch, one round."""
-    step, quiet = step_ms(passes)
-    prefill = min(passes, key=lambda one: (one["foreign"][0] > MAX_FOREIGN_CORES, one["prefill_s"]))
-    return {
-        "decode_step_ms": step,
-        "decode_tokens_per_s": 1e3 * batch / step,
-        "prefill_tokens_per_s": batch * prompt_tokens / prefill["prefill_s"],
-        "first_step_ms": 1e3 * statistics.median(one["steps_s"][0] for one in passes),
-        "quiet_steps": quiet,
-        "foreign_cores": statistics.fmean(value for one in passes for value in one["foreign"]),
+def figures_of(passes: Sequence[Mapping[str, Any]], batch: int, prompt_tokens: int) -> dict[str, Any]:
+    """One system, one batch, a pass a round: medians, and under "rounds" each round's, for ratios within a round."""
+    steps = [step_ms(one) for one in passes]
+    rounds = {
+        "decode_tokens_per_s": [1e3 * batch / step for step, _ in steps],
+        "prefill_tokens_per_s": [batch * prompt_tokens / one["prefill_s"] for one in passes],
     }
-
-
-def best_round(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Decode and prefill each from the round in which they were fastest; quiet steps beat all others."""
-    decode = min(rounds, key=lambda one: (one["quiet_steps"] == 0, one["decode_step_ms"]))
-    prefill = max(one["prefill_tokens_per_s"] for one in rounds)
-    return {**decode, "prefill_tokens_per_s": prefill}
+    return {
+        "decode_step_ms": statistics.median(step for step, _ in steps),
+        **{name: statistics.median(values) for name, values in rounds.items()},
+        "first_step_ms": 1e3 * statistics.median(one["steps_s"][0] for one in passes),
+        "quiet_steps": sum(quiet for _, quiet in steps),
+        "foreign_cores": statistics.fmean(value for one in passes for value in one["foreign"]),
+        "rounds": {name: [round(value, 2) for value in values] for name, values in rounds.items()},
+    }
 
 
 def expert_bytes(config: Mapping[str, Any], bits: float) -> float:
@@ -306,79 +328,86 @@ def floor_bytes(system: System, config: Mapping[str, Any], hot_share: float, fil
 
 
 def summarise(
-    name: str, rounds: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, limit: float
+    name: str,
+    rounds: Sequence[Mapping[str, Any]],
+    last: Mapping[str, Any],
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The JSON entry of one system."""
+    """The JSON entry of one system. last: what it said after its rounds: memory, and of the plugin pairs and status."""
     system = SYSTEMS[name]
-    batches = {}
-    for batch in arguments.batches:
-        batches[str(batch)] = best_round(
-            [figures_of(one["passes"][str(batch)], batch, arguments.prompt_tokens) for one in rounds]
-        )
-    pairs: dict[str, int] = {}
-    for one in rounds:
-        for kind, count in one.get("pairs", {}).items():
-            pairs[kind] = pairs.get(kind, 0) + count
+    batches = {
+        str(batch): figures_of([one["passes"][str(batch)] for one in rounds], batch, arguments.prompt_tokens)
+        for batch in arguments.batches
+    }
+    pairs = last.get("pairs", {})
     decode_pairs = sum(count for kind, count in pairs.items() if not kind.startswith("prefill"))
     hot_share = pairs.get("hot_pairs", 0) / decode_pairs if decode_pairs else 1.0
-    entry: dict[str, Any] = {"system": name, "batches": batches, "memory": rounds[-1]["memory"], "rounds": len(rounds)}
-    entry |= {key: rounds[-1][key] for key in ("status", "llama_cpp_python", "file_bytes") if key in rounds[-1]}
-    if long := [seconds for one in rounds for seconds in one.get("long_prompt_s", [])]:
+    entry: dict[str, Any] = {"system": name, "batches": batches, "memory": last["memory"]}
+    entry |= {key: last[key] for key in ("status", "llama_cpp_python", "file_bytes") if key in last}
+    if arguments.long_prompt:
+        speeds = [arguments.long_prompt / one["long_prompt_s"] for one in rounds]
         entry["long_prompt"] = {
             "tokens": arguments.long_prompt,
-            "prefill_tokens_per_s": arguments.long_prompt / min(long),
+            "prefill_tokens_per_s": statistics.median(speeds),
+            "rounds": {"prefill_tokens_per_s": [round(speed, 2) for speed in speeds]},
         }
-    entry["threads"] = rounds[-1]["passes"][str(arguments.batches[0])][-1].get("threads", [])
+    entry["threads"] = rounds[-1]["passes"][str(arguments.batches[0])].get("threads", [])
     if decode_pairs:
         entry |= {"hot_share": round(hot_share, 3), "pairs": pairs}
     if "1" in batches:
         num_bytes = floor_bytes(system, config_of(arguments), hot_share, entry.get("file_bytes", 0))
         entry["bytes_per_token"] = round(num_bytes)
-        entry["fraction_of_limit"] = round(1e3 * num_bytes / limit / batches["1"]["decode_step_ms"], 3)
     return entry
 
 
-def memory_targets(entries: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, float]:
-    """How many times the device holds its packed replicas, and the engine what stock holds beside its experts."""
-    found: dict[str, float] = {}
-    plugin = entries.get("hot4-cold3")
-    if plugin is None:
-        return found
-    memory, status = plugin["memory"], plugin["status"]
-    found["device_resident_over_packed"] = memory["device_rss_bytes"] / status["device_bytes"]
-    if stock := entries.get("stock-bf16"):
-        experts = config["num_hidden_layers"] * config["num_local_experts"] * expert_bytes(config, 16)
-        rest = stock["memory"]["engine_anonymous_bytes"] - experts
-        ours = memory["engine_anonymous_bytes"] - status["hot_bytes"] - status["staging_bytes"]
-        found["engine_beside_slots_over_stock"] = ours / rest
-    return {name: round(value, 3) for name, value in found.items()}
+def resident_over_served(entry: Mapping[str, Any], config: Mapping[str, Any]) -> float:
+    """Anonymous memory of engine and device over the bytes that they serve from: weights at their widths, KV cache.
+
+    Files that are mapped are not in it: the system takes their pages back when it needs them.
+    """
+    system, memory = SYSTEMS[entry["system"]], entry["memory"]
+    held = sum(value for name, value in memory.items() if name.endswith("_anonymous_bytes"))
+    embedding = 2 * config["vocab_size"] * config["hidden_size"]
+    experts = config["num_hidden_layers"] * config["num_local_experts"]
+    kept = entry.get("file_bytes", 0)
+    if system.kind != "llama":
+        cold = entry.get("status", {}).get("device_bytes", 0) if system.hot != 1 else 0
+        hot = entry["status"]["hot_bytes"] if "status" in entry else experts * expert_bytes(config, 16)
+        kept = cold + hot + other_bytes(config, system.linear_bits) + embedding
+    return float(held / (kept + KV_BYTES))
+
+
+def in_turns(mine: Mapping[str, Any], other: Mapping[str, Any], what: str) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(mine["rounds"][what], other["rounds"][what], strict=True))
 
 
 def table_of(entries: Sequence[Mapping[str, Any]], arguments: argparse.Namespace, title: str) -> Table:
     table = Table(title=title)
     columns = ["system"]
-    columns += [f"decode tok/s, batch {batch} (x stock)" for batch in arguments.batches]
+    columns += [f"decode tok/s, batch {batch} (x the first)" for batch in arguments.batches]
     columns += [f"prefill tok/s, batch {batch}" for batch in arguments.batches]
     columns += [f"one prompt of {arguments.long_prompt}"] * (arguments.long_prompt > 0)
-    columns += ["of limit, batch 1", "hot share", "engine GiB", "device GiB"]
+    columns += ["of limit, batch 1", "hot share", "held / served", "engine GiB", "device GiB"]
     for name in columns:
         table.add_column(name, justify="left" if name == "system" else "right")
-    stock = next((entry["batches"] for entry in entries if entry["system"] == "stock-bf16" and "batches" in entry), {})
     for entry in entries:
         if "unavailable" in entry:
             table.add_row(entry["system"], f"not available: {entry['unavailable']}")
             continue
         row = [entry["system"]]
+        others = (one for one in entries if one["group"] == entry["group"] and "batches" in one)
+        first = next(others)["batches"]
         for batch in map(str, arguments.batches):
             figures = entry["batches"][batch]
             speed, noisy = figures["decode_tokens_per_s"], "" if figures["quiet_steps"] else "~"
-            beside = f" ({speed / stock[batch]['decode_tokens_per_s']:.2f})" if stock else ""
-            row.append(f"{noisy}{speed:.1f}{beside}")
+            row.append(f"{noisy}{speed:.1f} ({in_turns(figures, first[batch], 'decode_tokens_per_s'):.2f})")
         row += [f"{entry['batches'][str(batch)]['prefill_tokens_per_s']:.0f}" for batch in arguments.batches]
         if arguments.long_prompt:
             row.append(f"{entry['long_prompt']['prefill_tokens_per_s']:.0f}" if "long_prompt" in entry else "")
         row.append(f"{entry['fraction_of_limit']:.0%}" if "fraction_of_limit" in entry else "")
         row.append(f"{entry['hot_share']:.0%}" if "hot_share" in entry else "")
+        row.append(f"{entry['resident_over_served']:.2f}")
         memory = entry["memory"]
         row.append(f"{memory['engine_anonymous_bytes'] / 2**30:.2f}")
         row.append(f"{memory['device_rss_bytes'] / 2**30:.2f}" if "device_rss_bytes" in memory else "")
@@ -394,14 +423,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint of a Mixtral")
     parser.add_argument("--replicas", type=Path, help="its replicas; needed by systems with cold experts")
     parser.add_argument("--gguf", type=Path, help="directory with its GGUF files; needed by llama-*")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="names with commas between them")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=["stock-bf16,defaults"],
+        metavar="GROUP",
+        help=f"each A,B,… of {', '.join(SYSTEMS)}",
+    )
     parser.add_argument("--batches", default="1,8,32", help="sequences at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32, help="decode steps of a pass")
+    parser.add_argument("--tokens", type=int, default=16, help="decode steps of a pass")
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens of one more prompt alone; 0: none")
-    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="libraries of llama.cpp built without AVX-512")
-    parser.add_argument("--passes", type=int, default=3, help="measured passes at batch 1")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="checkout of 3db895e with its .venv, for 3db895e-..."
+    )
+    parser.add_argument("--avx2", action="store_true", help="no system uses vectors wider than AVX2's")
+    parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="llama-cpp-python built without AVX-512")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
     add_json_option(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -410,16 +448,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return arguments
     if arguments.model is None or not (arguments.model / "config.json").exists():
         parser.error("--model must be a checkpoint directory: benchmarks/make_random_mixtral.py writes one")
-    arguments.systems = [name for name in arguments.systems.split(",") if name]
-    if unknown := [name for name in arguments.systems if name not in SYSTEMS]:
+    arguments.systems = [group.split(",") for group in arguments.systems]
+    named = [name for group in arguments.systems for name in group]
+    if unknown := [name for name in named if name not in SYSTEMS]:
         parser.error(f"--systems must be among {', '.join(SYSTEMS)}, got {unknown[0]!r}")
     try:
         arguments.batches = [int(text) for text in arguments.batches.split(",")]
     except ValueError:
         parser.error(f"--batches must be whole numbers with commas between them, got {arguments.batches!r}")
-    numbers = [*arguments.batches, arguments.prompt_tokens, arguments.passes, arguments.rounds]
+    if arguments.before is None and any(SYSTEMS[name].before for name in named):
+        parser.error("--before must be a checkout of 3db895e with its .venv for the systems named 3db895e-...")
+    numbers = [*arguments.batches, arguments.prompt_tokens, arguments.rounds]
     if min(numbers) < 1 or arguments.tokens < 2 or arguments.long_prompt < 0:
-        parser.error("--batches, --prompt-tokens, --passes and --rounds must be at least 1 and --tokens at least 2")
+        parser.error("--batches, --prompt-tokens and --rounds must be at least 1 and --tokens at least 2")
     usable = sorted(os.sched_getaffinity(0))
     wanted = arguments.cores or len(usable)
     if not 1 <= wanted <= len(usable):
@@ -434,33 +475,23 @@ def main() -> None:
         print(read_limit())
         return
     if arguments.child:
-        print(json.dumps(run(Job.parse(arguments.child))))
+        serve(Job.parse(arguments.child))
         return
     measurement = Measurement(__doc__)
     limit = measure_limit(arguments.cores)
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.systems}
-    reasons: dict[str, str] = {}
     loads = [os.getloadavg()[0]]
-    for number in range(arguments.rounds):
-        for name in arguments.systems:
-            if name in reasons:
-                continue
-            try:
-                rounds[name].append(run_child(job_of(name, arguments), arguments))
-                loads.append(rounds[name][-1]["load"])
-                print(f"round {number + 1}: {name} done, load {loads[-1]:.1f}", file=sys.stderr, flush=True)
-            except (Unavailable, subprocess.TimeoutExpired) as error:
-                reasons[name] = str(error)
-                print(f"round {number + 1}: {name} not available: {error}", file=sys.stderr, flush=True)
-        limit = max(limit, measure_limit(arguments.cores))
-    entries = [
-        summarise(name, rounds[name], arguments, limit)
-        if rounds[name]
-        else {"system": name, "unavailable": reasons[name]}
-        for name in arguments.systems
-    ]
+    entries: list[dict[str, Any]] = []
+    for number, group in enumerate(arguments.systems):
+        entries += [{"group": number, **entry} for entry in measure_group(group, arguments)]
+        loads.append(os.getloadavg()[0])
+    limit = max(limit, measure_limit(arguments.cores))
     config = config_of(arguments)
-    measured = {entry["system"]: entry for entry in entries if "batches" in entry}
+    for entry in entries:
+        if "batches" in entry:
+            entry["resident_over_served"] = round(resident_over_served(entry, config), 3)
+        if "bytes_per_token" in entry:
+            took_ms = entry["batches"]["1"]["decode_step_ms"]
+            entry["fraction_of_limit"] = round(1e3 * entry["bytes_per_token"] / limit / took_ms, 3)
     title = (
         f"{config['hidden_size']} x {config['intermediate_size']}, {config['num_hidden_layers']} layers, "
         f"{len(arguments.cores)} cores, {limit / 1e9:.1f} GB/s, load {min(loads):.1f} to {max(loads):.1f}; "
@@ -474,7 +505,8 @@ def main() -> None:
         "limit_gb_per_s": round(limit / 1e9, 2),
         "prompt_tokens": arguments.prompt_tokens,
         "tokens": arguments.tokens,
-        "targets": memory_targets(measured, config),
+        "rounds": arguments.rounds,
+        "avx2_only": arguments.avx2,
         "results": entries,
     }
     measurement.end(figures, arguments.json)

@@ -1,4 +1,4 @@
-"""One system of end_to_end.py, in a process of its own: build it, run the passes, print one JSON line.
+"""One system of end_to_end.py, in a process of its own: an arm that runs passes.
 
 A pass: `batch` prompts of random tokens at once, then `tokens` more tokens each, drawn at temperature 1, so that a
 random model does not fall into one token over and over. Prefill ends when every prompt has its first token; decode
@@ -10,20 +10,35 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from arm import answer
 from end_to_end_threads import Spent, Thread, command_of, descendants, rows_of_step, thread_times
 from numpy.typing import NDArray
 
 KV_BYTES = 256 << 20
 CORES = frozenset(os.sched_getaffinity(0))  # asked first: OpenMP may bind this thread to one of them later
 LOOK_EVERY_S = 0.25
-LONG_PASSES = 3  # the first gets kernels ready
+WARM_TOKENS = 4
 FIRST_TOKEN_ID = 3  # below: unknown, begin and end of text
+AVX2_ONLY = {"NDP_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "END_TO_END_AVX2": "1"}
+"""Environment of a system that must take the processor for one without AVX-512."""
+
+
+def hide_avx512() -> None:
+    """vLLM asks torch which extension to load. Its other processes come here, too: they import the program."""
+    import torch
+
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_vnni_supported", "_is_amx_tile_supported"):
+        setattr(torch.cpu, name, lambda: False)
+
+
+if "END_TO_END_AVX2" in os.environ:
+    hide_avx512()
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,6 @@ class Job:
     kind: str  # vllm | llama
     model: str  # checkpoint directory, or GGUF file
     batches: tuple[int, ...]
-    passes: tuple[int, ...]  # measured passes of each batch
     prompt_tokens: int
     tokens: int
     engine: dict[str, Any] = field(default_factory=dict)  # further arguments of vllm.LLM
@@ -53,7 +67,7 @@ class Job:
     @classmethod
     def parse(cls, text: str) -> Job:
         values = json.loads(text)
-        return cls(**values | {name: tuple(values[name]) for name in ("batches", "passes")})
+        return cls(**values | {"batches": tuple(values["batches"])})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -69,28 +83,37 @@ class Pass:
     threads: list[dict[str, Any]] = field(default_factory=list)  # processor time of a decode step
 
 
-def run(job: Job) -> dict[str, Any]:
-    """{"passes": {batch: [pass, …]}, "memory": {…}, …}"""
+@dataclass(frozen=True)
+class Order:
+    """One pass: `batch` prompts of `prompt_tokens` random tokens, drawn from `seed`, and `tokens` more tokens each."""
+
+    batch: int
+    prompt_tokens: int
+    tokens: int
+    seed: int
+
+
+def serve(job: Job) -> None:
+    """Get ready, then answer an Order with a Pass, and None with {"memory": ..., ...}."""
     system = {"vllm": VllmSystem, "llama": LlamaSystem}[job.kind](job)
+
+    def act(question: Mapping[str, Any] | None) -> dict[str, Any]:
+        if question is None:
+            return {"memory": system.memory(), **system.facts()}
+        return asdict(system.run(*_drawn(Order(**question), system.vocabulary)))
+
     try:
-        rng = np.random.default_rng(0)
-        for batch in job.batches:  # nothing measured: kernels, caches and replicas get ready
-            system.run(_prompts(rng, batch, job.prompt_tokens, system.vocabulary), 4)
-        passes: dict[int, list[dict[str, Any]]] = {}
-        for batch, count in zip(job.batches, job.passes, strict=True):
-            prompts = [_prompts(rng, batch, job.prompt_tokens, system.vocabulary) for _ in range(count)]
-            passes[batch] = [asdict(system.run(prompt, job.tokens)) for prompt in prompts]
-        long = [
-            _prompts(rng, 1, job.long_prompt, system.vocabulary) for _ in range(LONG_PASSES if job.long_prompt else 0)
-        ]
-        long_s = [system.run(prompt, 1).prefill_s for prompt in long]
-        return {"passes": passes, "long_prompt_s": long_s, "memory": system.memory(), **system.facts()}
+        shapes = [(batch, job.prompt_tokens, WARM_TOKENS) for batch in job.batches]
+        for shape in shapes + [(1, job.long_prompt, 1)] * (job.long_prompt > 0):
+            system.run(*_drawn(Order(*shape, seed=0), system.vocabulary))
+        answer(act)
     finally:
         system.close()
 
 
-def _prompts(rng: np.random.Generator, batch: int, length: int, vocabulary: int) -> list[list[int]]:
-    return rng.integers(FIRST_TOKEN_ID, vocabulary, (batch, length)).tolist()
+def _drawn(order: Order, vocabulary: int) -> tuple[list[list[int]], int]:
+    rng = np.random.default_rng(order.seed)
+    return rng.integers(FIRST_TOKEN_ID, vocabulary, (order.batch, order.prompt_tokens)).tolist(), order.tokens
 
 
 class VllmSystem:
@@ -159,7 +182,7 @@ class VllmSystem:
             return {}
         status = self._llm.collective_rpc("ndp_status")[0]
         kept = ("hot_bytes", "staging_bytes", "device_bytes", "device_cores", "kernel", "pool")
-        return {"pairs": self._pairs, "status": {name: status[name] for name in kept}}
+        return {"pairs": self._pairs, "status": {name: status[name] for name in kept if name in status}}
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

@@ -5,7 +5,8 @@
     python benchmarks/figures.py kernel_lowbit --dry-run
 
 Each command runs alone, in this repository, with `--json` and its file. A command that fails leaves its old file; its
-output is in build/figures/NAME.log. The last line counts what was taken, failed and left. Then: `make docs`.
+output is in build/figures/NAME.log. The last line counts what was taken, failed and left; docs/measured/night.json
+keeps the minutes of each. Then: `make docs`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from figure_sources import MEASURED, Figure, FigureTable, changed_sources, read_table
-from measured import ROOT
+from measured import ROOT, save_row
 
 WORK = ROOT / "build" / "figures"
 BIN = Path(sys.executable).parent
+NIGHT = "How long does it take to take the figures again that need no special machine?"
 WRITE = "python benchmarks/make_random_mixtral.py"
+_FLAGS = ";".join(f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")) + ";-DGGML_NATIVE=OFF"
+_FROM_SOURCE = "--no-deps --no-binary llama-cpp-python --target LLAMA_AVX2 llama-cpp-python==0.3.36"
 INPUTS = {
     "WIDE": f"{WRITE} WIDE --hidden 4096 --intermediate 14336 --layers 2 --experts 8",
     "WIDE1": f"{WRITE} WIDE1 --hidden 4096 --intermediate 14336 --layers 1 --experts 8",
     "WIDE_REPLICAS": "vllm-ndp quantize WIDE --out WIDE_REPLICAS",
     "WIDE_GGUF": "python benchmarks/gguf_mixtral.py WIDE WIDE_GGUF",
+    "FINE": f"{WRITE} FINE --shape qwen3-30b-a3b --layers 2",
+    "FINE_REPLICAS": "vllm-ndp quantize FINE --out FINE_REPLICAS",
+    "FINE_GGUF": "python benchmarks/gguf_mixtral.py FINE FINE_GGUF",
+    "LLAMA_AVX2": f"python -m pip install --quiet -C 'cmake.args={_FLAGS}' {_FROM_SOURCE}",
+    "BEFORE": "sh benchmarks/older_code.sh 3db895e BEFORE",
 }
 """Files that commands read: the word in figures.toml, and what writes it below build/figures."""
 
@@ -105,9 +114,11 @@ def main() -> int:
         began = time.monotonic()
         outcome = "taken" if take(name, figure) else "failed"
         outcomes[outcome].append(name)
-        print(
-            f"{name}: {outcome} in {(time.monotonic() - began) / 60:.1f} min (about {figure.minutes:.0f})", flush=True
-        )
+        minutes = round((time.monotonic() - began) / 60, 1)
+        print(f"{name}: {outcome} in {minutes} min (about {figure.minutes:.0f})", flush=True)
+        if outcome == "taken":
+            night = ROOT / MEASURED / "night.json"
+            save_row(night, NIGHT, "make figures", name, {"minutes": minutes, "load": round(os.getloadavg()[0], 1)})
     print("; ".join(f"{outcome}: {', '.join(names) or 'none'}" for outcome, names in outcomes.items()))
     return 1 if outcomes["failed"] else 0
 

@@ -39,7 +39,7 @@ import map_picture
 import step_picture
 import system_picture
 from import_graph import ROOT
-from measured_figures import about, headline, load_measured
+from measured_figures import about, headline, in_turns, load_measured
 
 BLOCK = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -55,6 +55,7 @@ def rendered(template: str, root: Path = ROOT) -> str:
     templates.globals |= {
         "about": about,
         "headline": headline,
+        "in_turns": in_turns,
         "by_sentence": family_tables.by_sentence,
         "by_outcome": family_tables.by_outcome,
     }

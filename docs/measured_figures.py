@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,11 @@ class Figures(SimpleNamespace):
         if len(rows) != 1:
             raise LookupError(f"{table} must hold one row with {wanted}, found {len(rows)}")
         return rows[0]
+
+
+def in_turns(mine: Any, other: Any, what: str) -> float:
+    """How many times `other` that is: the median of the ratios within each round."""
+    return statistics.median(a / b for a, b in zip(mine["rounds"][what], other["rounds"][what], strict=True))
 
 
 BY_HAND = "by hand, see the log"

@@ -34,6 +34,7 @@ def test_a_server_that_is_told_nothing_sizes_itself_and_says_the_line(capfd: pyt
     chosen = config.additional_config["ndp"]
     assert chosen["hot_experts"] in (0, 4)
     assert chosen["avg_bits"] == 4.0
+    assert chosen.get("debug") == ({"linear_bits": 8} if chosen["hot_experts"] == 0 else None)
     per_token = 4 * 2 * 2 * 32 * 2
     assert config.cache_config.kv_cache_memory_bytes == pytest.approx((2 * 128 + KV_BLOCK) * per_token, abs=2)
     sized, expected, by_hand = said(capfd)
@@ -54,6 +55,12 @@ def test_whoever_says_what_is_held_chooses_all_of_it(given: dict[str, Any], capf
     assert config.additional_config == {"ndp": given}
     assert config.cache_config.kv_cache_memory_bytes is None
     assert said(capfd) == []
+
+
+def test_linear_bits_that_were_given_are_kept() -> None:
+    for bits in (4, None):
+        config = configure(additional_config={"ndp": TOLD | {"debug": {"linear_bits": bits}}})
+        assert config.additional_config["ndp"]["debug"] == {"linear_bits": bits}
 
 
 def test_a_kv_cache_that_was_given_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

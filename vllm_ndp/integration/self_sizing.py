@@ -82,6 +82,8 @@ def choose(vllm_config: VllmConfig, settings: NdpSettings) -> None:
     try:
         size = _own_size(vllm_config)
         chosen = {**raw, **size.settings}
+        if debug := size.settings.get("debug", {}) | raw.get("debug", {}):
+            chosen["debug"] = debug
         NdpSettings.from_mapping(chosen).require_use_of_prices(size.sizing.model.num_experts)
     except ConfigError as error:
         compat.say(f"not sized to this machine: {error}")

@@ -2,6 +2,9 @@
 
     widest replicas that fit beside one request  ->  hot experts, where bf16 ones are the faster ones  ->  KV cache
 
+Where experts are quantized, linear layers are held at 8 bits, too: bf16 ones take longer to read, and text does not
+show the loss (docs/measured/quality_linear.json).
+
 The KV cache, up to the most tokens that the server may need at once, and the page cache share the remaining memory.
 Prompts read the checkpoint from the page cache. Knows sizes and measured speeds. Does not know this machine, vLLM or
 files.
@@ -19,6 +22,7 @@ from vllm_ndp.operating.speed import Measured
 
 _KV_SHARE = 2
 """One part in so many of the memory that is left goes to the KV cache: a guess, half for it and half for files."""
+_LINEAR_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,12 @@ class OwnSize:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"hot_experts": self.option.num_hot, "avg_bits": self.option.avg_bits}
+        experts = {"hot_experts": self.option.num_hot, "avg_bits": self.option.avg_bits}
+        return experts | ({"debug": {"linear_bits": _LINEAR_BITS}} if self._is_quantized else {})
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.option.num_hot < self.sizing.model.num_experts
 
     def words(self, *, with_kv: bool) -> list[str]:
         """Options that set the same size by hand. with_kv: add the KV cache's size, which the user did not give."""
@@ -44,14 +53,16 @@ class OwnSize:
         loss: of an expert's output, relative, at the average width; None: the replicas do not exist yet.
         """
         option, model, measured = self.option, self.sizing.model, self.measured
-        step_s = measured.decode_step_s(model, option.num_hot, self.sizing.other_weights)
+        others = self.sizing.other_weights * _LINEAR_BITS // 16 if self._is_quantized else self.sizing.other_weights
+        step_s = measured.decode_step_s(model, option.num_hot, others)
         lost = "unknown before the replicas are built" if loss is None else f"{loss:.1%} of an expert's output"
         kept = f", KV cache {human(self.kv_cache_bytes)}" if with_kv else ""
+        linear = f", linear layers at {_LINEAR_BITS}" if self._is_quantized else ""
         room, mapped = self.sizing.machine.host_bytes, self.sizing.checkpoint_bytes
         return [
             f"sized to {human(room)} of memory: {option.num_hot} of {model.num_experts} experts hot in full precision, "
-            f"the others at {option.avg_bits:g} bits{kept}; held {human(self._held)}; mapped {human(mapped)} of "
-            f"checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache",
+            f"the others at {option.avg_bits:g} bits{linear}{kept}; held {human(self._held)}; mapped {human(mapped)} "
+            f"of checkpoint, of whose experts {option.pool_cached:.0%} can stay in the page cache",
             f"expected: at most {1 / step_s:.1f} tokens/s for one request (this machine reads "
             f"{human(measured.read_bytes_per_s)}/s and takes {1e3 * measured.expert_s:.2f} ms for an expert at "
             f"{measured.bits} bits); loss {lost}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -24,9 +25,19 @@ def size_of(host: int, measured: Measured = SLOW_READS, batch: int = 4) -> OwnSi
     return own_size(Sizing(MODEL, MachineSize(host), Demand(context=4096)), batch, measured)
 
 
+EIGHT = {"linear_bits": 8}
+
+
 def test_bf16_experts_that_are_slower_than_narrow_ones_are_not_held() -> None:
-    assert size_of(256 * GB).settings == {"hot_experts": 0, "avg_bits": 4.0}
-    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0}
+    assert size_of(256 * GB).settings == {"hot_experts": 0, "avg_bits": 4.0, "debug": EIGHT}
+    assert size_of(256 * GB, FAST_READS).settings == {"hot_experts": 4, "avg_bits": 4.0, "debug": EIGHT}
+
+
+def test_linear_layers_stay_in_full_precision_where_no_expert_is_quantized() -> None:
+    size = size_of(512 * GB, FAST_READS)
+    whole = replace(size, option=replace(size.option, num_hot=8))
+    assert "debug" not in whole.settings
+    assert "linear" not in whole.said(None, with_kv=False)[0]
 
 
 def test_a_small_machine_gets_narrower_replicas_and_a_smaller_one_a_sentence() -> None:
@@ -51,12 +62,12 @@ def test_what_is_said_holds_the_line_that_says_it_by_hand() -> None:
     chosen, expected, by_hand = size.said(0.03, with_kv=True)
     words = shlex.split(by_hand.removeprefix("by hand: "))
     settings = NdpSettings.from_mapping(json.loads(words[words.index("--additional-config") + 1])["ndp"])
-    assert (settings.hot_experts, settings.avg_bits) == (0, 4.0)
+    assert (settings.hot_experts, settings.avg_bits, settings.linear_bits) == (0, 4.0, 8)
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(size.kv_cache_bytes)
-    assert "0 of 8 experts hot" in chosen
+    assert "0 of 8 experts hot in full precision, the others at 4 bits, linear layers at 8" in chosen
     assert "mapped 93.4 GB of checkpoint" in chosen
     assert "loss 3.0% of an expert" in expected
-    step_s = 64 * 6e-3 + size.sizing.other_weights / 20e9  # 32 layers, 2 of 8 experts each
+    step_s = 64 * 6e-3 + size.sizing.other_weights / 2 / 20e9  # 32 layers, 2 of 8 experts each
     assert f"at most {1 / step_s:.1f} tokens/s" in expected
     assert "unknown before the replicas are built" in size.said(None, with_kv=False)[1]
     assert "--kv-cache" not in size.said(None, with_kv=False)[2]
