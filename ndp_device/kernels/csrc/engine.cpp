@@ -21,6 +21,8 @@ constexpr double kInlineWork = 5e5;
 
 constexpr double kChunkBytes = 256 * 1024;  // what one task streams, at one token
 constexpr int kTaskUnits = 2;               // the widest register block of any path
+// Floats between rows in full precision. Rows of a multiple of 4 KiB would all lie in the same few lines of the first cache.
+constexpr int kBetweenRows = 128;
 
 const KernelTable& require_kernels(const std::string& isa) {
     const KernelTable* found = find_kernels(isa);
@@ -132,11 +134,12 @@ struct Engine::Job {
     int tokens;
     QuantizedView w13, w2;
     Quantized x, h;
-    float* x_rows;  // full precision: [tokens][hidden], split where the path does that
-    float* hidden;  // [tokens][padded intermediate]
+    float* x_rows;  // full precision: [tokens], x_stride apart, split where the path does that
+    float* hidden;  // [tokens], h_stride apart
     float* h_rows;  // full precision: the same, or split
     bool* rests;    // [tokens], whether a split row left anything; its hidden units are then kept as exactly
-    int padded;
+    int padded;     // intermediate units
+    ptrdiff_t x_stride, h_stride;
 };
 
 Engine::Engine(const std::string& isa, int threads) : kernels_(require_kernels(isa)), threads_(threads) {
@@ -234,7 +237,7 @@ void Engine::quantize_inputs(const float* x, int hidden, const Pairs& pairs, std
         const int first_token = destinations->front().token;
         if (first.expert->full) {
             for (const Destination& to : *destinations) {
-                float* own = to.job->x_rows + static_cast<ptrdiff_t>(to.token) * hidden;
+                float* own = to.job->x_rows + to.token * to.job->x_stride;
                 if (splits_rows(*to.job->expert)) to.job->rests[to.token] = kernels_.split_row(row, hidden, true, own);
                 else std::memcpy(own, row, sizeof(float) * hidden);
             }
@@ -286,7 +289,7 @@ void Engine::gate_and_up(std::vector<Job>& jobs) {
             float* y = rows[thread] + static_cast<ptrdiff_t>(t) * width;
             if (!expert.b13.empty()) kernels_.add_scaled(y, expert.b13.data() + first * kUnitRows, 1.0f, width);
             kernels_.activate(y, last - first, expert.activation,
-                              job->hidden + static_cast<ptrdiff_t>(t) * job->padded + first * kBlockRows);
+                              job->hidden + t * job->h_stride + first * kBlockRows);
         }
     });
 }
@@ -297,9 +300,13 @@ void Engine::quantize_hidden(std::vector<Job>& jobs) {
         for (int t = 0; t < job.tokens && (!job.expert->full || job.h_rows != job.hidden); ++t) tasks.emplace_back(&job, t);
     run(static_cast<int>(tasks.size()), [&](int task, int) {
         const auto [job, token] = tasks[task];
-        const ptrdiff_t at = static_cast<ptrdiff_t>(token) * job->padded;
-        if (job->expert->full) kernels_.split_row(job->hidden + at, job->padded, job->rests[token], job->h_rows + at);
-        else kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
+        const ptrdiff_t at = token * job->h_stride;
+        if (job->expert->full) {
+            bool& rest = job->rests[token];
+            rest = kernels_.split_row(job->hidden + at, job->expert->intermediate, rest, job->h_rows + at);
+        } else {
+            kernels_.quantize(quantize_job(job->hidden + at, job->expert->w2, job->h, token));
+        }
     });
 }
 
@@ -336,12 +343,13 @@ void Engine::multiply(const Job& job, bool down, int first, int last, float* y, 
     if (!job.expert->full) {
         kernels_.multiply(down ? job.w2 : job.w13, down ? job.h.view : job.x.view, first, last, y, stride,
                           thread_scratch_[thread]);
-    } else if (down) {
-        kernels_.multiply_full(job.expert->full_w2, job.h_rows, job.padded, job.tokens, first, last, y, stride);
-    } else {
-        kernels_.multiply_full(job.expert->full_w13, job.x_rows, job.expert->hidden, job.tokens, first, last, y,
-                               stride);
+        return;
     }
+    const bool rests = job.rests && std::any_of(job.rests, job.rests + job.tokens, [](bool rest) { return rest; });
+    if (down)
+        kernels_.multiply_full(job.expert->full_w2, job.h_rows, job.h_stride, job.tokens, rests, first, last, y, stride);
+    else
+        kernels_.multiply_full(job.expert->full_w13, job.x_rows, job.x_stride, job.tokens, rests, first, last, y, stride);
 }
 
 void Engine::multiply_matrix(const float* x, int tokens, const PackedMatrix& matrix, int limbs, float* y) {
@@ -395,12 +403,14 @@ void Engine::execute(const float* x, int tokens, int hidden, const std::vector<c
         job.pairs = order.data() + begin;
         job.tokens = end - begin;
         job.padded = (job.expert->intermediate + kBlockRows - 1) / kBlockRows * kBlockRows;
-        job.hidden = arena_.take<float>(static_cast<size_t>(job.tokens) * job.padded);
+        job.x_stride = hidden + kBetweenRows;
+        job.h_stride = job.padded + kBetweenRows;
+        job.hidden = arena_.take<float>(job.tokens * job.h_stride);
         if (job.expert->full) {
-            job.x_rows = arena_.take<float>(static_cast<size_t>(job.tokens) * hidden);
+            job.x_rows = arena_.take<float>(job.tokens * job.x_stride);
             job.h_rows = job.hidden;
             if (splits_rows(*job.expert)) {
-                job.h_rows = arena_.take<float>(static_cast<size_t>(job.tokens) * job.padded);
+                job.h_rows = arena_.take<float>(job.tokens * job.h_stride);
                 job.rests = arena_.take<bool>(job.tokens);
             }
         } else {

@@ -11,14 +11,15 @@
 
 namespace {
 
-constexpr int kCols = 32;       // of a vector
-constexpr int kRowsAtOnce = 4;  // of weights, and of activations: 24 of 32 registers hold sums
-constexpr int kMostTokens = 6;
-constexpr int kRange = 256;           // columns of weights that stay in the first cache for all rows of a pass
+constexpr int kCols = 32;              // of a vector
+constexpr int kSums = 24;              // of 32 registers hold sums: so many rows of weights times rows of activations
+constexpr int kBlockTokens = 6;        // rows of activations at once where there are more than kMostTokens
+constexpr int kMostTokens = 8;         // at once where there are no more: every row of weights is then read once
+constexpr int kRange = 256;            // columns of weights that stay in the first cache for all rows of a pass
 constexpr int kPassBytes = 512 << 10;  // of activations, which stay in the second cache
-constexpr int kPassTokens = 5 * kMostTokens;
+constexpr int kPassTokens = 5 * kBlockTokens;
 
-typedef __m512 Sums[kRowsAtOnce][kMostTokens];
+typedef __m512 Sums[kSums];
 
 NDP_INLINE __m512bh bfloats(const uint16_t* p) { return load<__m512bh>(p); }
 
@@ -44,44 +45,39 @@ bool split_row(const float* x, int cols, bool rest, float* to) {
     return any;
 }
 
-// Whether the second halves of these split rows hold anything but zeros.
-bool leaves_any(const uint16_t* x, ptrdiff_t x_stride, int tokens, int cols) {
-    for (int t = 0; t < tokens; ++t) {
-        const uint16_t* low = x + t * x_stride + x_stride / 2;
-        for (int i = 0; i < cols; i += kCols) {
-            const __mmask32 which = cols - i < kCols ? (1u << (cols - i)) - 1 : ~0u;
-            const __m512i v = _mm512_maskz_loadu_epi16(which, low + i);
-            if (_mm512_test_epi16_mask(v, _mm512_set1_epi16(0x7fff))) return true;
-        }
-    }
-    return false;
-}
+// Split rows of activations.
+struct Rows {
+    const uint16_t* first;
+    ptrdiff_t stride;
+    int rest;  // columns from what is nearest to what is left
 
-// Adds columns `from` to `to` of four rows times TOKENS rows of activations. `ahead`: what the four read next.
-template <int TOKENS, int PARTS>
-void add_products(const uint16_t* const* rows, const uint16_t* const* ahead, int from, int to, const uint16_t* x,
-                  ptrdiff_t x_stride, Sums& sums) {
-    __m512 sum[kRowsAtOnce][TOKENS];
-    NDP_UNROLL(4)
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-        NDP_UNROLL(6)
-        for (int t = 0; t < TOKENS; ++t) sum[r][t] = sums[r][t];
+    NDP_INLINE const uint16_t* at(int row, int part) const { return first + row * stride + part * rest; }
+};
+
+// Adds columns `from` to `to` of ROWS rows of weights times TOKENS rows of activations. `ahead`: what the former read next.
+template <int ROWS, int TOKENS, int PARTS>
+void add_products(const uint16_t* const* rows, const uint16_t* const* ahead, int from, int to, const Rows& x, Sums& sums) {
+    __m512 sum[TOKENS][ROWS];
+    NDP_UNROLL(8)
+    for (int t = 0; t < TOKENS; ++t) {
+        NDP_UNROLL(4)
+        for (int r = 0; r < ROWS; ++r) sum[t][r] = sums[t * ROWS + r];
     }
     int col = from;
     for (; col + kCols <= to; col += kCols) {
-        __m512bh w[kRowsAtOnce];
+        __m512bh w[ROWS];
         NDP_UNROLL(4)
-        for (int r = 0; r < kRowsAtOnce; ++r) {
+        for (int r = 0; r < ROWS; ++r) {
             if (ahead) __builtin_prefetch(ahead[r] + col - from);
             w[r] = bfloats(rows[r] + col);
         }
         NDP_UNROLL(2)
         for (int part = 0; part < PARTS; ++part) {  // outside: a sum must not wait for itself
-            NDP_UNROLL(6)
+            NDP_UNROLL(8)
             for (int t = 0; t < TOKENS; ++t) {
-                const __m512bh v = bfloats(x + t * x_stride + part * (x_stride / 2) + col);
+                const __m512bh v = bfloats(x.at(t, part) + col);
                 NDP_UNROLL(4)
-                for (int r = 0; r < kRowsAtOnce; ++r) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[r], v);
+                for (int r = 0; r < ROWS; ++r) sum[t][r] = _mm512_dpbf16_ps(sum[t][r], w[r], v);
             }
         }
     }
@@ -89,55 +85,67 @@ void add_products(const uint16_t* const* rows, const uint16_t* const* ahead, int
         const __mmask32 which = (1u << (to - col)) - 1;
         NDP_UNROLL(2)
         for (int part = 0; part < PARTS; ++part) {
-            NDP_UNROLL(6)
+            NDP_UNROLL(8)
             for (int t = 0; t < TOKENS; ++t) {
-                const __m512bh v = some_bfloats(which, x + t * x_stride + part * (x_stride / 2) + col);
+                const __m512bh v = some_bfloats(which, x.at(t, part) + col);
                 NDP_UNROLL(4)
-                for (int r = 0; r < kRowsAtOnce; ++r)
-                    sum[r][t] = _mm512_dpbf16_ps(sum[r][t], some_bfloats(which, rows[r] + col), v);
+                for (int r = 0; r < ROWS; ++r)
+                    sum[t][r] = _mm512_dpbf16_ps(sum[t][r], some_bfloats(which, rows[r] + col), v);
             }
         }
     }
-    NDP_UNROLL(4)
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-        NDP_UNROLL(6)
-        for (int t = 0; t < TOKENS; ++t) sums[r][t] = sum[r][t];
+    NDP_UNROLL(8)
+    for (int t = 0; t < TOKENS; ++t) {
+        NDP_UNROLL(4)
+        for (int r = 0; r < ROWS; ++r) sums[t * ROWS + r] = sum[t][r];
     }
 }
 
 // The same for 1 to TOKENS rows of activations.
-template <int TOKENS, int PARTS>
-void add_some(const uint16_t* const* rows, const uint16_t* const* ahead, int from, int to, const uint16_t* x,
-              ptrdiff_t x_stride, int tokens, Sums& sums) {
-    if (tokens == TOKENS) return add_products<TOKENS, PARTS>(rows, ahead, from, to, x, x_stride, sums);
-    if constexpr (TOKENS > 1) add_some<TOKENS - 1, PARTS>(rows, ahead, from, to, x, x_stride, tokens, sums);
+template <int ROWS, int TOKENS, int PARTS>
+void add_some(const uint16_t* const* rows, const uint16_t* const* ahead, int from, int to, const Rows& x, int tokens,
+              Sums& sums) {
+    if (tokens == TOKENS) return add_products<ROWS, TOKENS, PARTS>(rows, ahead, from, to, x, sums);
+    if constexpr (TOKENS > 1) add_some<ROWS, TOKENS - 1, PARTS>(rows, ahead, from, to, x, tokens, sums);
 }
 
-// Four rows of weights times the rows of one pass. `next`: the rows after them. y[t * y_stride + row]
-template <int PARTS>
-void four_rows(const uint16_t* const* rows, const uint16_t* const* next, int cols, const uint16_t* x,
-               ptrdiff_t x_stride, int tokens, float* y, ptrdiff_t y_stride) {
-    constexpr int kMostBlocks = kPassTokens / kMostTokens;
-    const int blocks = (tokens + kMostTokens - 1) / kMostTokens, each = (tokens + blocks - 1) / blocks;
-    Sums sums[kMostBlocks] = {};
+// ROWS rows of weights times the rows of one pass, `each` at once. `next`: the rows after them. y[t * y_stride + row]
+template <int ROWS, int PARTS>
+void some_rows(const uint16_t* const* rows, const uint16_t* const* next, int cols, const Rows& x, int tokens, int each,
+               float* y, ptrdiff_t y_stride) {
+    Sums sums[kPassTokens / kBlockTokens];
+    std::memset(sums, 0, sizeof(Sums) * ((tokens + each - 1) / each));
     for (int from = 0; from < cols; from += kRange) {
         const int to = from + kRange < cols ? from + kRange : cols;
-        const uint16_t* ahead[kRowsAtOnce];
-        for (int r = 0; r < kRowsAtOnce; ++r) ahead[r] = to < cols ? rows[r] + to : next[r];
-        for (int b = 0; b < blocks; ++b) {
-            const int count = tokens - b * each < each ? tokens - b * each : each;
-            add_some<kMostTokens, PARTS>(rows, b ? nullptr : ahead, from, to, x + b * each * x_stride, x_stride, count,
-                                         sums[b]);
+        const uint16_t* ahead[ROWS];
+        for (int r = 0; r < ROWS; ++r) ahead[r] = to < cols ? rows[r] + to : next[r];
+        for (int t = 0, block = 0; t < tokens; t += each, ++block) {
+            const Rows some{x.at(t, 0), x.stride, x.rest};
+            const int count = tokens - t < each ? tokens - t : each;
+            constexpr int kMost = ROWS == 4 ? kBlockTokens : kMostTokens;
+            add_some<ROWS, kMost, PARTS>(rows, t ? nullptr : ahead, from, to, some, count, sums[block]);
         }
     }
     for (int t = 0; t < tokens; ++t)
-        for (int r = 0; r < kRowsAtOnce; ++r) y[t * y_stride + r] = _mm512_reduce_add_ps(sums[t / each][r][t % each]);
+        for (int r = 0; r < ROWS; ++r) y[t * y_stride + r] = _mm512_reduce_add_ps(sums[t / each][t % each * ROWS + r]);
 }
 
-void multiply_bfloats(const FullView& w, const uint16_t* x, ptrdiff_t x_stride, int tokens, int first, int last,
-                      float* y, ptrdiff_t y_stride) {
-    const bool whole = leaves_any(x, x_stride, tokens, w.cols);
-    const uint16_t* rows[kUnitRows + kRowsAtOnce];
+// All rows of a unit, and pointers to the first four of the next, times the rows of one pass.
+template <int PARTS>
+void unit_rows(const uint16_t* const* rows, int cols, const Rows& x, int tokens, float* y, ptrdiff_t y_stride) {
+    const int blocks = tokens <= kMostTokens ? 1 : (tokens + kBlockTokens - 1) / kBlockTokens;
+    const int each = (tokens + blocks - 1) / blocks, most = each <= kBlockTokens ? 4 : 3;
+    for (int r = 0; r < kUnitRows;) {
+        const int now = kUnitRows - r < most ? kUnitRows - r : most;
+        auto* const some = now == 4 ? some_rows<4, PARTS> : now == 3 ? some_rows<3, PARTS> : some_rows<2, PARTS>;
+        some(rows + r, rows + r + now, cols, x, tokens, each, y + r, y_stride);
+        r += now;
+    }
+}
+
+void multiply_bfloats(const FullView& w, const Rows& x, int tokens, bool rests, int first, int last, float* y,
+                      ptrdiff_t y_stride) {
+    const uint16_t* rows[kUnitRows + 4];  // and the first ones of the next unit
     for (int unit = first; unit < last; ++unit) {
         float* to = y + (unit - first) * kUnitRows;
         bool is_past[kUnitRows];
@@ -147,28 +155,27 @@ void multiply_bfloats(const FullView& w, const uint16_t* x, ptrdiff_t x_stride, 
             is_past[r] = row >= w.num_rows;
             rows[r] = static_cast<const uint16_t*>(matrix) + static_cast<ptrdiff_t>(is_past[r] ? w.num_rows - 1 : row) * w.cols;
         }
-        for (int r = 0; r < kRowsAtOnce; ++r) rows[kUnitRows + r] = rows[kUnitRows - kRowsAtOnce + r];
-        for (int r = 0; r < kUnitRows; r += kRowsAtOnce) {
-            auto* const four = whole ? four_rows<2> : four_rows<1>;
-            four(rows + r, rows + r + kRowsAtOnce, w.cols, x, x_stride, tokens, to + r, y_stride);
-        }
+        const int next = (unit + 1) * (w.second ? kBlockRows : kUnitRows);
+        for (int r = 0; r < 4; ++r)
+            rows[kUnitRows + r] = static_cast<const uint16_t*>(w.first) +
+                                  static_cast<ptrdiff_t>(next + r < w.num_rows ? next + r : w.num_rows - 1) * w.cols;
+        (rests ? unit_rows<2> : unit_rows<1>)(rows, w.cols, x, tokens, to, y_stride);
         for (int r = 0; r < kUnitRows; ++r)
             if (is_past[r])
                 for (int t = 0; t < tokens; ++t) to[t * y_stride + r] = 0.0f;
     }
 }
 
-void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
-                   ptrdiff_t y_stride) {
+void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, bool rests, int first, int last,
+                   float* y, ptrdiff_t y_stride) {
     if (w.dtype != DType::bfloat16)
-        return ndp::avx512vnni_kernels().multiply_full(w, x, x_stride, tokens, first, last, y, y_stride);
-    const int room = kPassBytes / (4 * w.cols) / kMostTokens * kMostTokens;
-    const int most = room < kMostTokens ? kMostTokens : room < kPassTokens ? room : kPassTokens;
+        return ndp::avx512vnni_kernels().multiply_full(w, x, x_stride, tokens, rests, first, last, y, y_stride);
+    const int room = kPassBytes / ((rests ? 4 : 2) * w.cols) / kBlockTokens * kBlockTokens;
+    const int most = room < kBlockTokens ? kBlockTokens : room < kPassTokens ? room : kPassTokens;
     const int passes = (tokens + most - 1) / most, each = (tokens + passes - 1) / passes;
     for (int t = 0; t < tokens; t += each) {
-        const int count = tokens - t < each ? tokens - t : each;
-        multiply_bfloats(w, reinterpret_cast<const uint16_t*>(x + t * x_stride), 2 * x_stride, count, first, last,
-                         y + t * y_stride, y_stride);
+        const Rows some{reinterpret_cast<const uint16_t*>(x + t * x_stride), 2 * x_stride, w.cols};
+        multiply_bfloats(w, some, tokens - t < each ? tokens - t : each, rests, first, last, y + t * y_stride, y_stride);
     }
 }
 

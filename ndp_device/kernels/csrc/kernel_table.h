@@ -96,8 +96,9 @@ struct KernelTable {
     // y[t * stride + 32 * (unit - first) + row] for units first .. last - 1; scratch holds scratch_bytes(padded_group)
     void (*multiply)(const QuantizedView&, const Activations&, int first, int last, float* y, ptrdiff_t stride,
                      void* scratch);
-    void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, int first, int last,
-                          float* y, ptrdiff_t y_stride);
+    // `rests`: whether any of these rows, if they are split, has something left.
+    void (*multiply_full)(const FullView&, const float* x, ptrdiff_t x_stride, int tokens, bool rests, int first,
+                          int last, float* y, ptrdiff_t y_stride);
     // Null, or writes what multiply_full reads in place of a row of floats where weights are bfloat16: as many bytes.
     // With `rest` it keeps what the nearest bfloat16 leave, and returns whether that is anything.
     bool (*split_row)(const float* x, int cols, bool rest, float* to);

@@ -627,8 +627,8 @@ void full_matrix(const FullView& w, const float* x, ptrdiff_t x_stride, int toke
     }
 }
 
-void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, int first, int last, float* y,
-                   ptrdiff_t y_stride) {
+void multiply_full(const FullView& w, const float* x, ptrdiff_t x_stride, int tokens, bool, int first, int last,
+                   float* y, ptrdiff_t y_stride) {
     switch (w.dtype) {
         case DType::float32: return full_matrix<DType::float32>(w, x, x_stride, tokens, first, last, y, y_stride);
         case DType::float16: return full_matrix<DType::float16>(w, x, x_stride, tokens, first, last, y, y_stride);

@@ -187,7 +187,7 @@ def test_a_row_gets_the_same_bits_in_any_batch_on_any_threads(isa: str, kind: in
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tokens", [1, 7, 31, 100])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 31, 100])
 def test_wide_bfloat16_experts_meet_rows_in_several_passes_and_ranges(isa: str, tokens: int) -> None:
     """5000 columns: five ranges, the last one uneven; 100 rows of 20 KB: more than one pass, cut unevenly."""
     rng = np.random.default_rng(tokens)
