@@ -5,8 +5,7 @@
 
 Real are engine, layer, messenger, link, device process and shared memory; batch 1, half of the bundled model's experts
 hot. In place of the hot experts the thread sleeps. Streams are the host's: `split`, `packet` and `add` are torch
-operators here, and launches on a GPU. The bundled experts are so small that `device` is its handling and the way there
-and back, less what passes beside the hot experts. `fixed` is the layer less the hot experts.
+operators here, and launches on a GPU. The bundled experts are so small that their message passes beside the hot ones. `fixed` is the layer less the hot experts.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from measured import ROOT, Measurement, add_json_option
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
 PARTS = {
     "sidecar": ("begin", "noted"),
-    "split": ("noted", "split"),
-    "packet": ("split", "fetched"),
-    "split again": ("fetched", "host split"),  # for the message and the account
-    "encode, send": ("host split", "sent"),
-    "hot experts": ("sent", "hot end"),
-    "device": ("hot end", "answered"),  # its handling, and both ways
+    "order": ("noted", "ordered"),  # to the thread that sends
+    "split": ("ordered", "split"),
+    "hot experts": ("split", "hot end"),  # beside them the thread splits for the message, sends, and takes the answer
+    "crossed": ("hot end", "crossed"),  # what the thread has done
+    "device": ("crossed", "answered"),  # what is left of its handling, and of both ways
     "sums": ("answered", "brought"),
     "add": ("brought", "added"),
     "account": ("added", "end"),
@@ -73,18 +71,17 @@ def watch(stamps: Stamps) -> None:
     """Before the engine starts, whose layers bind these functions."""
     from vllm_ndp.integration import moe_layer, step
     from vllm_ndp.integration.cuda import layer, messenger, routing
-    from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+    from vllm_ndp.integration.device_link import DeviceCall
 
     stamps.on(moe_layer.MoELayer, "_run", before="begin", after="end")
     stamps.on(step.Step, "note_routing", after="noted")
     split = stamps.stamped(routing.split, "", "split")
     add_rows = stamps.stamped(routing.add_rows, "", "added")
     layer.routing_for = lambda device: routing.Routing(split, add_rows)
-    stamps.on(messenger.Packet, "fetch", after="fetched")
+    stamps.on(layer.AsideLayer, "_send_ahead", after="ordered")
+    stamps.on(layer.AsideLayer, "_sent_ahead", after="crossed")
     stamps.on(messenger.Messenger, "bring", after="brought")
-    stamps.on(layer.AsideLayer, "_split", after="host split")
     stamps.on(layer.AsideLayer, "_run_hot", after="hot end")
-    stamps.on(DeviceLink, "send", after="sent")
     stamps.on(DeviceCall, "result", after="answered")
 
 
