@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ndp_device.protocol.messages import Result
 from ndp_device.transport import layer_messages
-from ndp_device.transport.shm import ShmChannel, native
+from ndp_device.transport.shm import DEVICE_SPIN_US, ShmChannel, Spinner, native
 
 _LOOK_NS = 100_000_000
 
@@ -68,12 +68,15 @@ class Crossing:
     def __init__(self) -> None:
         assert native is not None
         self._native = native.Crossing(layer_messages.EXECUTES, layer_messages.RESULTS)
+        self._idle_ns = Spinner(DEVICE_SPIN_US).spin_ns  # outlasts the gap between two layers
         self._held: tuple[ShmChannel, Any] | None = None
 
     def begin(self, channel: ShmChannel, order: Order, asked: Sequence[int], spin_ns: int) -> None:
-        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer."""
+        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer; 0: its core is another's,
+        so that it sleeps at once when the layer is over."""
+        idle_ns = self._idle_ns if spin_ns else 0
         self._held = channel, order.finder  # for the thread
-        self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns)
+        self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)
 
     def end(self, require_packet: Callable[[], object]) -> Crossed:
         """Wait until the message has left, or will not. require_packet: is called where the packet takes long. It

@@ -47,9 +47,9 @@ public:
     Crossing(const Crossing&) = delete;
     Crossing& operator=(const Crossing&) = delete;
 
-    // layer: as the finder counts. spin_ns: for how long the thread looks for an answer, and for another layer.
+    // layer: as the finder counts. spin_ns: for how long the thread looks for an answer; idle_ns: and then for another layer.
     void begin(Channel& ring, const Finder& finder, const Memory& memory, int64_t layer, const Executes::Asked& asked,
-               uint64_t spin_ns) {
+               uint64_t spin_ns, uint64_t idle_ns) {
         if (stage_.load() != kIdle) throw std::runtime_error("a layer is under way");
         if (!worker_ || pid_ != getpid()) start();
         ring_ = &ring;
@@ -58,6 +58,7 @@ public:
         layer_ = layer;
         asked_ = asked;
         spin_ns_ = spin_ns;
+        idle_ns_ = idle_ns;
         host_waits_ = false;
         stage_.store(kAsked);
         if (sleeps_.load()) {
@@ -130,7 +131,7 @@ private:
     void run(Worker& worker) {
         const auto asked = [this] { return stage_.load() == kAsked || closing_.load(); };
         while (!closing_) {
-            if (!(spin_until(asked, spin_ns_) & 1)) {
+            if (!(spin_until(asked, idle_ns_) & 1)) {
                 std::unique_lock<std::mutex> lock(worker.mutex);
                 sleeps_.store(true);  // Dekker: then look whether a layer came meanwhile
                 worker.wakes.wait(lock, asked);
@@ -183,7 +184,8 @@ private:
     Memory memory_{};
     int64_t layer_ = 0;
     Executes::Asked asked_{};
-    std::atomic<uint64_t> spin_ns_{0};
+    uint64_t spin_ns_ = 0;
+    std::atomic<uint64_t> idle_ns_{0};
     State state_ = kLeft;
     int seen_ = 1;  // as spin_until
     uint64_t sent_ns_ = 0;

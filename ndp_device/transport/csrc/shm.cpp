@@ -40,13 +40,13 @@ int spin(nb::list rings, uint64_t timeout_ns) {
 using Places = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, char, uint64_t, uint64_t, uint64_t>;
 
 void begin(Crossing& crossing, Channel& ring, nb::capsule finder, const Places& places, int64_t layer,
-           const Executes::Asked& asked, uint64_t spin_ns) {
+           const Executes::Asked& asked, uint64_t spin_ns, uint64_t idle_ns) {
     if (!finder.name() || std::string_view(finder.name()) != kFinder) throw std::invalid_argument("this finds no pairs");
     const auto& [word, ids, weights, x, y, format, row_bytes, rows, hidden] = places;
     const Crossing::Memory memory{reinterpret_cast<std::atomic<uint32_t>*>(word), reinterpret_cast<const int32_t*>(ids),
                                   reinterpret_cast<const float*>(weights), reinterpret_cast<const char*>(x),
                                   reinterpret_cast<float*>(y), format, row_bytes, rows, hidden};
-    crossing.begin(ring, *static_cast<const Finder*>(finder.data()), memory, layer, asked, spin_ns);
+    crossing.begin(ring, *static_cast<const Finder*>(finder.data()), memory, layer, asked, spin_ns, idle_ns);
 }
 
 uint32_t sum(uint32_t crc, const View& view) {
@@ -116,7 +116,7 @@ NB_MODULE(_shm, module) {
         .def(nb::init<const Executes&, const Results&>(), nb::arg("executes"), nb::arg("results"), nb::keep_alive<1, 2>(),
              nb::keep_alive<1, 3>())
         .def("begin", &begin, nb::arg("ring"), nb::arg("finder"), nb::arg("places"), nb::arg("layer"), nb::arg("asked"),
-             nb::arg("spin_ns"))
+             nb::arg("spin_ns"), nb::arg("idle_ns"))
         .def("end", &Crossing::end, nb::arg("timeout_ns"))
         .def("cancel", &Crossing::cancel);
     module.def("spin", &spin);

@@ -12,7 +12,7 @@ buffers. Does not know what is hot, nor how the device is asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -38,10 +38,13 @@ class Packet:
     places: Places
     _crossing: Crossing | None
     _seen: torch.Tensor
+    _orders: dict[int, Order] = field(default_factory=dict)
 
     def order(self, splitter: Splitter, layer: int) -> Order | None:
-        """For a thread that waits for it; None where there is none."""
-        return None if self._crossing is None else Order(self._crossing, self.places, splitter.finder, layer)
+        """For a thread that waits for it; None where there is none. splitter: the worker's."""
+        if self._crossing is not None and layer not in self._orders:
+            self._orders[layer] = Order(self._crossing, self.places, splitter.finder, layer)
+        return self._orders.get(layer)
 
     def require(self) -> None:
         """Wait until the main stream has written it, which raises what went wrong there."""
