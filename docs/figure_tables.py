@@ -78,6 +78,40 @@ def gpu_dry_run(root: Path = ROOT) -> str:
     return "\n".join([*lines, *(f"\n{what}: {about(run)}" for what, run in runs.items())])
 
 
+def asynchronous_layer(root: Path = ROOT) -> str:
+    """Microseconds of each part of a decode layer, before and after a change."""
+    measured = load_measured(root / "docs" / "measured")["asynchronous_layer"]
+    rows = measured.figures["results"]
+    titles = [f"{row['which']}{', holds the lock' if row['holds_gil'] else ''}" for row in rows]
+    parts = list(dict.fromkeys(part for row in rows[::-1] for part in row["us"]))
+    last = [part for part in parts if part in ("fixed", "layer")]
+    lines = [f"| us | {' | '.join(titles)} |", f"|{'---|' * (len(rows) + 1)}"]
+    for part in [*(part for part in parts if part not in last), *last]:
+        cells = [f"{row['us'][part]:.0f}" if part in row["us"] else "" for row in rows]
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    turns = "; ".join(
+        f"{title} {min(row['fixed_us_of_turns']):.0f} to {max(row['fixed_us_of_turns']):.0f}"
+        for title, row in zip(titles, rows, strict=True)
+    )
+    before = next(row["commit"] for row in rows if row["which"] == "before")
+    return "\n".join(
+        [*lines, "", f"Fixed over {measured.figures['turns']} turns with {before}: {turns}.", "", about(measured)]
+    )
+
+
+def compiled_kernels(root: Path = ROOT) -> str:
+    """The most that any specialisation of a kernel needs."""
+    measured = load_measured(root / "docs" / "measured")["compiled_kernels"]
+    lines = [
+        "| kernel | GPUs | specialisations | registers | bytes of stack | bytes of shared memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in measured.figures["results"]:
+        most = row["registers"], row["stack_bytes"], row["shared_bytes"]
+        lines.append(f"| `{row['kernel']}` | sm_{row['sm']} | {row['cases']} | {' | '.join(map(str, most))} |")
+    return "\n".join([*lines, "", about(measured)])
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
     host      begin | launches ................................ end: waits for no more than that the message has left
     thread          | packet there? find pairs, send, answer there? take it
 
-What the thread cannot do by itself it leaves to whoever asks at the end (`State`). Between begin and end the shared
-memory is the thread's. Knows csrc/crossing.h; does not know how pairs are found.
+The thread stops where it cannot go on by itself, and the caller goes on from there (`State`). Between begin and end the
+shared memory is the thread's. Knows csrc/crossing.h; does not know how pairs are found.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Crossing:
         self._held: tuple[ShmChannel, Any] | None = None
 
     def begin(self, channel: ShmChannel, order: Order, asked: Sequence[int], spin_ns: int) -> None:
-        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer; 0: its core is another's,
-        so that it sleeps at once when the layer is over."""
+        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer. 0: others want its core,
+        so that it sleeps as soon as the layer is over."""
         idle_ns = self._idle_ns if spin_ns else 0
         self._held = channel, order.finder  # for the thread
         self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)

@@ -44,7 +44,7 @@ def take(channel: ShmChannel) -> Sound | None:
 
 
 def reply(number: int, incarnation: str, epoch: int, values: Any, shape: tuple[int, int]) -> Result:
-    """Of what the native reader has found."""
+    """Make a Result of what the native reader has found."""
     timing = None if values is None else Timing(*values)
     tensors = (TensorSpec("y", "float32", shape, 0),)
     return Result(number, incarnation=incarnation, epoch=epoch, timing=timing, tensors=tensors)

@@ -44,9 +44,9 @@ class Packet(NamedTuple):
     sums: NDArray[np.float32]
 
     def order(self, crossing: Crossing, splitter: Splitter, layer: int) -> Order:
-        at = [part.ctypes.data for part in self]
         rows, hidden = self.x.shape
-        places = Places(*at, "f", 4 * hidden, rows, hidden)
+        word, ids, weights, x, sums = (part.ctypes.data for part in self)
+        places = Places(word, ids, weights, x, sums, "f", 4 * hidden, rows, hidden)
         return Order(crossing, places, splitter.finder, layer)
 
     def write(self, rows: NDArray[np.int64]) -> None:

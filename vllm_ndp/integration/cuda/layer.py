@@ -82,7 +82,8 @@ class AsideLayer:
             beside()
             out = self._run_hot(x, topk_weights, here.slots, are_named=self._elsewhere >= 0)
             if ahead is not None:
-                ahead, asked = None, self._sent_ahead(step, packet, ahead)
+                asked = self._sent_ahead(step, packet, ahead)
+                ahead = None
             assert asked is not None
             sums = self._sums(packet.arrays, asked)
         except BaseException:
@@ -193,7 +194,7 @@ class AsideLayer:
 
 
 class _Asked(NamedTuple):
-    """What a layer asked of the device, if anything; left: the rows of its packet."""
+    """A layer that has asked the device, if for anything; left: the rows of its packet."""
 
     split: Split
     call: DeviceCall | None

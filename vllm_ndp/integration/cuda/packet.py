@@ -83,7 +83,7 @@ def _aligned(size: int) -> int:
 
 
 class HostFields:
-    """What the host reads of them, once it is written."""
+    """The parts that the host reads, as arrays."""
 
     def __init__(self, fields: Fields) -> None:
         self.addresses = fields.ids.data_ptr(), fields.weights.data_ptr()
