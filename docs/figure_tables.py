@@ -82,33 +82,25 @@ def asynchronous_layer(root: Path = ROOT) -> str:
     """Microseconds of each part of a decode layer, before and after a change."""
     measured = load_measured(root / "docs" / "measured")["asynchronous_layer"]
     rows = measured.figures["results"]
-    titles = [f"{row['which']}{', holds the lock' if row['holds_gil'] else ''}" for row in rows]
-    parts = list(dict.fromkeys(part for row in rows[::-1] for part in row["us"]))
-    last = [part for part in parts if part in ("fixed", "layer")]
-    lines = [f"| us | {' | '.join(titles)} |", f"|{'---|' * (len(rows) + 1)}"]
-    for part in [*(part for part in parts if part not in last), *last]:
-        cells = [f"{row['us'][part]:.0f}" if part in row["us"] else "" for row in rows]
-        lines.append(f"| {part} | {' | '.join(cells)} |")
-    turns = "; ".join(
-        f"{title} {min(row['fixed_us_of_turns']):.0f} to {max(row['fixed_us_of_turns']):.0f}"
-        for title, row in zip(titles, rows, strict=True)
-    )
-    before = next(row["commit"] for row in rows if row["which"] == "before")
-    return "\n".join(
-        [*lines, "", f"Fixed over {measured.figures['turns']} turns with {before}: {turns}.", "", about(measured)]
-    )
+    shown = [row for row in rows if not row["holds_gil"]]
+    lines = [f"{row['which']}: {', '.join(f'{part} {us:.0f}' for part, us in row['us'].items())}.\\" for row in shown]
+    for row in rows:
+        turns = row["fixed_us_of_turns"]
+        lock = ", lock held" if row["holds_gil"] else ""
+        lines.append(f"{row['which']}{lock}: fixed {min(turns):.0f} to {max(turns):.0f}.\\")
+    return "\n".join([*lines, about(measured)])
 
 
 def compiled_kernels(root: Path = ROOT) -> str:
     """The most that any specialisation of a kernel needs."""
     measured = load_measured(root / "docs" / "measured")["compiled_kernels"]
-    lines = [
-        "| kernel | GPUs | specialisations | registers | bytes of stack | bytes of shared memory |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in measured.figures["results"]:
-        most = row["registers"], row["stack_bytes"], row["shared_bytes"]
-        lines.append(f"| `{row['kernel']}` | sm_{row['sm']} | {row['cases']} | {' | '.join(map(str, most))} |")
+    rows = measured.figures["results"]
+    targets = " / ".join(f"{row['sm']}" for row in rows if row["kernel"] == rows[0]["kernel"])
+    lines = [f"| on sm {targets} | specialisations | registers | stack | shared memory |", "|---|---|---|---|---|"]
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        mine = [row for row in rows if row["kernel"] == kernel]
+        cells = [" / ".join(str(row[key]) for row in mine) for key in ("registers", "stack_bytes", "shared_bytes")]
+        lines.append(f"| `{kernel}` | {mine[0]['cases']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", about(measured)])
 
 

@@ -47,7 +47,7 @@ def split_rows(
 @triton.jit
 def gather_rows(x, stride, sent_rows, head, out, word, hidden, WIDTH: tl.constexpr):
     """Program (i, b): block b of the i-th row that leaves, into the host's memory. The last one to end tells the
-    host that all of it is there. What each has written comes before its count, and all counts before the word."""
+    host that all of it is there. Each counts after it has written, and the word follows the last count."""
     i = tl.program_id(0)
     if i < tl.load(head + 1):
         row = tl.load(sent_rows + i)
