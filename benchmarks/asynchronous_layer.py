@@ -2,22 +2,26 @@
 
     python benchmarks/asynchronous_layer.py                    the hot experts release the GIL for 150 us
     python benchmarks/asynchronous_layer.py --holds-gil        they hold it for 150 us, as launches from Python do
+    python benchmarks/asynchronous_layer.py --before CHECKOUT  both, in turns with another commit's, built in CHECKOUT
 
 Real are engine, layer, messenger, link, device process and shared memory; batch 1, half of the bundled model's experts
-hot. In place of the hot experts the thread sleeps. Streams are the host's: `split`, `packet` and `add` are torch
-operators here, and launches on a GPU. The bundled experts are so small that `device` is its handling and the way there
-and back, less what passes beside the hot experts. `fixed` is the layer less the hot experts.
+hot. In place of the hot experts the thread sleeps. Streams are the host's: `split` and `add` are torch operators here,
+and launches on a GPU. The bundled experts are so small that their message passes beside the hot ones. `fixed` is the
+layer less the hot experts.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from measured import ROOT, Measurement, add_json_option
@@ -25,12 +29,11 @@ from measured import ROOT, Measurement, add_json_option
 MODEL, REPLICAS = ROOT / "models/tiny-mixtral", ROOT / "models/tiny-mixtral-replicas"
 PARTS = {
     "sidecar": ("begin", "noted"),
-    "split": ("noted", "split"),
-    "packet": ("split", "fetched"),
-    "split again": ("fetched", "host split"),  # for the message and the account
-    "encode, send": ("host split", "sent"),
-    "hot experts": ("sent", "hot end"),
-    "device": ("hot end", "answered"),  # its handling, and both ways
+    "order": ("noted", "ordered"),  # to the thread that sends
+    "split": ("ordered", "split"),
+    "hot experts": ("split", "hot end"),  # beside them the thread splits for the message, sends, and takes the answer
+    "crossed": ("hot end", "crossed"),  # what the thread has done
+    "device": ("crossed", "answered"),  # what is left of its handling, and of both ways
     "sums": ("answered", "brought"),
     "add": ("brought", "added"),
     "account": ("added", "end"),
@@ -73,18 +76,17 @@ def watch(stamps: Stamps) -> None:
     """Before the engine starts, whose layers bind these functions."""
     from vllm_ndp.integration import moe_layer, step
     from vllm_ndp.integration.cuda import layer, messenger, routing
-    from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
+    from vllm_ndp.integration.device_link import DeviceCall
 
     stamps.on(moe_layer.MoELayer, "_run", before="begin", after="end")
     stamps.on(step.Step, "note_routing", after="noted")
     split = stamps.stamped(routing.split, "", "split")
     add_rows = stamps.stamped(routing.add_rows, "", "added")
     layer.routing_for = lambda device: routing.Routing(split, add_rows)
-    stamps.on(messenger.Packet, "fetch", after="fetched")
+    stamps.on(layer.AsideLayer, "_send_ahead", after="ordered")
+    stamps.on(layer.AsideLayer, "_sent_ahead", after="crossed")
     stamps.on(messenger.Messenger, "bring", after="brought")
-    stamps.on(layer.AsideLayer, "_split", after="host split")
     stamps.on(layer.AsideLayer, "_run_hot", after="hot end")
-    stamps.on(DeviceLink, "send", after="sent")
     stamps.on(DeviceCall, "result", after="answered")
 
 
@@ -144,16 +146,46 @@ def _row(part: str, rounds: list[list[dict[str, float]]]) -> dict[str, Any]:
     return {"part": part, "median_us": round(middle, 1), "tenth_us": round(least, 1)}
 
 
+def in_turns(other: Path, turns: int, options: list[str]) -> list[dict[str, Any]]:
+    """Rows of both checkouts. Of the turns the one whose fixed part is the middle one: its parts belong together."""
+    found = []
+    for holds in ([], ["--holds-gil"]):
+        runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+        for _ in range(turns):
+            for name, root in (("before", other), ("after", ROOT)):
+                words = [root / ".venv/bin/python", root / "benchmarks/asynchronous_layer.py", *holds, *options]
+                said = subprocess.run(words, cwd=root, check=True, capture_output=True, text=True).stdout
+                runs[name].append(json.loads(said.splitlines()[-1]))
+        for name, of_turns in runs.items():
+            by_fixed = sorted(of_turns, key=lambda run: _median_of(run, "fixed"))
+            middle, fixed = by_fixed[turns // 2], [_median_of(run, "fixed") for run in by_fixed]
+            parts = {row["part"]: row["median_us"] for row in middle["figures"]["results"]}
+            row = {"which": name, "commit": middle["commit"], "holds_gil": bool(holds), "fixed_us_of_turns": fixed}
+            found.append(row | {"us": parts})
+    return found
+
+
+def _median_of(run: dict[str, Any], part: str) -> float:
+    return float(next(row["median_us"] for row in run["figures"]["results"] if row["part"] == part))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hot-us", type=float, default=150.0, help="time of the hot experts' stand-in")
     parser.add_argument("--holds-gil", action="store_true", help="while it runs, as a program that launches does")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of another commit, with its .venv")
+    parser.add_argument("--turns", type=int, default=3)
     add_json_option(parser)
     arguments = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     measurement, stamps = Measurement(__doc__), Stamps()
+    if arguments.before is not None:
+        options = ["--tokens", str(arguments.tokens), "--rounds", str(arguments.rounds)]
+        rows = in_turns(arguments.before, arguments.turns, options)
+        measurement.end({"hot_us": arguments.hot_us, "turns": arguments.turns, "results": rows}, arguments.json)
+        return
     watch(stamps)
     stand_in(arguments.hot_us, holds_gil=arguments.holds_gil)
     rows = run(stamps, arguments.tokens, arguments.rounds)

@@ -52,7 +52,7 @@ def cases() -> Iterator[Case]:
         for hidden in HIDDEN:
             sizes: dict[str, str | int] = {"stride": hidden, "hidden": hidden}
             block = {"WIDTH": kernels.BLOCK}
-            rows_of = {"x": dtype, "sent_rows": "*i64", "head": "*i32", "out": dtype}
+            rows_of = {"x": dtype, "sent_rows": "*i64", "head": "*i32", "out": dtype, "word": "*i32"}
             yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.gather_rows, rows_of | sizes, block)
             sums = {"out": dtype, "partial": "*fp32", "rows": "*i64"}
             yield Case(f"{dtype[1:]}, hidden {hidden}", kernels.add_partial, sums | sizes, block)

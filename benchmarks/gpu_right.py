@@ -95,14 +95,19 @@ def routing(run: Run) -> dict[str, Any]:
         )
         ids = torch.rand(rows, experts, device="cuda").topk(top_k).indices.to(torch.int32)
         weights = torch.rand(rows, top_k, device="cuda")
-        size = packet.packet_bytes(rows, top_k, 4096, x.dtype)
+        form = packet.RowForm(top_k, 4096, x.dtype)
+        here, there = packet.packet_bytes(rows, form)
         both = []
         for split in (kernels.split, operators.split):
-            memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
-            into = packet.lay_out(memory, rows, top_k, 4096, x.dtype)
+            memory = torch.zeros(here, dtype=torch.uint8, device="cuda")
+            pinned = torch.zeros(there, dtype=torch.uint8, pin_memory=True)
+            into = packet.lay_out(memory, pinned, rows, form)
             split(expert_map, ids, weights, x, into, slots)
             both.append((into, microseconds(partial(split, expert_map, ids, weights, x, into, slots))))
         (mine, kernel_us), (theirs, operators_us) = both
+        torch.cuda.synchronize()
+        if not int(mine.word[0]):
+            raise RuntimeError(f"the kernels for {rows} rows did not say that the packet is there")
         sent = int(theirs.head[1])
         counts = {"slots": rows, "ids": rows, "weights": rows, "sent_rows": sent, "x": sent}
         for name, count in counts.items():

@@ -78,6 +78,32 @@ def gpu_dry_run(root: Path = ROOT) -> str:
     return "\n".join([*lines, *(f"\n{what}: {about(run)}" for what, run in runs.items())])
 
 
+def asynchronous_layer(root: Path = ROOT) -> str:
+    """Microseconds of each part of a decode layer, before and after a change."""
+    measured = load_measured(root / "docs" / "measured")["asynchronous_layer"]
+    rows = measured.figures["results"]
+    shown = [row for row in rows if not row["holds_gil"]]
+    lines = [f"{row['which']}: {', '.join(f'{part} {us:.0f}' for part, us in row['us'].items())}.\\" for row in shown]
+    for row in rows:
+        turns = row["fixed_us_of_turns"]
+        lock = ", lock held" if row["holds_gil"] else ""
+        lines.append(f"{row['which']}{lock}: fixed {min(turns):.0f} to {max(turns):.0f}.\\")
+    return "\n".join([*lines, about(measured)])
+
+
+def compiled_kernels(root: Path = ROOT) -> str:
+    """The most that any specialisation of a kernel needs."""
+    measured = load_measured(root / "docs" / "measured")["compiled_kernels"]
+    rows = measured.figures["results"]
+    targets = " / ".join(f"{row['sm']}" for row in rows if row["kernel"] == rows[0]["kernel"])
+    lines = [f"| on sm {targets} | specialisations | registers | stack | shared memory |", "|---|---|---|---|---|"]
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        mine = [row for row in rows if row["kernel"] == kernel]
+        cells = [" / ".join(str(row[key]) for row in mine) for key in ("registers", "stack_bytes", "shared_bytes")]
+        lines.append(f"| `{kernel}` | {mine[0]['cases']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", about(measured)])
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 

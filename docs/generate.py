@@ -71,6 +71,8 @@ def blocks(root: Path = ROOT) -> dict[str, Callable[[], str]]:
         "arrows of vllm_ndp": lambda: code_tables.room_drawing("vllm_ndp", root),
         "ranks": lambda: figure_tables.ranks_matrix(root),
         "measured on a GPU": lambda: figure_tables.gpu_results(root),
+        "host time of a layer": lambda: figure_tables.asynchronous_layer(root),
+        "compiled kernels": lambda: figure_tables.compiled_kernels(root),
         "dry run without a GPU": lambda: figure_tables.gpu_dry_run(root),
         "faults": lambda: fault_figures.kinds(root),
         "a long night": lambda: fault_figures.soak(load_measured(root / "docs" / "measured")),

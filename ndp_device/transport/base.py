@@ -14,6 +14,7 @@ from ndp_device.protocol import codec
 from ndp_device.protocol.codec import Frames
 from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum
+from ndp_device.transport.crossing import Crossed, Order
 from ndp_device.transport.layer_messages import Sound
 
 
@@ -104,6 +105,15 @@ class ClientTransport(Protocol):
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
         """Hand an Execute over without frames (layer_messages.put). False: it was not, and `send` may do it."""
+        ...
+
+    def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:
+        """Have an Execute sent as soon as its packet is there (crossing.py). False: this carrier cannot. Between this
+        and `sent_ahead` nothing else is asked of the transport."""
+        ...
+
+    def sent_ahead(self, crossed: Crossed) -> None:
+        """It is over: go on from there."""
         ...
 
     def receive(self, timeout_s: float) -> Frames | Sound | None:

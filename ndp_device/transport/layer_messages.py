@@ -31,19 +31,23 @@ class Sound(NamedTuple):
 
 def put(channel: ShmChannel, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> Put:
     """Publish an Execute. asked: the fields of messages.Execute in their order. REFUSED: its frames may still go."""
-    state: int = _EXECUTES.put(channel.ring, asked, *tensors)
+    state: int = EXECUTES.put(channel.ring, asked, *tensors)
     return PUT[state]
 
 
 def take(channel: ShmChannel) -> Sound | None:
     """The next message if it is a sound Result; else None, and it stays the next."""
-    if (found := _RESULTS.take(channel.ring)) is None:
+    if (found := RESULTS.take(channel.ring)) is None:
         return None
-    number, incarnation, epoch, values, shape, sums = found
+    described, sums = found
+    return Sound(reply(*described), np.frombuffer(sums, np.float32).reshape(described[4]))
+
+
+def reply(number: int, incarnation: str, epoch: int, values: Any, shape: tuple[int, int]) -> Result:
+    """Make a Result of what the native reader has found."""
     timing = None if values is None else Timing(*values)
-    described = (TensorSpec("y", "float32", shape, 0),)
-    reply = Result(number, incarnation=incarnation, epoch=epoch, timing=timing, tensors=described)
-    return Sound(reply, np.frombuffer(sums, np.float32, shape[0] * shape[1]).reshape(shape))
+    tensors = (TensorSpec("y", "float32", shape, 0),)
+    return Result(number, incarnation=incarnation, epoch=epoch, timing=timing, tensors=tensors)
 
 
 def _heads() -> Iterator[tuple[str, bytes, list[tuple[int, int]]]]:
@@ -68,5 +72,5 @@ def _places(head: bytes, number: int) -> Iterator[int]:
 _ASKED = Execute.__struct_fields__[: Execute.__struct_fields__.index("ttl_us") + 1]
 _OF_PAIRS = [(name, kinds) for name, (kinds, rank) in TENSORS[Execute].items() if rank == 1]
 if native is not None:
-    _EXECUTES = native.Executes(list(_heads()))
-    _RESULTS = native.Results(MAJOR, [(name, Timing.__annotations__[name]) for name in Timing.__struct_fields__])
+    EXECUTES = native.Executes(list(_heads()))
+    RESULTS = native.Results(MAJOR, [(name, Timing.__annotations__[name]) for name in Timing.__struct_fields__])

@@ -232,23 +232,40 @@ class Spinner:
     def spin(self, channels: Sequence[ShmChannel], timeout_ns: int | None = None) -> bool:
         """True as soon as one of the channels can be read."""
         began_ns = time.monotonic_ns()
-        if not self.spin_ns or began_ns < self._calm_until_ns:
+        if self.is_calm:
             return False
         assert native is not None
         if timeout_ns is None:
-            timeout_ns = min(self.spin_ns, _BRIEFLY_NS) if self._brief_spins else self.spin_ns
-            self._brief_spins -= self._brief_spins > 0
+            timeout_ns = self.next_ns()
         seen: int = native.spin([channel.ring for channel in channels], timeout_ns)
-        if not seen & 1 and timeout_ns == self.spin_ns:
-            self._brief_spins = _BRIEF_SPINS
+        if not seen & 1:
+            self.fail(timeout_ns)
         if seen & 2 or self._calm_ns:
             self._note(time.monotonic_ns(), began_ns, lost=bool(seen & 2))
         return bool(seen & 1)
 
+    def next_ns(self) -> int:
+        """How long to spin next; 0: there is no point in it."""
+        if self.is_calm:
+            return 0
+        if not self._brief_spins:
+            return self.spin_ns
+        self._brief_spins -= 1
+        return min(self.spin_ns, _BRIEFLY_NS)
+
+    def fail(self, timeout_ns: int) -> None:
+        """Nothing came for so long."""
+        if timeout_ns == self.spin_ns:
+            self._brief_spins = _BRIEF_SPINS
+
+    def lose(self) -> None:
+        """Somebody else had the core during a spin."""
+        self._calm_ns = min(2 * self._calm_ns or CALM_FIRST_NS, CALM_LAST_NS)
+        self._calm_until_ns, self._kept_ns = time.monotonic_ns() + self._calm_ns, 0
+
     def _note(self, now_ns: int, began_ns: int, *, lost: bool) -> None:
         if lost:
-            self._calm_ns = min(2 * self._calm_ns or CALM_FIRST_NS, CALM_LAST_NS)
-            self._calm_until_ns, self._kept_ns = now_ns + self._calm_ns, 0
+            self.lose()
             return
         self._kept_ns += now_ns - began_ns
         if self._kept_ns > _KEPT_NS:

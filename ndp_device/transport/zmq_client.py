@@ -27,6 +27,7 @@ from ndp_device.protocol.messages import SlotOffer
 from ndp_device.transport import checksum, fragments, layer_messages, shm, sockets
 from ndp_device.transport.address import Address, is_foreign
 from ndp_device.transport.base import require_intact
+from ndp_device.transport.crossing import Crossed, Order, State
 from ndp_device.transport.keys import HostKeys
 from ndp_device.transport.layer_messages import Sound
 from ndp_device.transport.shm import ShmChannel
@@ -66,6 +67,7 @@ class ZmqTransport:
         self._connected = self._lost = False
         self._refusal = ""  # why the handshake failed
         self._spinner = shm.Spinner(shm.HOST_SPIN_US)
+        self._spun_ns = 0  # at most, by a Crossing
         self._require_own()
         try:
             self._socket = sockets.context().socket(zmq.DEALER)
@@ -105,6 +107,26 @@ class ZmqTransport:
 
     def send_execute(self, asked: Sequence[int], tensors: Sequence[NDArray[Any]]) -> bool:
         return self._channel is not None and self._published(layer_messages.put(self._channel, asked, tensors))
+
+    def send_ahead(self, order: Order, asked: Sequence[int]) -> bool:
+        if self._channel is None:
+            return False
+        self._channel.release()
+        self._spun_ns = self._spinner.next_ns()
+        order.crossing.begin(self._channel, order, asked, self._spun_ns)
+        return True
+
+    def sent_ahead(self, crossed: Crossed) -> None:
+        if crossed.state is State.RINGS:
+            self._published(shm.Put.DOORBELL)
+        elif crossed.state is State.SENT:
+            self._published(shm.Put.DONE)
+        elif crossed.state is State.TAKEN:
+            self._waits_for_memory = False
+        if crossed.lost_core:
+            self._spinner.lose()
+        elif crossed.in_vain:
+            self._spinner.fail(self._spun_ns)
 
     def receive(self, timeout_s: float) -> Frames | Sound | None:
         channel = self._channel

@@ -170,6 +170,11 @@ class SimTransport:
     def send_execute(self, asked: object, tensors: object) -> bool:
         return False
 
+    def send_ahead(self, order: object, asked: object) -> bool:
+        return False
+
+    def sent_ahead(self, crossed: object) -> None: ...
+
     def receive(self, timeout_s: float) -> Frames | None:
         frames = self._next()
         if frames is None and timeout_s > 0 and self._process.program is not None:

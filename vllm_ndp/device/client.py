@@ -29,6 +29,7 @@ from ndp_device.protocol import messages as msg
 from ndp_device.protocol.session import listed
 from ndp_device.transport import connect
 from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.crossing import Crossed, Order
 from vllm_ndp.device.calls import AnnouncedPlan, ControlCall, Counters, ExecuteHandle, ExecuteResult
 from vllm_ndp.device.connection import Connection, ConnectionStage
 from vllm_ndp.device.process import DeviceProcess
@@ -214,13 +215,9 @@ class DeviceClient:
 
         deadline_s: on the monotonic clock; None = the client's own deadline from now on.
         """
-        if self._active is None:
-            raise LocalProtocolError("a plan must be activated before the first Execute")
-        if self._connection is not None and len(self._connection.handles) >= MAX_IN_FLIGHT:
-            raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
         now = self._clock.monotonic()
         patience_s = self._deadline_s if deadline_s is None else max(deadline_s - now, 0.0)
-        handle = ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now + patience_s, patience_s)
+        handle = self._new_handle(x, submit_ps, now, patience_s)
         if not self._up or self._pid != os.getpid():
             self.poll()
         connection = self._connection
@@ -233,6 +230,36 @@ class DeviceClient:
         except (DeviceUnavailable, RemoteProtocolError) as error:
             self._fail(error)
         return handle
+
+    def execute_ahead(
+        self, order: Order, layer: int, step: int, submit_ps: int, x: NDArray[Any]
+    ) -> ExecuteHandle | None:
+        """The same for pairs that a thread will find (crossing.py). If they leave, `executed_ahead` is the next call.
+        x [T, H]: rows that may leave. None: they must be sent otherwise."""
+        connection = self._connection
+        if connection is None or not connection.is_up or self._pid != os.getpid():
+            return None
+        handle = self._new_handle(x, submit_ps, self._clock.monotonic(), self._deadline_s)
+        asked = handle.id, handle.epoch, layer, step, submit_ps, round(self._deadline_s * 1e6)
+        return handle if connection.execute_ahead(order, asked) else None
+
+    def executed_ahead(
+        self, handle: ExecuteHandle, crossed: Crossed, x: NDArray[Any], y: NDArray[np.float32] | None
+    ) -> None:
+        """The message has left with rows x; y: the sums of its answer, if that is here."""
+        assert self._connection is not None
+        handle.x, handle.deadline_s = x, crossed.sent_s + handle.patience_s
+        try:
+            self._connection.executed_ahead(handle, crossed, y)
+        except (DeviceUnavailable, RemoteProtocolError, DeviceError) as error:
+            self._fail(error)
+
+    def _new_handle(self, x: NDArray[Any], submit_ps: int, now_s: float, patience_s: float) -> ExecuteHandle:
+        if self._active is None:
+            raise LocalProtocolError("a plan must be activated before the first Execute")
+        if self._connection is not None and len(self._connection.handles) >= MAX_IN_FLIGHT:
+            raise LocalProtocolError(f"at most {MAX_IN_FLIGHT} Execute may be in flight: finish one first")
+        return ExecuteHandle(self._next_id(), self._active.epoch, x, submit_ps, now_s + patience_s, patience_s)
 
     def refuses(self) -> bool:
         """Whether a call would end at once: `poll` saw no device last. It need not be made then, and is counted."""

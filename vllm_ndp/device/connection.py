@@ -20,6 +20,7 @@ from ndp_device.errors import DeviceError, DeviceUnavailable, RemoteProtocolErro
 from ndp_device.protocol import codec
 from ndp_device.protocol import messages as msg
 from ndp_device.transport.base import ClientTransport, Clock
+from ndp_device.transport.crossing import Crossed, Order
 from ndp_device.transport.layer_messages import Sound
 from vllm_ndp.device.calls import (
     AnnouncedPlan,
@@ -95,6 +96,19 @@ class Connection:
         if not self._send(msg.Execute(*asked), dict(zip(msg.TENSORS[msg.Execute], tensors, strict=True))):
             raise DeviceUnavailable("the device takes no more requests")
 
+    def execute_ahead(self, order: Order, asked: Sequence[int]) -> bool:
+        """Have an Execute sent when its packet is there. False: the transport cannot."""
+        self._last_id = max(self._last_id, asked[0])
+        return self._transport.send_ahead(order, asked)
+
+    def executed_ahead(self, handle: ExecuteHandle, crossed: Crossed, y: NDArray[np.float32] | None) -> None:
+        """It has left, and perhaps its answer is here: then y are the sums."""
+        self.handles[handle.id] = handle
+        self._transport.sent_ahead(crossed)
+        if crossed.reply is not None:
+            assert y is not None
+            self._handle(crossed.reply, {"y": y}, is_sound=True)
+
     def welcomed(self, welcome: msg.Welcome) -> None:
         """Use what the device offers."""
         self._config_hash = welcome.config_hash
@@ -110,6 +124,10 @@ class Connection:
             reply, tensors = received.reply, {"y": received.y}
         else:
             reply, tensors = codec.decode_reply(received[0], received[1])
+        self._handle(reply, tensors, is_sound=is_sound)
+        return True
+
+    def _handle(self, reply: msg.AnyReply, tensors: codec.Tensors, *, is_sound: bool) -> None:
         self.incarnation = self.incarnation or reply.incarnation
         if reply.incarnation != self.incarnation:
             raise RemoteProtocolError("a reply came from another incarnation of the device")
@@ -123,7 +141,6 @@ class Connection:
             raise RemoteProtocolError(
                 f"the device answered request {reply.id}, which was never made, by {named(reply)}"
             )
-        return True
 
     def is_overdue(self) -> bool:
         """A control request waits longer than it may."""

@@ -24,6 +24,8 @@ from ndp_device.kernels.kernel import EngineKernel
 from ndp_device.model_config import whole_model
 from ndp_device.model_shape import WholeModel
 from ndp_device.protocol.messages import Served
+from ndp_device.transport import shm
+from ndp_device.transport.crossing import Crossing
 from ndp_device.widths import BYTE_BITS, FULL_PRECISION_BITS, REPLICA_WIDTHS
 from vllm_ndp import __version__
 from vllm_ndp.device.agreement import Agreement, PlannedReplicas
@@ -462,7 +464,8 @@ class Assembly:
         if not limits.runs_aside(self.settings, offload_bits, on_gpu=weights.is_cuda):
             return None
         device, shape = weights.device, self.pool.shape
-        return Messenger(pinned_for(device), device, RowForm(shape.top_k, shape.hidden_size, weights.dtype))
+        form = RowForm(shape.top_k, shape.hidden_size, weights.dtype)
+        return Messenger(pinned_for(device), device, form, None if shm.native is None else Crossing())
 
     def make_late_check(self) -> LateCheck | None:
         device = self._held.w13.device

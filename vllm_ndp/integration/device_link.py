@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ndp_device.errors import DeviceError, DeviceUnavailable, ReplicaError
 from ndp_device.model_shape import ModelShape
+from ndp_device.transport.crossing import Crossed, Order
 from ndp_device.widths import FLAG_OF_BITS, FULL_PRECISION_BITS
 from vllm_ndp.device.calls import ExecuteResult, Executes
 from vllm_ndp.device.client import DeviceClient
@@ -237,6 +238,22 @@ class DeviceLink:
         else:
             handle = self.client.begin_execute(*asked)
         return DeviceCall(pairs, self.client, handle, sent_s, self._round_trips_s, self._fallbacks)
+
+    def send_ahead(self, step: Step, layer: int, order: Order, x: NDArray[Any]) -> Any:
+        """The same by a thread, for pairs that it will find: a handle for `sent_ahead`. x [T, H]: rows that may leave.
+        None: they must be sent otherwise."""
+        self.wait_installed()
+        if self._only is None:
+            return None
+        return self._only.execute_ahead(order, self._layers[layer], step.number, step.parts.clock.now_ps, x)
+
+    def sent_ahead(
+        self, handle: Any, crossed: Crossed, rows: NDArray[Any], pairs: Pairs, y: NDArray[np.float32] | None
+    ) -> DeviceCall:
+        """The message has left; y: the sums, if the answer is here."""
+        assert self._only is not None
+        self._only.executed_ahead(handle, crossed, rows, y)
+        return DeviceCall(pairs, self.client, handle, crossed.sent_s, self._round_trips_s, self._fallbacks)
 
     def _prompts_s(self, step: Step, pairs: Pairs) -> float:
         """Seconds by which the deadline, which is meant for decode rows, is longer for these pairs."""

@@ -137,6 +137,7 @@ class Splitter:
         if host is not None:
             cpu = HostCpu.of(host)
             self.native.price_host(partial(cpu.rows_ps, host), partial(cpu.expert_ps, host))
+        self.finder = self.native.finder()
         self.hot: HotArrays
         self._parts: dict[int, Pairs] = {}
         self._views: dict[tuple[int, int, int], Pairs] = {}  # of parts, by place, rows and pairs: of few rows the same
@@ -193,7 +194,13 @@ class Splitter:
         with_device: whether the device is up, which hot experts and prompts then may use.
         """
         rule, prompts = (self._rules[layer], self._prompts) if with_device else (False, None)
-        found = self.native.split(layer, topk_ids, topk_weights, rule, prompts)
+        return self._listed(self.native.split(layer, topk_ids, topk_weights, rule, prompts))
+
+    def found(self) -> Split:
+        """The split of a layer that a thread has made (`native.finder`, ndp_device/transport/crossing.py)."""
+        return self._listed(self.native.found())
+
+    def _listed(self, found: Sequence[Any]) -> Split:
         device = self._pairs(DEVICE, found[0], found[1]) if found[1] else NO_PAIRS
         warm = self._pairs(WARM, found[2], found[3]) if found[3] else NO_PAIRS
         stream = self._pairs(STREAM, found[4], found[5]) if found[5] else NO_PAIRS

@@ -21,7 +21,7 @@
 namespace {
 
 constexpr uint64_t kAlignment = 64;  // as messages.ALIGNMENT
-constexpr Py_ssize_t kShortText = 256;  // as messages.ShortText
+constexpr size_t kShortText = 256;  // as messages.ShortText
 constexpr char kZeros[kAlignment] = {};
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -57,52 +57,68 @@ public:
     // stand in it, with which number that is: id, epoch, layer, step, submit_ps, ttl_us, T, H, P, four offsets.
     using Head = std::tuple<std::string, nb::bytes, std::vector<std::pair<uint32_t, uint32_t>>>;
     static constexpr size_t kAsked = 6, kNumbers = 13;
+    using Asked = std::array<uint64_t, kAsked>;
+    // x [T, H] of one format; rows, experts, bits and gates [P].
+    struct Tensors {
+        char format;
+        uint64_t rows, hidden, pairs;
+        std::array<std::string_view, 5> parts;
+    };
 
-    explicit Executes(std::vector<Head> heads) : heads_(std::move(heads)) {
-        for (const auto& [format, bytes, places] : heads_) {
+    explicit Executes(const std::vector<Head>& heads) {
+        for (const auto& [format, bytes, places] : heads) {
             if (format.size() != 1 || bytes.size() > kHeaderRoom || bytes.size() < kCrcBytes)
                 throw std::invalid_argument("a header cannot be");
             for (const auto& [at, which] : places)
                 if (at + 8 > bytes.size() - kCrcBytes || which >= kNumbers)
                     throw std::invalid_argument("a number lies outside of its header");
+            heads_.push_back({format[0], std::string(bytes.c_str(), bytes.size()), places});
         }
     }
 
-    // x [T, H]; rows, experts, bits and gates [P]. 0: it does not go this way; else as Channel::publish.
-    int put(Channel& ring, const std::array<uint64_t, kAsked>& asked, nb::handle x, nb::handle rows, nb::handle experts,
-            nb::handle bits, nb::handle gates) const {
-        const std::array<Array, 5> parts{Array(x), Array(rows), Array(experts), Array(bits), Array(gates)};
-        const Head* head = nullptr;
-        for (const Head& each : heads_)
-            if (parts[0].is(std::get<0>(each)[0], 2)) head = &each;
-        if (!head || !parts[1].is('i', 1) || !parts[2].is('i', 1) || !parts[3].is('B', 1) || !parts[4].is('f', 1)) return 0;
-        const uint64_t pairs = parts[1].shape(0);
+    // 0: it does not go this way; else as Channel::publish.
+    int put(Channel& ring, const Asked& asked, nb::handle x, nb::handle rows, nb::handle experts, nb::handle bits,
+            nb::handle gates) const {
+        const std::array<Array, 5> arrays{Array(x), Array(rows), Array(experts), Array(bits), Array(gates)};
+        constexpr std::array<char, 5> kFormats{0, 'i', 'i', 'B', 'f'};
+        if (!arrays[0].is(arrays[0].format(), 2)) return 0;
+        for (size_t i = 1; i < arrays.size(); ++i)
+            if (!arrays[i].is(kFormats[i], 1) || arrays[i].shape(0) != arrays[1].shape(0)) return 0;
+        Tensors of{arrays[0].format(), arrays[0].shape(0), arrays[0].shape(1), arrays[1].shape(0), {}};
+        for (size_t i = 0; i < arrays.size(); ++i) of.parts[i] = {arrays[i].data(), arrays[i].size()};
+        return write(ring, asked, of);
+    }
+
+    // The same, without Python.
+    int write(Channel& ring, const Asked& asked, const Tensors& of) const {
+        const Known* head = nullptr;
+        for (const Known& each : heads_)
+            if (each.format == of.format) head = &each;
+        if (!head) return 0;
         std::array<uint64_t, kNumbers> numbers;
         std::copy(asked.begin(), asked.end(), numbers.begin());
-        numbers[6] = parts[0].shape(0);
-        numbers[7] = parts[0].shape(1);
-        numbers[8] = pairs;
-        uint64_t end = aligned(parts[0].size());
-        for (size_t i = 1; i < parts.size(); ++i) {
-            if (parts[i].shape(0) != pairs) return 0;
+        numbers[6] = of.rows;
+        numbers[7] = of.hidden;
+        numbers[8] = of.pairs;
+        uint64_t end = aligned(of.parts[0].size());
+        for (size_t i = 1; i < of.parts.size(); ++i) {
             numbers[8 + i] = end;
-            end = aligned(end + parts[i].size());
+            end = aligned(end + of.parts[i].size());
         }
         if (end > kCopyBody) return 0;
-        const nb::bytes& header = std::get<1>(*head);
         Channel::Slot to;
         try {
-            to = ring.claim(header.size(), end);
+            to = ring.claim(head->bytes.size(), end);
         } catch (const std::invalid_argument&) {  // the carrier will say so
         }
         if (!to.head) return 0;
         char patched[kHeaderRoom];
-        std::memcpy(patched, header.c_str(), header.size());
-        for (const auto& [at, which] : std::get<2>(*head))
+        std::memcpy(patched, head->bytes.data(), head->bytes.size());
+        for (const auto& [at, which] : head->places)
             for (int byte = 0; byte < 8; ++byte) patched[at + byte] = static_cast<char>(numbers[which] >> (56 - 8 * byte));
-        const uint64_t before = header.size() - kCrcBytes;
+        const uint64_t before = head->bytes.size() - kCrcBytes;
         uint32_t crc = checksum::copy(0, to.head, patched, before);
-        for (const Array& part : parts) {
+        for (const std::string_view& part : of.parts) {
             crc = copied(crc, to.body, part.data(), part.size(), end);
             crc = copied(crc, to.body, kZeros, aligned(part.size()) - part.size(), end);
         }
@@ -111,6 +127,12 @@ public:
     }
 
 private:
+    struct Known {
+        char format;
+        std::string bytes;
+        std::vector<std::pair<uint32_t, uint32_t>> places;
+    };
+
     static uint32_t copied(uint32_t crc, char*& to, const char* from, uint64_t bytes, uint64_t of_body) {
         if (of_body <= kCheckedBody)
             crc = checksum::copy(crc, to, from, bytes);
@@ -120,7 +142,7 @@ private:
         return crc;
     }
 
-    std::vector<Head> heads_;
+    std::vector<Known> heads_;
 };
 
 // Values of MessagePack, one after the other. What is not what was asked for leaves it failed for good.
@@ -187,46 +209,94 @@ private:
 
 class Results {
 public:
+    // A number, a real or a text of a timing. The text lies in its Found.
+    struct Value {
+        uint64_t number = 0;
+        double real = 0;
+        std::string_view text;
+    };
+    // A Result's header. Its views lie in `head`.
+    struct Found {
+        char head[kHeaderRoom];
+        uint64_t id = 0, epoch = 0, rows = 0, hidden = 0;
+        std::string_view incarnation;
+        bool has_timing = false;
+        std::vector<Value> timing;
+    };
+
     // timing_fields: names and types ("int", "float" or "str") of work.Timing.
     Results(uint64_t major, std::vector<std::pair<std::string, std::string>> timing_fields)
         : major_(major), timing_fields_(std::move(timing_fields)) {}
 
-    // None, and nothing was taken. Or (id, incarnation, epoch, values of its timing or None, (T, H), y as bytes): the next
-    // message is a Result of T rows, all finite.
+    // None, and nothing was taken. Or as `described`, and y as bytes: the next message is a Result of T rows, all finite.
     nb::object take(Channel& ring) const {
-        Channel::Message next;
-        try {
-            if (!ring.look(next)) return nb::none();
-        } catch (const std::invalid_argument&) {  // the carrier will say so
-            return nb::none();
-        }
-        if (next.head_bytes < kCrcBytes || next.body_bytes > kCopyBody) return nb::none();
-        char head[kHeaderRoom];
-        const uint64_t before = next.head_bytes - kCrcBytes;
-        uint32_t crc = checksum::copy(0, head, next.head, before);
-        std::memcpy(head + before, next.head + before, kCrcBytes);
         Found found;
-        if (!read(Reader(head, next.head_bytes), found)) return nb::none();
-        const uint64_t bytes = found.rows * found.hidden * sizeof(float);  // each fits 32 bits
-        if (aligned(bytes) != next.body_bytes) return nb::none();
-        nb::object sums = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(next.body_bytes)));
+        Channel::Message next;
+        uint32_t crc;
+        if (!look(ring, found, next, crc)) return nb::none();
+        const uint64_t bytes = found.rows * found.hidden * sizeof(float);
+        nb::object sums = nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
         if (!sums.is_valid()) throw nb::python_error();
-        char* to = PyByteArray_AS_STRING(sums.ptr());
-        if (next.body_bytes <= kCheckedBody)
-            crc = checksum::copy(crc, to, next.body, next.body_bytes);
-        else
-            std::memcpy(to, next.body, next.body_bytes);
-        if (crc != read_crc(head + before) || !is_finite(to, found.rows * found.hidden)) return nb::none();
-        ring.accept();
-        return nb::make_tuple(found.id, found.incarnation, found.epoch, found.timing,
-                              nb::make_tuple(found.rows, found.hidden), sums);
+        if (!land(ring, found, next, crc, PyByteArray_AS_STRING(sums.ptr()))) return nb::none();
+        return nb::make_tuple(described(found), sums);
+    }
+
+    // The same without Python, for y [rows, hidden] with room for so many.
+    bool read(Channel& ring, uint64_t most_rows, uint64_t hidden, float* y, Found& found) const {
+        Channel::Message next;
+        uint32_t crc;
+        return look(ring, found, next, crc) && found.rows <= most_rows && found.hidden == hidden &&
+               land(ring, found, next, crc, reinterpret_cast<char*>(y));
+    }
+
+    // (id, incarnation, epoch, values of its timing or None, (T, H)).
+    nb::object described(const Found& found) const {
+        nb::object timing = nb::none();
+        if (found.has_timing) {
+            timing = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(found.timing.size())));
+            if (!timing.is_valid()) throw nb::python_error();
+            for (size_t i = 0; i < found.timing.size(); ++i) {
+                const Value& value = found.timing[i];
+                const char kind = timing_fields_[i].second[0];
+                nb::object made = kind == 'i'   ? nb::object(nb::int_(value.number))
+                                  : kind == 'f' ? nb::object(nb::float_(value.real))
+                                                : nb::object(nb::str(value.text.data(), value.text.size()));
+                PyTuple_SET_ITEM(timing.ptr(), static_cast<Py_ssize_t>(i), made.release().ptr());
+            }
+        }
+        return nb::make_tuple(found.id, nb::str(found.incarnation.data(), found.incarnation.size()), found.epoch, timing,
+                              nb::make_tuple(found.rows, found.hidden));
     }
 
 private:
-    struct Found {
-        uint64_t id = 0, epoch = 0, rows = 0, hidden = 0;
-        nb::object incarnation, timing;
-    };
+    // Whether the next message has the header of a sound Result, whose body has the right size; and its checksum so far.
+    bool look(const Channel& ring, Found& found, Channel::Message& next, uint32_t& crc) const {
+        try {
+            if (!ring.look(next)) return false;
+        } catch (const std::invalid_argument&) {  // the carrier will say so
+            return false;
+        }
+        if (next.head_bytes < kCrcBytes || next.body_bytes > kCopyBody) return false;
+        const uint64_t before = next.head_bytes - kCrcBytes;
+        crc = checksum::copy(0, found.head, next.head, before);
+        std::memcpy(found.head + before, next.head + before, kCrcBytes);
+        return read(Reader(found.head, next.head_bytes), found) &&
+               aligned(found.rows * found.hidden * sizeof(float)) == next.body_bytes;  // each fits 32 bits
+    }
+
+    // Takes the message if its sums are sound, with them in `to`.
+    static bool land(Channel& ring, const Found& found, const Channel::Message& next, uint32_t crc, char* to) {
+        const uint64_t bytes = found.rows * found.hidden * sizeof(float);
+        if (next.body_bytes <= kCheckedBody) {
+            crc = checksum::copy(crc, to, next.body, bytes);
+            crc = checksum::sum(crc, next.body + bytes, next.body_bytes - bytes);
+        } else {
+            std::memcpy(to, next.body, bytes);
+        }
+        const bool sound = crc == read_crc(found.head + next.head_bytes - kCrcBytes) && is_finite(to, found.rows * found.hidden);
+        if (sound) ring.accept();
+        return sound;
+    }
 
     bool read(Reader from, Found& found) const {
         constexpr std::array<std::string_view, 8> kKeys{"type",        "id",     "ndp",   "tensors", "crc",
@@ -241,13 +311,13 @@ private:
             if (key == 2 && from.number() >> 8 != major_) return false;
             if (key == 3 && !read_shape(from, found)) return false;
             if (key == 4 && from.bytes().size() != kCrcBytes) return false;
-            if (key == 5 && !(found.incarnation = nb::steal(read_value(from, 's'))).is_valid()) return false;
+            if (key == 5) found.incarnation = from.text();
             if (key == 6) found.epoch = from.number();
             if (key == 7 && !read_timing(from, found)) return false;
             if (key == 8) return false;
         }
         return from.ended() && seen == (1u << kKeys.size()) - 1 && found.id <= INT64_MAX && found.epoch <= INT64_MAX &&
-               PyUnicode_GET_LENGTH(found.incarnation.ptr()) <= kShortText;
+               is_ascii(found.incarnation) && found.incarnation.size() <= kShortText;
     }
 
     static bool read_shape(Reader& from, Found& found) {
@@ -260,37 +330,24 @@ private:
     }
 
     bool read_timing(Reader& from, Found& found) const {
-        if (from.nil()) {
-            found.timing = nb::none();
-            return true;
-        }
+        if (!(found.has_timing = !from.nil())) return true;
         if (from.map() != timing_fields_.size()) return false;
-        found.timing = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(timing_fields_.size())));
-        if (!found.timing.is_valid()) throw nb::python_error();
+        found.timing.resize(timing_fields_.size());
         for (size_t i = 0; i < timing_fields_.size(); ++i) {
             if (from.text() != timing_fields_[i].first) return false;
-            PyObject* value = read_value(from, timing_fields_[i].second[0]);
-            if (!value) return false;
-            PyTuple_SET_ITEM(found.timing.ptr(), static_cast<Py_ssize_t>(i), value);
+            Value& value = found.timing[i];
+            const char kind = timing_fields_[i].second[0];
+            if (kind == 'i') value.number = from.number();
+            else if (kind == 'f') value.real = from.real();
+            else value.text = from.text();
+            if (from.failed() || !is_ascii(value.text)) return false;
         }
         return true;
     }
 
-    // Null for what is none: no error is set.
-    static PyObject* read_value(Reader& from, char kind) {
-        if (kind == 'i') {
-            const uint64_t number = from.number();
-            return from.failed() ? nullptr : PyLong_FromUnsignedLongLong(number);
-        }
-        if (kind == 'f') {
-            const double real = from.real();
-            return from.failed() ? nullptr : PyFloat_FromDouble(real);
-        }
-        const std::string_view text = from.text();
-        if (from.failed()) return nullptr;
-        PyObject* value = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
-        if (!value) PyErr_Clear();
-        return value;
+    // Others are the codec's to judge.
+    static bool is_ascii(std::string_view text) {
+        return std::all_of(text.begin(), text.end(), [](char letter) { return static_cast<uint8_t>(letter) < 0x80; });
     }
 
     static bool is_finite(const char* values, uint64_t count) {

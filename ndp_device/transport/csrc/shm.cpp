@@ -1,42 +1,27 @@
-// The shared-memory rings (channel.h), a layer's messages in them (layer_messages.h) and the checksum, for Python. Waiting
-// means spinning for a bounded time without the GIL.
+// The shared-memory rings (channel.h), a layer's messages in them (layer_messages.h), the thread that sends them
+// (crossing.h) and the checksum, for Python. Waiting means spinning for a bounded time without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <sched.h>
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <stdexcept>
+#include <string_view>
 
 #include "channel.h"
+#include "crossing.h"
 #include "layer_messages.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace {
 
 constexpr size_t kMaxSpun = 64;
-constexpr int kLooksPerYield = 128;  // 7 us: a yield takes one, during which nobody looks
-
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// Looks until one of the channels has a message (bit 0 of the answer) or timeout_ns are over. Yields, so that a core
-// shared with the peer is not taken from it. Bit 1: meanwhile somebody else had our core for a while.
+// Looks until one of the channels has a message, as spin_until.
 int spin(nb::list rings, uint64_t timeout_ns) {
-    using Clock = std::chrono::steady_clock;
-    constexpr auto kLost = std::chrono::microseconds(500);
     std::array<const Channel*, kMaxSpun> channels;
     const size_t count = rings.size();
     if (count > kMaxSpun) throw std::invalid_argument("too many channels to look at");
@@ -48,20 +33,20 @@ int spin(nb::list rings, uint64_t timeout_ns) {
     };
     if (readable()) return 1;
     nb::gil_scoped_release release;
-    const auto start = Clock::now();
-    const auto end = start + std::chrono::nanoseconds(timeout_ns);
-    int lost = 0;
-    for (auto last = start; last < end || last == start;) {
-        for (int look = 0; look < kLooksPerYield; ++look) {
-            if (readable()) return lost | 1;
-            pause_briefly();
-        }
-        sched_yield();
-        const auto now = Clock::now();
-        if (now - last > kLost) lost = 2;
-        last = now;
-    }
-    return lost;
+    return spin_until(readable, timeout_ns);
+}
+
+// What a Crossing needs: where a packet's parts lie, and how long its rows are.
+using Places = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, char, uint64_t, uint64_t, uint64_t>;
+
+void begin(Crossing& crossing, Channel& ring, nb::capsule finder, const Places& places, int64_t layer,
+           const Executes::Asked& asked, uint64_t spin_ns, uint64_t idle_ns) {
+    if (!finder.name() || std::string_view(finder.name()) != kFinder) throw std::invalid_argument("this finds no pairs");
+    const auto& [word, ids, weights, x, y, format, row_bytes, rows, hidden] = places;
+    const Crossing::Memory memory{reinterpret_cast<std::atomic<uint32_t>*>(word), reinterpret_cast<const int32_t*>(ids),
+                                  reinterpret_cast<const float*>(weights), reinterpret_cast<const char*>(x),
+                                  reinterpret_cast<float*>(y), format, row_bytes, rows, hidden};
+    crossing.begin(ring, *static_cast<const Finder*>(finder.data()), memory, layer, asked, spin_ns, idle_ns);
 }
 
 uint32_t sum(uint32_t crc, const View& view) {
@@ -127,6 +112,13 @@ NB_MODULE(_shm, module) {
         .def(nb::init<uint64_t, std::vector<std::pair<std::string, std::string>>>(), nb::arg("major"),
              nb::arg("timing_fields"))
         .def("take", &Results::take);
+    nb::class_<Crossing>(module, "Crossing")
+        .def(nb::init<const Executes&, const Results&>(), nb::arg("executes"), nb::arg("results"), nb::keep_alive<1, 2>(),
+             nb::keep_alive<1, 3>())
+        .def("begin", &begin, nb::arg("ring"), nb::arg("finder"), nb::arg("places"), nb::arg("layer"), nb::arg("asked"),
+             nb::arg("spin_ns"), nb::arg("idle_ns"))
+        .def("end", &Crossing::end, nb::arg("timeout_ns"))
+        .def("cancel", &Crossing::cancel);
     module.def("spin", &spin);
     module.def("crc32", &crc_of, nb::arg("data"), nb::arg("crc") = 0);
     module.def("crc32_by_tables", &crc_by_tables, nb::arg("data"), nb::arg("crc") = 0);

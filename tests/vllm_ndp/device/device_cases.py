@@ -50,6 +50,11 @@ class InProcessTransport:
     def send_execute(self, asked: object, tensors: object) -> bool:
         return False
 
+    def send_ahead(self, order: object, asked: object) -> bool:
+        return False
+
+    def sent_ahead(self, crossed: object) -> None: ...
+
     def receive(self, timeout_s: float) -> Frames | None:
         if not self._replies:
             return None

@@ -41,17 +41,23 @@ def split_rows(
     tl.store(sent_rows + rank, row.to(tl.int64), mask=leaves > 0)
     tl.store(head, tl.sum(in_row, axis=0))
     tl.store(head + 1, tl.sum(leaves, axis=0))
+    tl.store(head + 2, 0)
 
 
 @triton.jit
-def gather_rows(x, stride, sent_rows, head, out, hidden, WIDTH: tl.constexpr):
-    """Program (i, b): block b of the i-th row that leaves."""
+def gather_rows(x, stride, sent_rows, head, out, word, hidden, WIDTH: tl.constexpr):
+    """Program (i, b): block b of the i-th row that leaves, into the host's memory. The last one to end tells the
+    host that all of it is there. Each counts after it has written, and the word follows the last count."""
     i = tl.program_id(0)
     if i < tl.load(head + 1):
         row = tl.load(sent_rows + i)
         column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
         inside = column < hidden
         tl.store(out + i.to(tl.int64) * hidden + column, tl.load(x + row * stride + column, mask=inside), mask=inside)
+    tl.debug_barrier()
+    before = tl.atomic_add(head + 2, 1, sem="acq_rel", scope="sys")
+    if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.atomic_xchg(word, 1, sem="release", scope="sys")
 
 
 @triton.jit
@@ -83,7 +89,7 @@ def split(
     )  # fmt: skip
     hidden = x.shape[1]
     grid = (num_rows, triton.cdiv(hidden, BLOCK))
-    gather_rows[grid](x, x.stride(0), into.sent_rows, into.head, into.x, hidden, WIDTH=BLOCK)
+    gather_rows[grid](x, x.stride(0), into.sent_rows, into.head, into.x, into.word, hidden, WIDTH=BLOCK)
 
 
 def add_rows(out: torch.Tensor, partial: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,20 +1,23 @@
 """One MoE layer of a decode step with one wait for the GPU: what `moe_layer` does for few rows, in another order.
 
-Splits on the GPU, brings the packet to the host, sends it and launches the hot experts. Only then waits for the device
-and the host's CPU, which compute the rest. With every expert here there is nothing to send, and nothing to wait for.
-The layer's counts are then read when somebody asks for the step's report. Gives what the eager layer gives, but for the
+Splits on the GPU, which writes the packet for the host; sends it and launches the hot experts. Only then waits for the
+device and the host's CPU, which compute the rest. With every expert here there is nothing to send or to wait for. The
+layer's counts are then read when somebody asks for the step's report. Gives what the eager layer gives, but for the
 rounding of rows that both computed. Knows one layer's slots and the messenger; does not know how plans are made.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ndp.integration.cuda.messenger import Messenger
+from ndp_device.transport.crossing import Order, State
+from vllm_ndp.integration.cuda.messenger import Messenger, Packet
 from vllm_ndp.integration.cuda.packet import HostFields
 from vllm_ndp.integration.cuda.routing import routing_for
 from vllm_ndp.integration.device_link import DeviceCall, DeviceLink
@@ -70,20 +73,26 @@ class AsideLayer:
             return self._run_everything(step, x, topk_weights, topk_ids, beside)
         step.begin_layer()
         packet = self._messenger.packet(len(x))
-        here = packet.here
-        self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere)
-        arrived = packet.fetch()
-        split = self._split(step, *arrived.addresses)
-        left = _rows_that_left(split)
-        call = self._send(step, arrived, split.device, left)
+        here, asked = packet.here, None
+        ahead = self._send_ahead(step, packet)
         try:
+            self._routing.split(self._slots.expert_map, topk_ids, topk_weights, x, here, self._elsewhere)
+            if ahead is None:
+                asked = self._ask(step, packet)
             beside()
             out = self._run_hot(x, topk_weights, here.slots, are_named=self._elsewhere >= 0)
-            sums = self._sums(arrived, split, call, left)
+            if ahead is not None:
+                asked = self._sent_ahead(step, packet, ahead)
+                ahead = None
+            assert asked is not None
+            sums = self._sums(packet.arrays, asked)
         except BaseException:
-            if call is not None:
-                call.abandon()
+            if ahead is not None:
+                self._abandon(packet, ahead)
+            if asked is not None and asked.call is not None:
+                asked.call.abandon()
             raise
+        split, call, _ = asked
         if sums is not None:
             self._routing.add_rows(out, self._messenger.bring(sums), here.sent_rows[: len(sums)])
         answered = call is None or call.answer is not None
@@ -127,19 +136,53 @@ class AsideLayer:
         """The same as on the GPU: the pairs of a message, and what counts. Addresses of i32 and f32 [T, k]."""
         return step.parts.splitter.split(self.index, topk_ids, topk_weights, with_device=False)
 
-    def _send(self, step: Step, packet: HostFields, pairs: Pairs, left: NDArray[np.int64]) -> DeviceCall | None:
-        """Send the device its rows of a packet, which has `left`; None where nothing is asked of it here."""
-        if not pairs or self._link is None:
-            return None
-        rows = packet.x[: len(left)] if len(pairs.sent_rows) == len(left) else packet.x[_places(left, pairs)]
-        return self._link.send(step, self.index, step.parts.clock.now_ps, rows, pairs)
+    def _ask(self, step: Step, packet: Packet) -> _Asked:
+        """Wait for the packet, and send."""
+        split = self._split(step, *packet.fetch().addresses)
+        return self._send(step, packet.arrays, split)
 
-    def _sums(
-        self, packet: HostFields, split: Split, call: DeviceCall | None, left: NDArray[np.int64]
-    ) -> NDArray[np.float32] | None:
+    def _send(self, step: Step, packet: HostFields, split: Split) -> _Asked:
+        """Send the device its rows of a packet, if anything is asked of it here."""
+        pairs, left = split.device, _rows_that_left(split)
+        if not pairs or self._link is None:
+            return _Asked(split, None, left)
+        rows = packet.x[: len(left)] if len(pairs.sent_rows) == len(left) else packet.x[_places(left, pairs)]
+        return _Asked(split, self._link.send(step, self.index, step.parts.clock.now_ps, rows, pairs), left)
+
+    def _send_ahead(self, step: Step, packet: Packet) -> _Ahead | None:
+        """Have the packet sent when it is there, where a thread can do that."""
+        if self._link is None or (order := packet.order(step.parts.splitter, self.index)) is None:
+            return None
+        handle = self._link.send_ahead(step, self.index, order, packet.arrays.x)
+        return None if handle is None else _Ahead(order, handle)
+
+    def _sent_ahead(self, step: Step, packet: Packet, ahead: _Ahead) -> _Asked:
+        """Go on from where the thread has come to."""
+        assert self._link is not None
+        crossed = ahead.order.crossing.end(packet.require)
+        if crossed.state is State.LEFT:
+            return self._ask(step, packet)
+        split = step.parts.splitter.found()
+        if crossed.state is State.FOUND:
+            return self._send(step, packet.arrays, split)
+        if crossed.state is State.NOTHING:
+            return _Asked(split, None, split.device.sent_rows)
+        left = split.device.sent_rows
+        sums = None if crossed.reply is None else self._messenger.arrived(crossed.reply.tensors[0].shape[0])
+        call = self._link.sent_ahead(ahead.handle, crossed, packet.arrays.x[: len(left)], split.device, sums)
+        return _Asked(split, call, left)
+
+    def _abandon(self, packet: Packet, ahead: _Ahead) -> None:
+        """The step is lost before the thread was asked: its answer, if there will be one, is for nobody."""
+        ahead.order.crossing.cancel()
+        with contextlib.suppress(RuntimeError):  # what ended the step may be the GPU
+            packet.fetch()
+
+    def _sums(self, packet: HostFields, asked: _Asked) -> NDArray[np.float32] | None:
         """Sums of the rows that left, [n, H]. The host's CPU computes its own, then waits for the device's, at most
         until the deadline. None where nobody here computed any."""
         found = []
+        split, call, left = asked
         if split.warm and self._host is not None:
             rows = _places(left, split.warm)
             found.append((rows, self._host.execute(self.index, as_float32(packet.x[rows]), split.warm)))
@@ -148,6 +191,21 @@ class AsideLayer:
                 return result.y
             found.append((_places(left, split.device), result.y))
         return _added(found, len(left))
+
+
+class _Asked(NamedTuple):
+    """A layer that has asked the device, if for anything; left: the rows of its packet."""
+
+    split: Split
+    call: DeviceCall | None
+    left: NDArray[np.int64]
+
+
+class _Ahead(NamedTuple):
+    """A message that a thread will send."""
+
+    order: Order
+    handle: Any
 
 
 def _rows_that_left(split: Split) -> NDArray[np.int64]:

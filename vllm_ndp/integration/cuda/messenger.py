@@ -1,25 +1,28 @@
 """One layer's way to the device and back: a packet to the host, partial sums to the GPU.
 
-    main stream   split -> packet, packet out               hot experts ............   sums in, add
-    host          launches ................ wait | send | launches ......... receive | launches
+    main stream   split, packet to the host                hot experts ............   sums in, add
+    thread        ...................... packet there: send | answer
+    host          begin | launches ...................................... end | add
 
-The host waits for the packet, which is the only wait for the GPU in a layer. The longest work begins first: the
-device computes while the host launches the hot experts. One thread does all of it, because launches hold the
-interpreter, so that another thread would send only after them. Each buffer exists once: a packet has arrived only when
-the main stream has added what came back for the layer before. Knows buffers. Does not know what is hot, nor how the
-device is asked.
+The GPU writes the packet into the host's memory. Where the device shares memory with the host, a thread sends it, while
+the host launches (ndp_device/transport/crossing.py). Else the host waits for the packet, sends, then launches. Each
+buffer exists once: a packet has arrived only when the main stream has added what came back for the layer before. Knows
+buffers. Does not know what is hot, nor how the device is asked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ndp_device.transport.crossing import Crossing, Order, Places
 from vllm_ndp.integration.cuda.lanes import Pinned
 from vllm_ndp.integration.cuda.packet import Fields, HostFields, RowForm, lay_out, packet_bytes
+from vllm_ndp.layer.split import Splitter
 
 MOST_ROWS = 256
 """Most rows of a step whose layers go this way. A step with more rows computes for so long that waiting costs
@@ -32,28 +35,58 @@ class Packet:
 
     here: Fields
     arrays: HostFields
-    _source: torch.Tensor
-    _target: torch.Tensor
+    places: Places
+    _crossing: Crossing | None
+    _seen: torch.Tensor
+    _orders: dict[int, Order] = field(default_factory=dict)
+
+    def order(self, splitter: Splitter, layer: int) -> Order | None:
+        """For a thread that waits for it; None where there is none. splitter: the worker's."""
+        if self._crossing is not None and layer not in self._orders:
+            self._orders[layer] = Order(self._crossing, self.places, splitter.finder, layer)
+        return self._orders.get(layer)
+
+    def require(self) -> None:
+        """Wait until the main stream has written it, which raises what went wrong there."""
+        self._seen.copy_(self.here.head)
 
     def fetch(self) -> HostFields:
-        """Wait until the main stream has written the packet and the host has it."""
-        self._target.copy_(self._source)
+        """Wait for it, where no thread does."""
+        self.require()
+        self.arrays.word[0] = 0
         return self.arrays
+
+
+class _Sums(NamedTuple):
+    """The sums of so many rows, on both sides. Made once, since to cut a tensor takes longer than to copy a row."""
+
+    array: NDArray[np.float32]
+    pinned: torch.Tensor
+    there: torch.Tensor
 
 
 class Messenger:
     """One per worker."""
 
-    def __init__(self, pinned: Pinned, device: torch.device, form: RowForm, *, most_rows: int = MOST_ROWS) -> None:
+    def __init__(
+        self,
+        pinned: Pinned,
+        device: torch.device,
+        form: RowForm,
+        crossing: Crossing | None = None,
+        *,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
         self.most_rows = most_rows
-        self._form = form
-        size = packet_bytes(most_rows, *form)
-        self._memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host_memory = pinned(size, dtype=torch.uint8)
+        self._form, self._crossing = form, crossing
+        here, there = packet_bytes(most_rows, form)
+        self._memory = torch.zeros(here, dtype=torch.uint8, device=device)
+        self._host_memory = pinned(there, dtype=torch.uint8)
+        self._seen = pinned(4, dtype=torch.int32)
         self._sums = torch.zeros(most_rows, form.hidden, dtype=torch.float32, device=device)
         self._host_sums = pinned(most_rows, form.hidden, dtype=torch.float32)
         self._by_rows: dict[int, Packet] = {}
-        self._sums_by_rows: dict[int, tuple[NDArray[np.float32], torch.Tensor, torch.Tensor]] = {}
+        self._sums_by_rows: dict[int, _Sums] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -61,25 +94,28 @@ class Messenger:
         return int(self._memory.nbytes + self._sums.nbytes)
 
     def packet(self, num_rows: int) -> Packet:
-        """For so many rows: the main stream writes into it what `fetch` brings."""
-        if num_rows not in self._by_rows:
-            here = lay_out(self._memory, num_rows, *self._form)
-            host = lay_out(self._host_memory, num_rows, *self._form)
-            size = here.num_bytes
-            self._by_rows[num_rows] = Packet(here, HostFields(host), self._memory[:size], self._host_memory[:size])
-        return self._by_rows[num_rows]
+        """For so many rows: the main stream writes into it."""
+        if (known := self._by_rows.get(num_rows)) is None:
+            fields = lay_out(self._memory, self._host_memory, num_rows, self._form)
+            arrays = HostFields(fields)
+            known = Packet(fields, arrays, arrays.places(self._host_sums), self._crossing, self._seen)
+            self._by_rows[num_rows] = known
+        return known
+
+    def arrived(self, num_rows: int) -> NDArray[np.float32]:
+        """[n, H], where a packet's thread has put the sums."""
+        return self._sums_of(num_rows).array
 
     def bring(self, sums: NDArray[np.float32]) -> torch.Tensor:
         """[n, H] on the device, for the main stream. The caller may write over `sums` at once, as a device does that
         lends the memory of its answer."""
-        array, pinned, there = self._sums_of(len(sums))
-        np.copyto(array, sums)
-        return there.copy_(pinned, non_blocking=True)
+        mine = self._sums_of(len(sums))
+        if sums is not mine.array:
+            np.copyto(mine.array, sums)
+        return mine.there.copy_(mine.pinned, non_blocking=True)
 
-    def _sums_of(self, num_rows: int) -> tuple[NDArray[np.float32], torch.Tensor, torch.Tensor]:
-        """Memory for the sums of so many rows: on the host, as an array and pinned, and on the device. Made once, since
-        to cut a tensor takes longer than to copy a row."""
-        if num_rows not in self._sums_by_rows:
+    def _sums_of(self, num_rows: int) -> _Sums:
+        if (known := self._sums_by_rows.get(num_rows)) is None:
             pinned = self._host_sums[:num_rows]
-            self._sums_by_rows[num_rows] = pinned.numpy(), pinned, self._sums[:num_rows]
-        return self._sums_by_rows[num_rows]
+            known = self._sums_by_rows[num_rows] = _Sums(pinned.numpy(), pinned, self._sums[:num_rows])
+        return known

@@ -47,14 +47,15 @@ def split(
     num_rows, top_k = topk_ids.shape
     where = expert_map.index_select(0, topk_ids.reshape(-1).long()).view(num_rows, top_k)
     into.slots.copy_(where.masked_fill(where < 0, elsewhere))
-    into.ids.copy_(topk_ids)
-    into.weights.copy_(topk_weights)
+    into.ids.copy_(topk_ids, non_blocking=True)
+    into.weights.copy_(topk_weights, non_blocking=True)
     leaves = (where < 0) & (where != ELSEWHERE)
     rows, num_sent = compacted(leaves.any(dim=1))
     into.head[0:1].copy_(leaves.sum())
     into.head[1:2].copy_(num_sent)
     into.sent_rows.copy_(rows)
-    into.x.copy_(x.index_select(0, rows))
+    into.x.copy_(x.index_select(0, rows), non_blocking=True)
+    into.word[0:1].fill_(1)
 
 
 def compacted(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "find_pairs.h"
 #include "offload.h"
 
 namespace nb = nanobind;
@@ -263,25 +264,42 @@ class Splitter {
     // the decode pairs that the same message holds), that returns the experts that the device computes for prompts.
     // Returns (rows, pairs) of device, warm and stream, and what split.Split has besides: in one value, since to ask for
     // one after the other takes longer than the split of few rows.
-    nb::tuple split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights, nb::object offload, nb::object prompts) {
+    nb::tuple split(int64_t layer, uintptr_t topk_ids, uintptr_t topk_weights, nb::handle offload, nb::handle prompts) {
         if (!num_rows_) throw std::runtime_error("split: begin_step must come first");
         want(layer >= 0 && layer < static_cast<int64_t>(where_.size()), "no such layer");
         const auto* ids = reinterpret_cast<const int32_t*>(topk_ids);
-        const auto* weights = reinterpret_cast<const float*>(topk_weights);
-        const int64_t pairs = num_rows_ * top_k_;
-        for (int64_t i = 0; i < pairs; ++i)
-            want(ids[i] >= 0 && ids[i] < num_experts_, "expert ids must lie in 0..E-1");
-        layer_ = layer;
-        table_ = where_[layer].data();
-        if (entries_) note(ids, weights);
-        for (int64_t expert : moved_) offloaded_[expert] = 0;
-        moved_.clear();
-        for (int64_t expert : sent_prompts_) there_[expert] = 0;
-        sent_prompts_.clear();
-        host_ps_ = warm_ps(ids);
-        if (offload.ptr() != Py_False && all_decode_) decide(ids, weights, offload);
-        if (!prompts.is_none() && !all_decode_) decide_prompts(ids, weights, prompts);
-        lay_out(ids, weights);
+        want(is_known(ids), "expert ids must lie in 0..E-1");
+        place(layer, ids, reinterpret_cast<const float*>(topk_weights), offload, prompts);
+        return found();
+    }
+
+    // The same for a thread without Python (crossing.h): hot experts stay, and no row is of a prompt. False where an expert
+    // is warm, since prices are Python's, or unknown.
+    static bool find(void* whose, int64_t layer, const int32_t* ids, const float* weights, FoundPairs& pairs) {
+        auto& mine = *static_cast<Splitter*>(whose);
+        if (!mine.num_rows_ || !mine.all_decode_ || layer < 0 || layer >= static_cast<int64_t>(mine.where_.size()) ||
+            !mine.is_known(ids))
+            return false;
+        const int32_t* table = mine.where_[layer].data();
+        for (int64_t i = 0; i < mine.num_rows_ * mine.top_k_; ++i)
+            if (table[ids[i]] == kWarm) return false;
+        mine.place(layer, ids, weights, nb::handle(Py_False), nb::handle(Py_None));
+        const Part& device = mine.device_;
+        pairs = {static_cast<uint64_t>(device.rows), static_cast<uint64_t>(device.pairs), device.local->data(),
+                 device.experts->data(), device.bits->data(), device.weights->data()};
+        return true;
+    }
+    nb::capsule finder() {  // keeps this alive
+        struct Held {
+            Finder finder;
+            nb::object splitter;
+        };
+        return nb::capsule(new Held{{&Splitter::find, this}, nb::find(this)}, kFinder,
+                           [](void* held) noexcept { delete static_cast<Held*>(held); });
+    }
+
+    // As `split` has given it, or `find` would have.
+    nb::tuple found() const {
         std::optional<int64_t> hot_bytes;
         if (!hot_bits_.empty()) hot_bytes = layer_hot_bytes_;
         return nb::make_tuple(device_.rows, device_.pairs, warm_.rows, warm_.pairs, stream_.rows, stream_.pairs,
@@ -312,6 +330,24 @@ class Splitter {
     }
 
    private:
+    bool is_known(const int32_t* ids) const {
+        return std::all_of(ids, ids + num_rows_ * top_k_, [this](int32_t id) { return id >= 0 && id < num_experts_; });
+    }
+
+    void place(int64_t layer, const int32_t* ids, const float* weights, nb::handle offload, nb::handle prompts) {
+        layer_ = layer;
+        table_ = where_[layer].data();
+        if (entries_) note(ids, weights);
+        for (int64_t expert : moved_) offloaded_[expert] = 0;
+        moved_.clear();
+        for (int64_t expert : sent_prompts_) there_[expert] = 0;
+        sent_prompts_.clear();
+        host_ps_ = warm_ps(ids);
+        if (offload.ptr() != Py_False && all_decode_) decide(ids, weights, offload);
+        if (!prompts.is_none() && !all_decode_) decide_prompts(ids, weights, prompts);
+        lay_out(ids, weights);
+    }
+
     template <class Table>
     void check(const std::vector<Table>& tables) const {
         want(tables.size() == where_.size(), "one table per layer is needed");
@@ -372,7 +408,7 @@ class Splitter {
     bool is_hot(int32_t expert) const { return table_[expert] >= 0 || table_[expert] == kElsewhere; }
 
     // LayerLoad and Balancer.offloaded: the same additions in the same order.
-    void decide(const int32_t* ids, const float* weights, const nb::object& rule) {
+    void decide(const int32_t* ids, const float* weights, nb::handle rule) {
         hot_.clear();
         cold_.clear();
         int64_t rows = 0, pairs = 0;
@@ -416,7 +452,7 @@ class Splitter {
         for (int64_t expert : moved_) offloaded_[expert] = 1;
     }
 
-    void ask(const nb::object& rule, int64_t rows, int64_t pairs) {
+    void ask(nb::handle rule, int64_t rows, int64_t pairs) {
         nb::dict hot, cold;
         for (const Expert& each : hot_) hot[nb::int_(each.id)] = nb::make_tuple(each.rows, each.weight);
         for (const Cold& each : cold_)
@@ -442,7 +478,7 @@ class Splitter {
         for (size_t i = 0; i < best; ++i) moved_.push_back(hot_[i].id);
     }
 
-    void decide_prompts(const int32_t* ids, const float* weights, const nb::object& rule) {
+    void decide_prompts(const int32_t* ids, const float* weights, nb::handle rule) {
         std::vector<int64_t> counts(num_experts_, 0), experts, rows, decode_experts, decode_bits;
         for (int64_t row = 0; row < num_rows_; ++row)
             for (int64_t i = row * top_k_; i < (row + 1) * top_k_; ++i) {
@@ -669,6 +705,8 @@ NB_MODULE(_split, m) {
              nb::arg("bits"), nb::arg("from_weights"), nb::arg("counts"))
         .def("split", &Splitter::split, nb::arg("layer"), nb::arg("topk_ids"), nb::arg("topk_weights"),
              nb::arg("offload"), nb::arg("prompts").none())
+        .def("finder", &Splitter::finder)
+        .def("found", &Splitter::found)
         .def("fall_back", &Splitter::fall_back)
         .def("moved", &Splitter::moved);
 }

@@ -1,0 +1,95 @@
+"""A layer's message by a thread that never holds the interpreter's lock: it waits for a packet, sends, takes a reply.
+
+    host      begin | launches ................................ end: waits for no more than that the message has left
+    thread          | packet there? find pairs, send, answer there? take it
+
+The thread stops where it cannot go on by itself, and the caller goes on from there (`State`). Between begin and end the
+shared memory is the thread's. Knows csrc/crossing.h; does not know how pairs are found.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ndp_device.protocol.messages import Result
+from ndp_device.transport import layer_messages
+from ndp_device.transport.shm import DEVICE_SPIN_US, ShmChannel, Spinner, native
+
+_LOOK_NS = 100_000_000
+
+
+class State(enum.IntEnum):
+    """How far a layer came without Python."""
+
+    LEFT = 0  # its pairs are not found
+    NOTHING = 1  # no pair goes to the device
+    FOUND = 2  # the message did not go this way
+    RINGS = 3  # it was published, and its reader sleeps until the socket rings
+    SENT = 4
+    TAKEN = 5  # the answer is here
+
+
+class Places(NamedTuple):
+    """Addresses and sizes of a packet for T rows; csrc/shm.cpp has the same order."""
+
+    word: int  # u32; 1: the rest is there
+    ids: int  # i32 [T, k]
+    weights: int  # f32 [T, k]
+    x: int  # [T, H]
+    sums: int  # f32 [T, H], for the answer
+    format: str  # of x, as codec.DTYPES names it
+    row_bytes: int
+    rows: int
+    hidden: int
+
+
+class Order(NamedTuple):
+    """A packet that will be there, and which pairs of it leave. Its memory must outlive the layer."""
+
+    crossing: Crossing
+    places: Places
+    finder: Any  # csrc/find_pairs.h
+    layer: int  # as the finder counts
+
+
+class Crossed(NamedTuple):
+    state: State
+    sent_s: float  # on the monotonic clock, from RINGS on
+    lost_core: bool  # while the thread looked for the answer
+    in_vain: bool  # it looked for as long as it was told
+    reply: Result | None  # TAKEN; its sums lie in the order's memory
+
+
+class Crossing:
+    """One thread, for one layer at a time."""
+
+    def __init__(self) -> None:
+        assert native is not None
+        self._native = native.Crossing(layer_messages.EXECUTES, layer_messages.RESULTS)
+        self._idle_ns = Spinner(DEVICE_SPIN_US).spin_ns  # outlasts the gap between two layers
+        self._held: tuple[ShmChannel, Any] | None = None
+
+    def begin(self, channel: ShmChannel, order: Order, asked: Sequence[int], spin_ns: int) -> None:
+        """asked: as in layer_messages.put. spin_ns: how long the thread looks for the answer. 0: others want its core,
+        so that it sleeps as soon as the layer is over."""
+        idle_ns = self._idle_ns if spin_ns else 0
+        self._held = channel, order.finder  # for the thread
+        self._native.begin(channel.ring, order.finder, order.places, order.layer, asked, spin_ns, idle_ns)
+
+    def end(self, require_packet: Callable[[], object]) -> Crossed:
+        """Wait until the message has left, or will not. require_packet: is called where the packet takes long. It
+        returns when the packet is there, or raises."""
+        found = self._native.end(_LOOK_NS)
+        if found is None:
+            require_packet()
+            while (found := self._native.end(_LOOK_NS)) is None:
+                pass
+        state, sent_ns, lost, in_vain, described = found
+        reply = None if described is None else layer_messages.reply(*described)
+        return Crossed(State(state), sent_ns / 1e9, lost, in_vain, reply)
+
+    def cancel(self) -> bool:
+        """Give up a layer whose packet may never come. Whether its message has left."""
+        return bool(self._native.cancel())
