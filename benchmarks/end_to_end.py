@@ -9,7 +9,7 @@ decode apart; beside it the memory of engine and device, and the processor time 
     python benchmarks/make_random_mixtral.py MODEL --hidden 4096 --intermediate 14336 --layers 2 --experts 8
     vllm-ndp quantize MODEL --out REPLICAS
     python benchmarks/gguf_mixtral.py MODEL GGUF                    # for llama.cpp only
-    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 4]
+    python benchmarks/end_to_end.py --model MODEL --replicas REPLICAS [--gguf GGUF] [--cores 2] [--rounds 3]
 
 Many small experts: `make_random_mixtral.py MODEL --shape qwen3-30b-a3b --layers 2`, and the rest likewise. With --avx2
 no system uses wider vectors: vLLM, torch and oneDNN are told that the processor has none, and llama.cpp is another
@@ -439,7 +439,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--avx2", action="store_true", help="no system uses vectors wider than AVX2's")
     parser.add_argument("--llama-avx2", type=Path, metavar="DIR", help="llama-cpp-python built without AVX-512")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, help="how many cores each system gets; default: all")
     add_json_option(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
