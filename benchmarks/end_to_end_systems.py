@@ -94,12 +94,17 @@ class Order:
 
 
 def serve(job: Job) -> None:
-    """Get ready, then answer an Order with a Pass, and None with {"memory": ..., ...}."""
+    """Get ready, then answer an Order with a Pass, and None with {"memory": ..., ...}.
+
+    A prompt that is not measured goes before each: while others run, the system may reclaim a waiting one's pages.
+    """
+    warm = Order(1, job.prompt_tokens, 1, seed=0)
     system = {"vllm": VllmSystem, "llama": LlamaSystem}[job.kind](job)
 
     def act(question: Mapping[str, Any] | None) -> dict[str, Any]:
         if question is None:
             return {"memory": system.memory(), **system.facts()}
+        system.run(*_drawn(warm, system.vocabulary))
         return asdict(system.run(*_drawn(Order(**question), system.vocabulary)))
 
     try:
