@@ -132,7 +132,9 @@ def job_of(name: str, arguments: argparse.Namespace) -> Job:
             raise Unavailable("--llama-avx2 was not given")
         model = str(path)
     elif system.hot is not None:
-        settings = {"pool": "packed", "deadline_ms": LONG_DEADLINE_MS, **system.settings}
+        settings = {"deadline_ms": LONG_DEADLINE_MS, **system.settings}
+        if "hot_experts" in settings:  # the defaults keep the checkpoint alone in the page cache
+            settings["pool"] = "packed"
         if settings.get("cold_precision") != "full":
             if arguments.replicas is None:
                 raise Unavailable("--replicas was not given")
