@@ -68,10 +68,10 @@ def about(measured: Figures) -> str:
 
 
 def before(measured: Figures) -> str:
-    """Empty where the figures are of today's code, or which sources changed since."""
+    """Empty where the figures are of today's code, or the first of the sources that changed."""
     if not measured.changed:
         return ""
-    return f"; **stale**: measured before changes of {', '.join(f'`{glob}`' for glob in measured.changed)}"
+    return f"; **stale**: `{measured.changed[0]}` changed"
 
 
 def headline(
